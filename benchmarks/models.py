@@ -129,7 +129,7 @@ def half(model: Model) -> dict[int, list[int]]:
         layer.index: [
             h for h in range(layer.num_heads) if h // (layer.num_heads // layer.num_key_heads) % 2
         ]
-        for layer in hk.heads.attention_layers(model)
+        for layer in hk.heads.projected_layers(model)
     }
 
 

@@ -203,6 +203,7 @@ struct Call {
     p.dropout = {};
     p.excluded = in.excluded.data();
     p.lse = make_rows("row lse");
+    p.max_score = make_rows("max_score");
     p.max_prob = make_rows("max_prob");
     p.entropy = make_rows("entropy");
     std::vector<int64_t> keys(in.B * in.H * in.T, -2);

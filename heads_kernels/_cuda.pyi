@@ -50,7 +50,12 @@ def attention_bias(
     /,
 ) -> None: ...
 def attention_statistics(
-    call: Call, results: tuple[Tensor, ...], cells: Tensor | None, target: _LaunchTarget, /
+    call: Call,
+    results: tuple[Tensor, ...],
+    rows: Tensor | None,
+    cells: Tensor | None,
+    target: _LaunchTarget,
+    /,
 ) -> None: ...
 def dense_cells(mask: Tensor, cells: Tensor, target: _LaunchTarget, /) -> None: ...
 def tiles_of(

@@ -50,6 +50,7 @@ class Call(NamedTuple):
     key_visible: Tensor | None = None
     dense_mask: Tensor | None = None
     exclude_keys: Tensor | None = None  # bool [B or 1, S]; of statistics
+    row_weights: Tensor | None = None  # [B or 1, H or 1, T or 1], compute dtype; of statistics
     seed: Tensor | None = None  # int64 [SEED_LENGTH]
     band_lo: int = -UNBOUNDED
     band_hi: int = UNBOUNDED
@@ -166,22 +167,24 @@ class Call(NamedTuple):
 
         Counts visible pairs of open heads, over the features of each head's active mixing chunks; `dense=True` counts
         every pair, head and feature, as `torch.utils.flop_counter` does. Tiles at the border of a mask compute more.
+        Statistics compute scores a second time for `received`.
         The backward pass counts the gradients of query, key and value; if mixing requires a gradient, `dS K` at full
         width `Ds`; if the gate does, one forward pass over the closed heads (neither with `closed_grad=False`). Reads
         the values of mask, gate and mixing, which synchronises with a GPU.
         """
         if backward and self.value is None:
             raise ValueError(f"backward is True, but {self.operator} has no backward pass.")
+        times = 1 if self.row_weights is None else 2
         if dense:
             count = backward_flops if backward else forward_flops
-            return count(self.B * self.H * self.T * self.S, self.D, self.Dv)
+            return times * count(self.B * self.H * self.T * self.S, self.D, self.Dv)
         is_open = self.open_heads()
         pairs = self.visible_pairs().to(is_open.device)
         widths = self.score_widths().tolist()
         open_pairs = list(zip((pairs * is_open).sum(0).tolist(), widths, strict=True))
         closed_pairs = zip((pairs * ~is_open).sum(0).tolist(), widths, strict=True)
         if not backward:
-            return sum(forward_flops(n, D, self.Dv) for n, D in open_pairs)
+            return times * sum(forward_flops(n, D, self.Dv) for n, D in open_pairs)
         all_features = self.closed_grad and self.mixing is not None and self.mixing.requires_grad
         wide = self.D if all_features else None
         total = sum(backward_flops(n, D, self.Dv, wide) for n, D in open_pairs)

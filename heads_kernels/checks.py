@@ -313,6 +313,32 @@ def check_flag(name: str, flag: bool) -> None:
         refuse(name, f"is a {type(flag).__name__}", "pass True or False", TypeError)
 
 
+def check_row_weights(
+    received: bool | Tensor | None,
+    query: Tensor,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """The weights of rows by `received`, for sizes (*batch, H, T): as many dimensions, in `dtype`, or None."""
+    if received is None or received is False:
+        return None
+    if received is True:
+        return torch.ones((1,) * len(sizes), dtype=dtype, device=query.device)
+    instead = f"pass True, or float weights of rows that broadcast to [..., H, T] = {list(sizes)}"
+    if not isinstance(received, Tensor):
+        refuse("received", f"is a {type(received).__name__}", instead, TypeError)
+    check_dense("received", received)
+    if received.dtype not in DTYPES:
+        refuse("received", f"has dtype {received.dtype}", instead, TypeError)
+    if received.device != query.device:
+        refuse("received", f"is on {received.device}", f"move it to {query.device}")
+    missing = len(sizes) - received.dim()
+    shape = (*(1,) * missing, *received.shape)
+    if missing < 0 or any(got not in (1, want) for got, want in zip(shape, sizes, strict=True)):
+        refuse("received", f"has shape {shape_of(received)}", instead)
+    return received.detach().reshape(shape).to(dtype)
+
+
 def check_excluded(
     exclude_keys: Tensor | None, query: Tensor, sizes: tuple[int, int]
 ) -> Tensor | None:

@@ -341,23 +341,31 @@ def attention_statistics(
     sinks: Tensor | None = None,
     scale: float | None = None,
     exclude_keys: Tensor | None = None,
+    received: bool | Tensor | None = None,
     backend: BackendName | None = None,
 ) -> AttentionStatistics:
-    """Statistics of the attention probabilities of each query row, computed tile by tile without a `[T, S]` matrix.
+    """Statistics of the attention probabilities of each query row, and what each key receives.
+
+    They are computed tile by tile without a `[T, S]` matrix.
 
     Args:
         query, key: as in `gated_attention`, or, with `mixing`, as in `collaborative_attention`.
         mixing, content_bias, attn_mask, is_causal, bias, softcap, sinks, scale, backend: as in those functions.
         exclude_keys: bool `[S]` or `[..., S]`, True for keys such as [CLS], [SEP] or EOS that may not be the maximum
             (Voita et al. 2019, footnote 2). They keep their share of the probability: nothing is renormalised.
+        received: whether to compute `received`: True, or weights of query rows, a float tensor that broadcasts to
+            `[..., H, T]`. A row of weight 0 is left out. Scores are computed a second time for it.
 
     Returns:
         Named tuple of `[..., H, T]` tensors, float32 (float64 for float64 inputs), argmax int64, without gradient:
         `lse`, natural log of the sum of exp(score) over visible keys and the sink (-inf without either);
-        `max_prob`, the largest probability among keys that are not excluded (0 if there is none), whose mean over
-        rows is the confidence of a head; `argmax`, the first key with that probability (-1 if there is none);
+        `max_score`, the largest score among keys that are not excluded, scaled, capped and with its bias (-inf if there
+        is none); `max_prob`, its probability (0 if there is none), whose mean over rows is the confidence of a head;
+        `argmax`, the first key with it (-1 if there is none);
         `entropy`, `-sum p ln p` over keys in nats (0 if a row sees no key). With a sink, the probabilities of the keys
-        add up to less than 1.
+        add up to less than 1. Behind them `received` `[..., H, S]`, `sum_i w_i p_ij` over query rows i for each key j
+        and query head, with weights w of 1 by default; None if it is not asked for. A padded row or one that sees no
+        key adds nothing.
 
     Raises:
         ValueError, TypeError: as in `gated_attention`.
@@ -375,12 +383,15 @@ def attention_statistics(
         sinks=sinks,
         scale=scale,
         exclude_keys=exclude_keys,
+        received=received,
     )
     part = _part_of(call)
     here = call if part is None else part.call
-    results = statistics.measure(here, select(here, backend))
-    whole = results if part is None else map(part.whole, results)
-    return AttentionStatistics(*(unflatten(result, batch) for result in whole))
+    found = statistics.measure(here, select(here, backend))
+    if part is not None:
+        found = part.whole_statistics(found)
+    results = (None if result is None else unflatten(result, batch) for result in found)
+    return AttentionStatistics(*results)  # type: ignore[arg-type]
 
 
 def _attend(

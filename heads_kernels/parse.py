@@ -33,6 +33,7 @@ from heads_kernels.checks import (
     check_grouped_heads,
     check_mixing,
     check_offset_table,
+    check_row_weights,
     check_scale,
     check_sinks,
     check_sizes,
@@ -81,6 +82,7 @@ def form(
     scale: float | None = None,
     enable_gqa: bool = True,
     exclude_keys: Tensor | None = None,
+    received: bool | Tensor | None = None,
 ) -> tuple[Call, Batch]:
     """Build a call from the arguments of the public function `operator`; returns it and its batch dimensions.
 
@@ -130,6 +132,10 @@ def form(
     if operator == "entmax_attention":
         alpha = check_alpha(alpha, query, H, compute_dtype(query.dtype))
     check_flag("closed_grad", closed_grad)
+    lead = (B,) if batch is None else batch
+    row_weights = check_row_weights(received, query, (*lead, H, T), compute_dtype(query.dtype))
+    if batch is not None:
+        row_weights = _flatten("received", row_weights, batch, "H, T")
     call = Call(
         query=query,
         key=key,
@@ -146,6 +152,7 @@ def form(
         key_visible=mask.key_visible,
         dense_mask=mask.dense,
         exclude_keys=check_excluded(exclude_keys, query, (B, S)),
+        row_weights=row_weights,
         seed=None,
         band_lo=mask.band_lo,
         band_hi=mask.band_hi,
@@ -310,6 +317,7 @@ def check_op(call: Call, **saved: Tensor | None) -> None:
         ("key_visible", call.key_visible, keys, torch.bool),
         ("dense_mask", call.dense_mask, ((1, B), (1, H), (1, T), (1, S)), torch.bool),
         ("exclude_keys", call.exclude_keys, keys, torch.bool),
+        ("row_weights", call.row_weights, ((1, B), (1, H), (1, T)), compute),
         ("seed", call.seed, (SEED_LENGTH,), torch.int64),
         ("dout", saved.get("dout"), heads, dtype),
         ("attended", saved.get("attended"), heads, dtype),
@@ -323,7 +331,7 @@ def check_op(call: Call, **saved: Tensor | None) -> None:
 
 def check_ranks(call: Call, **saved: Tensor | None) -> None:
     """Check that an op reads the tensors that are given, and that those have the right number of dimensions."""
-    unread = ("gate", "alpha", "seed") if call.value is None else ("exclude_keys",)
+    unread = ("gate", "alpha", "seed") if call.value is None else ("exclude_keys", "row_weights")
     if call.alpha is not None:
         unread = ("mixing", "sinks", *unread)
     for name in unread:

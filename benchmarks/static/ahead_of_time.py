@@ -60,8 +60,11 @@ def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
     given = {name: tensor for name, tensor in inputs.tensors.items() if name != "value"}
     softcap = inputs.options.get("softcap")
     call, _ = parse("attention_statistics", **given, softcap=softcap, is_causal=True)
-    for excluded in (None, torch.zeros(call.B, call.S, dtype=torch.bool)):
-        statistics_op(*call._replace(exclude_keys=excluded), "triton")
+    excluded = torch.zeros(call.B, call.S, dtype=torch.bool)
+    weights = torch.ones(call.B, 1, call.T)
+    more = call._replace(exclude_keys=excluded), call._replace(row_weights=weights)
+    for each in (call, *more):
+        statistics_op(*each, "triton")
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,8 @@ STATED: Final = (
     Bound(192, "the words of Philox beside a tile of scores",
         "gated_attention.keys", "sm_90", work="*dropout*"),
     Bound(16, "bounds of loops", "triton.tile_lists", "sm_90"),
+    Bound(64, "keys of 128 features in registers, for products without tensor cores",
+        "triton.statistics", "sm_90", "float32"),
     Bound(256, "the bounds of loops for each width of the query; the loops over tiles spill nothing",
         "triton.forward", "sm_90", work="collaborative_attention: *"),
     Bound(512, "the words of Philox beside a query of 256 features",

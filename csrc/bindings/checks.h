@@ -51,7 +51,7 @@ struct Required : Given {};
 struct CallArguments {
   Required query, key;
   Given value, mixing, content_bias, gate, bias, offset_bias, sinks, alpha;
-  Given k_lo, k_hi, key_visible, dense_mask, exclude_keys, seed;
+  Given k_lo, k_hi, key_visible, dense_mask, exclude_keys, row_weights, seed;
   int64_t band_lo = 0, band_hi = 0;
   double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
   std::string gate_activation;
@@ -64,7 +64,7 @@ struct CallArguments {
     f("content_bias", content_bias), f("gate", gate), f("bias", bias);
     f("offset_bias", offset_bias), f("sinks", sinks), f("alpha", alpha);
     f("k_lo", k_lo), f("k_hi", k_hi), f("key_visible", key_visible), f("dense_mask", dense_mask);
-    f("exclude_keys", exclude_keys), f("seed", seed);
+    f("exclude_keys", exclude_keys), f("row_weights", row_weights), f("seed", seed);
     f("band_lo", band_lo), f("band_hi", band_hi);
     f("scale", scale), f("softcap", softcap), f("dropout_p", dropout_p);
     f("gate_activation", gate_activation), f("closed_grad", closed_grad);
@@ -341,18 +341,27 @@ inline void check_term_gradients(const BackwardParams& params, const Sizes& n) {
   check_rows(dtype, params.dsinks, {n.B, n.H, n.T}, "dsinks");
 }
 
-// The keys that statistics exclude from the maximum, and their outputs.
-inline void set_statistics(StatisticsParams& params, const Sizes& n, const Given& excluded,
+// The keys that statistics exclude from the maximum, the weights of rows, and the outputs.
+inline void set_statistics(StatisticsParams& params, const CallArguments& call, const Sizes& n,
                            const Given& argmax) {
-  params.excluded =
-      batched<uint8_t>(excluded, "exclude_keys", Element::kBool, n.B, n.S, &params.excluded_stride);
+  params.excluded = batched<uint8_t>(call.exclude_keys, "exclude_keys", Element::kBool, n.B, n.S,
+                                     &params.excluded_stride);
   check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+  check_rows(params.query.dtype, params.max_score, {n.B, n.H, n.T}, "max_score");
   check_rows(params.query.dtype, params.max_prob, {n.B, n.H, n.T}, "max_prob");
   check_rows(params.query.dtype, params.entropy, {n.B, n.H, n.T}, "entropy");
   require(is(argmax.tensor, {n.B, n.H, n.T}) && is_dense(argmax.tensor) &&
               argmax.element == Element::kInt64,
           "argmax");
   params.argmax = static_cast<int64_t*>(argmax.tensor.data);
+  if ((params.row_weights = floating(call.row_weights, "row_weights"))) {
+    broadcast(params.row_weights, {n.B, n.H, n.T}, "row_weights");
+    require(params.row_weights.dtype == params.lse.dtype, "row_weights");
+  }
+  check_rows(params.query.dtype, params.received, {n.B, n.H, n.S}, "received");
+  const bool asked = params.row_weights && n.B && n.H && n.S;
+  require(asked == static_cast<bool>(params.received), "received",
+          asked ? "is empty" : "comes without row_weights");
 }
 
 // Entmax keeps two numbers of a row.

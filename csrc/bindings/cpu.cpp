@@ -103,7 +103,7 @@ void attention_backward(const py::tuple& call, const py::tuple& saved, const py:
   launch(params.mixing ? k.collaborative_attention_backward : k.gated_attention_backward, params);
 }
 
-// `results` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
+// `results` is that of set_statistics.
 void attention_statistics(const py::tuple& call, const py::tuple& results, int threads) {
   hk::StatisticsParams params;
   const CallArguments arguments = read_call(call, dlpack::kCpu);

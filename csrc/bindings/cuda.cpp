@@ -318,15 +318,25 @@ void attention_bias(const py::tuple& call, const py::tuple& read, const py::tupl
   launch(params, target, [&](auto kernels, auto& to) { kernels.attention_bias(params, to); });
 }
 
-// `results` is (lse, max_prob, argmax, entropy), contiguous [B, H, T].
-void attention_statistics(const py::tuple& call, const py::tuple& results, py::handle cells,
-                          const Target& target) {
+// `results` is that of set_statistics.
+// `rows` is None, or float [2, B, H, T] contiguous where `received` is asked for: what the pass by
+// rows leaves to the pass by keys.
+void attention_statistics(const py::tuple& call, const py::tuple& results, py::handle rows,
+                          py::handle cells, const Target& target) {
   cuda::StatisticsPass params;
   const dlpack::Device device = device_of(target);
   const CallArguments arguments = read_call(call, device);
   const Sizes n = set_single_call(params, arguments, false);
   set_cells(params, n, cells, device);
   set_statistics(params, arguments, n, results, device);
+  const hk::Tensor shares = floating(given(rows, device, "rows"), "rows");
+  check_rows(params.query.dtype, shares, {2, n.B, n.H, n.T}, "rows");
+  require(static_cast<bool>(shares) == static_cast<bool>(params.row_weights), "rows",
+          "comes without row_weights, or they without it");
+  if (shares) {
+    params.reference = static_cast<float*>(shares.data);
+    params.share = params.reference + n.B * n.H * n.T;
+  }
   launch(params, target, [&](auto kernels, auto& to) { kernels.attention_statistics(params, to); });
 }
 

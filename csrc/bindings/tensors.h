@@ -148,16 +148,19 @@ inline CallArguments read_call(const py::tuple& call, dlpack::Device device) {
   return result;
 }
 
-// (lse, max_prob, argmax, entropy), contiguous [B, H, T].
+// (lse, max_score, max_prob, argmax, entropy), contiguous [B, H, T], and received, which is empty
+// or [B, H, S].
 inline void set_statistics(StatisticsParams& params, const CallArguments& call, const Sizes& n,
                            const py::tuple& results, dlpack::Device device) {
-  Entries entries(results, device, "results", 4);
+  Entries entries(results, device, "results", 6);
   params.lse = entries.needed("lse");
+  params.max_score = entries.needed("max_score");
   params.max_prob = entries.needed("max_prob");
   const Given argmax = entries.given("argmax");
   require(static_cast<bool>(argmax), "argmax", "is None");
   params.entropy = entries.needed("entropy");
-  set_statistics(params, n, call.exclude_keys, argmax);
+  params.received = entries.output("received");
+  set_statistics(params, call, n, argmax);
 }
 
 // (out, attended, lse), the last two of which are optional.

@@ -225,8 +225,8 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 const std::string kStatistics = "attention_statistics(" + call_fields() +
-                                ", str backend) -> (Tensor lse, Tensor max_prob, Tensor argmax, "
-                                "Tensor entropy)";
+                                ", str backend) -> (Tensor lse, Tensor max_score, Tensor "
+                                "max_prob, Tensor argmax, Tensor entropy, Tensor received)";
 
 void attention_statistics(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
@@ -235,17 +235,23 @@ void attention_statistics(StableIValue* stack, uint64_t, uint64_t) {
   const Sizes n = set_call(params, call, false);
   params.threads = threads();
   const Element compute = compute_dtype(call.query.element);
-  Output lse({n.B, n.H, n.T}, compute), max_prob({n.B, n.H, n.T}, compute);
+  Output lse({n.B, n.H, n.T}, compute), max_score({n.B, n.H, n.T}, compute);
+  Output max_prob({n.B, n.H, n.T}, compute);
   Output argmax({n.B, n.H, n.T}, Element::kInt64), entropy({n.B, n.H, n.T}, compute);
   params.lse = floating(lse.given, "lse");
+  params.max_score = floating(max_score.given, "max_score");
   params.max_prob = floating(max_prob.given, "max_prob");
   params.entropy = floating(entropy.given, "entropy");
-  set_statistics(params, n, call.exclude_keys, argmax.given);
+  Output received = call.row_weights ? Output({n.B, n.H, n.S}, compute) : Output({0}, compute);
+  params.received = output(received.given, "received");
+  set_statistics(params, call, n, argmax.given);
   hk::kernels().attention_statistics(params);
   stack[0] = owned(lse);
-  stack[1] = owned(max_prob);
-  stack[2] = owned(argmax);
-  stack[3] = owned(entropy);
+  stack[1] = owned(max_score);
+  stack[2] = owned(max_prob);
+  stack[3] = owned(argmax);
+  stack[4] = owned(entropy);
+  stack[5] = owned(received);
 }
 
 // ---------------------------------------------------------------------- registration

@@ -116,10 +116,14 @@ struct BackwardParams : AttentionParams {
 
 struct StatisticsParams : AttentionParams {
   const uint8_t* excluded =
-      nullptr;  // [B or 1, S], nonzero: the key is not counted for max_prob and argmax
+      nullptr;  // [B or 1, S], nonzero: the key is not counted for max_score, max_prob and argmax
   int64_t excluded_stride = 0;
-  Tensor lse, max_prob, entropy;  // [B, H, T] in the compute type
-  int64_t* argmax = nullptr;      // [B, H, T] contiguous
+  Tensor lse, max_score, max_prob, entropy;  // [B, H, T] in the compute type
+  int64_t* argmax = nullptr;                 // [B, H, T] contiguous; of max_score
+  // received[b][h][j] = sum over i of row_weights[b][h][i] p_ij; a row of weight 0 is left out.
+  // Both are in the compute type, and absent where received is not asked for.
+  Tensor row_weights;  // [B, H, T]; strides are 0 where it broadcasts
+  Tensor received;     // [B, H, S] contiguous
 };
 
 }  // namespace hk

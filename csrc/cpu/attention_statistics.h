@@ -1,5 +1,8 @@
-// Statistics of attention rows, streamed over the keys: only one tile of scores is in memory.
+// Statistics of attention rows, streamed over the keys, and the attention that keys receive, in a
+// second pass over the rows: only one tile of scores is in memory.
 #pragma once
+
+#include <vector>
 
 #include "cpu/collaborative_attention.h"
 #include "cpu/gated_attention.h"
@@ -64,9 +67,25 @@ struct StatisticsTile {
   PackedQuery<Real> query;  // scaled
 };
 
+// What the pass by rows leaves to the pass by keys: the product of a row's weight and a probability
+// is exp(score - reference) * share. A share of 0 leaves the row out.
+template <typename Real>
+struct RowShares {
+  std::vector<Real> reference, share;  // [B, H, T]; empty where `received` is not asked for
+
+  void set(const Tensor& weights, const Head<Real>& head, int64_t i, int64_t row, Real top,
+           double part) {
+    const int64_t at =
+        head.b * weights.stride[0] + head.h * weights.stride[1] + i * weights.stride[2];
+    const Real weight = static_cast<const Real*>(weights.data)[at];
+    reference[row] = top;
+    share[row] = weight == Real(0) ? Real(0) : static_cast<Real>(weight * part);
+  }
+};
+
 template <typename Real>
 inline void store_statistics(const StatisticsParams& params, const StatisticsTile<Real>& tile,
-                             int64_t row) {
+                             int64_t row, RowShares<Real>& rows) {
   const RowStatistics<Real>& statistics = tile.statistics;
   for (int m = 0; m < tile.visible.count; ++m) {
     const Real sum = statistics.softmax.sum[m], reference = statistics.softmax.reference[m];
@@ -78,6 +97,9 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
     const double total = sees ? share * sum + std::exp(sink - top) : 1;
     const bool found = sees && statistics.best_key[m] >= 0;
     static_cast<Real*>(params.lse.data)[row + m] = static_cast<Real>(top + std::log(total));
+    static_cast<Real*>(params.max_score.data)[row + m] = sees && sum != sum ? sum
+                                                         : found            ? statistics.best[m]
+                                                                            : kHidden<Real>;
     static_cast<Real*>(params.max_prob.data)[row + m] =
         found                ? static_cast<Real>(std::exp(statistics.best[m] - top) / total)
         : sees && sum != sum ? sum
@@ -88,7 +110,96 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
     static_cast<Real*>(params.entropy.data)[row + m] =
         sees ? static_cast<Real>((rest * sum - statistics.energy[m]) * share / total) : Real(0);
     params.argmax[row + m] = found ? statistics.best_key[m] : -1;
+    if (params.received) {
+      const int64_t i = tile.visible.first + m;
+      if (sees)
+        rows.set(params.row_weights, tile.head, i, row + m, reference, share / total);
+      else
+        rows.reference[row + m] = rows.share[row + m] = 0;
+    }
   }
+}
+
+// The state of a tile of query rows in the pass by keys.
+template <typename Real>
+struct SharesTile {
+  Head<Real> head;
+  VisibleRows<Real> visible;
+  const Real *reference, *share;  // of the rows, as in RowShares
+  PackedQuery<Real> query;        // scaled
+
+  // Adds to sum[n] what key n receives of the rows; `scores` [keys][64], hidden ones -inf.
+  void add(const Real* scores, int keys, double* sum) const {
+    alignas(64) Real own_reference[BLOCK_M] = {}, own_share[BLOCK_M] = {};
+    std::memcpy(own_reference, reference, sizeof(Real) * visible.count);
+    std::memcpy(own_share, share, sizeof(Real) * visible.count);
+    for (int n = 0; n < keys; ++n) {
+      Vec<Real> total{};
+      for (int m = 0; m < visible.columns; m += kLanes<Real>) {
+        const Vec<Real> score = load(scores + n * BLOCK_M + m), part = load(own_share + m);
+        const Vec<Real> p = exp<Real>(score - load(own_reference + m));
+        total += (part == Real(0)) | (score == kHidden<Real>) ? Vec<Real>{} : p * part;
+      }
+      sum[n] += sum_lanes<Real>(total);
+    }
+  }
+};
+
+// One thread sums what its keys receive, in the order of the query tiles: the result does not
+// depend bitwise on how the keys are split.
+template <typename Real, typename Operator>
+void received_by_keys(const StatisticsParams& params, const Operator& op,
+                      const RowShares<Real>& rows) {
+  const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
+  const int64_t tile_bytes =
+      buffer_bytes<char>(sizeof(SharesTile<Real>)) + buffer_bytes<Real>(query_count);
+  const int64_t size = std::min(tiles_in_cache(tile_bytes), std::max<int64_t>(1, op.query_tiles));
+  const int64_t heads = op.B * op.H, windows = ceil_div(op.S, BLOCK_N);
+  const int64_t wanted = ceil_div(kItemsPerThread * params.threads, heads);
+  const int64_t each = ceil_div(windows, std::min(windows, wanted)) * BLOCK_N;  // keys of an item
+  const int64_t parts = ceil_div(op.S, each);
+  const int64_t bytes =
+      size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) + buffer_bytes<double>(each);
+  parallel_for(
+      heads * parts, params.threads, op.multiply_adds(), bytes,
+      [&](int64_t item, Workspace& workspace) {
+        const int64_t head = item / parts, b = head / op.H, h = head % op.H;
+        const KeySpan range{item % parts * each, std::min(op.S, (item % parts + 1) * each)};
+        TileScratch<Real, Real> scratch(workspace, op, 1, size);
+        double* const sum = workspace.take<double>(each);
+        std::fill_n(sum, each, 0.0);
+        const size_t mark = workspace.mark();
+        for (int64_t first = 0; first < op.query_tiles; first += size, workspace.rewind(mark)) {
+          auto* tiles = workspace.take_objects<SharesTile<Real>>(size);
+          int64_t count = 0;
+          for (int64_t i = first; i < std::min(op.query_tiles, first + size); ++i) {
+            const VisibleRows<Real> visible(params.mask, b, h, i * BLOCK_M, op.T, op.S);
+            if (std::max(range.begin, visible.hull_lo) >= std::min(range.end, visible.hull_hi))
+              continue;
+            const int64_t row = head * op.T + visible.first;
+            auto* tile = new (tiles + count++)
+                SharesTile<Real>{op.head(b, h),
+                                 visible,
+                                 rows.reference.data() + row,
+                                 rows.share.data() + row,
+                                 {workspace.take<Real>(query_count), nullptr}};
+            op.pack(b, h, tile->visible, scratch.rows, tile->query);
+          }
+          for_visible_pairs(
+              tiles, count, range,
+              [&](SharesTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
+                if (!score_tile(tile.head, tile.query, tile.visible, keys,
+                                scratch.key.rows(tile.head.key, window, keys), scratch)
+                         .any)
+                  return;
+                if (!keys.full) hide(scratch.scores, keys, tile.visible, tile.visible.columns);
+                tile.add(scratch.scores, keys.count(), sum + keys.begin - range.begin);
+              });
+        }
+        Real* const received = static_cast<Real*>(params.received.data) + head * op.S;
+        for (int64_t key = range.begin; key < range.end; ++key)
+          received[key] = static_cast<Real>(sum[key - range.begin]);
+      });
 }
 
 // `Operator` is GatedAttention<Real, Real> or CollaborativeAttention<Real, Real>: it packs a query
@@ -96,6 +207,11 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
 template <typename Real, typename Operator>
 void attention_statistics_of(const StatisticsParams& params) {
   const Operator op(params);
+  RowShares<Real> rows;
+  if (params.received) {
+    rows.reference.resize(op.B * op.H * op.T);
+    rows.share.resize(op.B * op.H * op.T);
+  }
   const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
   const int64_t tile_bytes =
       buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + buffer_bytes<Real>(query_count);
@@ -135,9 +251,10 @@ void attention_statistics_of(const StatisticsParams& params) {
                  for (int64_t i = 0; i < count; ++i) {
                    const StatisticsTile<Real>& tile = tiles[i];
                    const int64_t head = tile.head.b * op.H + tile.head.h;
-                   store_statistics(params, tile, head * op.T + tile.visible.first);
+                   store_statistics(params, tile, head * op.T + tile.visible.first, rows);
                  }
                });
+  if (params.received) received_by_keys(params, op, rows);
 }
 
 template <typename Real>

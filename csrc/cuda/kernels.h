@@ -106,9 +106,12 @@ struct BiasParams : GradientParams {
   Tensor doffset_bias;  // two parts [B, H, blocks of offsets] float: attention_bias.cu
 };
 
-// What the statistics of rows read and store.
+// What the statistics of rows read and store. Of a row the pass by rows leaves to the pass by keys
+// its largest score and its share: a probability times the row's weight is
+// exp(score - reference) * share. Null where `received` is not asked for.
 struct StatisticsPass : StatisticsParams {
   DenseCells dense_cells;
+  float *reference = nullptr, *share = nullptr;  // [B, H, T]
 };
 
 struct bf16;
@@ -132,6 +135,7 @@ struct Kernels {
   static void attention_combine(const SplitParams&, const LaunchTarget&);
   static void attention_rows(const RowsParams&, const LaunchTarget&);
   static void attention_bias(const BiasParams&, const LaunchTarget&);
+  // Also the attention that keys receive, where it is asked for.
   static void attention_statistics(const StatisticsPass&, const LaunchTarget&);
   // Whether blocks of gated_attention_keys have the wide sizes (kHasWideKeys) on a device.
   static bool runs_wide_keys(int device);

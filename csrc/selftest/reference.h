@@ -44,7 +44,7 @@ class Reference {
             {"dquery", &dquery},   {"dkey", &dkey},         {"dvalue", &dvalue},
             {"dmixing", &dmixing}, {"dgate", &dgate},       {"dcontent_bias", &dcontent_bias},
             {"row lse", &row_lse}, {"argmax", &argmax},     {"max_prob", &max_prob},
-            {"entropy", &entropy}, {"dalpha", &dalpha}};
+            {"entropy", &entropy}, {"dalpha", &dalpha},     {"max_score", &max_score}};
   }
 
  private:
@@ -60,7 +60,8 @@ class Reference {
   Expected dkey{in.collaborative ? in.B * S * D : in.B * in.Hk * S * D};
   Expected dvalue{in.B * in.Hk * S * Dv}, dmixing{in.B * in.H * D};
   Expected dcontent_bias{in.B * in.H * S}, dgate{in.elementwise() ? count * Dv : count};
-  Expected row_lse{count}, argmax{count}, max_prob{count}, entropy{count}, dalpha{count};
+  Expected row_lse{count}, argmax{count}, max_score{count}, max_prob{count}, entropy{count},
+      dalpha{count};
 
   // Query row i of head h: its row of the outputs and its part of the gradients.
   void row(int64_t b, int64_t h, int64_t i) {
@@ -148,6 +149,7 @@ class Reference {
     const bool close = best >= 0 && score[best] > second && score[best] - second < off;
     row_lse.add(at, sum_exp, off);
     argmax.add(at, static_cast<double>(best), close ? kInfinity : 0);
+    max_score.add(at, best >= 0 ? score[best] : -kInfinity, off);
     if (best >= 0) max_prob.add(at, p[best], off * p[best]);
     entropy.add(at, h, off * (1 + h));
   }

@@ -6,7 +6,9 @@ from heads_kernels.analysis.importance import importance
 from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.maps import HeadMaps, bertviz, maps, plot_maps
 from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.received import HeadReceived, received
 from heads_kernels.analysis.relations import RareWords, Relation
+from heads_kernels.analysis.repeats import Repeats
 from heads_kernels.analysis.roles import HeadRoles, Role, roles
 from heads_kernels.analysis.statistics import HeadStatistics, statistics
 from heads_kernels.nn.attention_call import AttentionCall
@@ -15,11 +17,13 @@ __all__ = [
     "AttentionCall",
     "HeadDistance",
     "HeadMaps",
+    "HeadReceived",
     "HeadRoles",
     "HeadScores",
     "HeadStatistics",
     "RareWords",
     "Relation",
+    "Repeats",
     "Role",
     "bertviz",
     "distance",
@@ -27,6 +31,7 @@ __all__ = [
     "maps",
     "observe",
     "plot_maps",
+    "received",
     "relevance",
     "roles",
     "statistics",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import is_int, refuse
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer
 
 #: What `AttentionLayer.kind` may be.
 KINDS: Final = ("encoder", "decoder", "cross")

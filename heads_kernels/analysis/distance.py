@@ -14,8 +14,7 @@ from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.positions import first_real
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall, blocks
 
 #: Probabilities of all heads that are compared at a time, half a MiB of float32, so that sums and logarithms stay in
@@ -97,6 +96,7 @@ def distance(
     data: Iterable[Any],
     *,
     kind: str | None = None,
+    layers: Iterable[int | str] | None = None,
     progress: bool = False,
 ) -> HeadDistance:
     r"""The Jensen-Shannon divergence between the attention of all pairs of heads, across layers.
@@ -112,24 +112,24 @@ def distance(
 
     Args:
         model, data, progress: as in `statistics`.
-        kind: "encoder", "decoder" or "cross": the layers to compare; default the only kind of the model.
+        kind: "encoder", "decoder" or "cross": the layers to compare; default the only kind of `layers`.
+        layers: indices or names of the layers among which those of the kind are compared; default all.
 
     Raises:
         TypeError, ValueError: an argument is invalid; T or S differ between layers of that kind; data has no batches or
             real rows; layers have no heads; the attention function of a transformers model is not this package's.
     """
-    layers = _of_kind(attention_layers(model), kind)
-    kind, chosen = layers[0].kind, {layer.index for layer in layers}
+    chosen = _of_kind(choose_layers(attention_layers(model), layers), kind)
+    kind, names = chosen[0].kind, [layer.name for layer in chosen]
     seen: list[tuple[AttentionLayer, AttentionCall]] = []
     sums: _Sums | None = None
 
     def keep(layer: AttentionLayer, call: AttentionCall) -> None:
-        if layer.index in chosen:
-            seen.append((layer, replace(call, value=call.key)))  # values are not held
+        seen.append((layer, replace(call, value=call.key)))  # values are not held
 
     with torch.no_grad(), evaluation(model):
         for batch in each_batch(data, "distance", progress):
-            with observe(model, keep):
+            with observe(model, keep, names):
                 run(model, batch)
             if not seen:
                 was = f"reaches no layer of kind {kind!r}"
@@ -148,7 +148,7 @@ def _of_kind(layers: list[AttentionLayer], kind: str | None) -> list[AttentionLa
     if kind is None and len(kinds) == 1:
         kind = kinds[0]
     if kind not in kinds:
-        instead = f"pass one of {', '.join(map(repr, kinds))}, the kinds of layers of this model"
+        instead = f"pass one of {', '.join(map(repr, kinds))}, the kinds of these layers"
         refuse("kind", f"is {kind!r}", instead)
     chosen = [layer for layer in layers if layer.kind == kind and layer.num_heads]
     if not chosen:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.checks import check_size, is_int, refuse
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer
 
 Item = TypeVar("Item")
 

@@ -23,13 +23,13 @@ from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.probes import open_gates, probed, without
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
+from heads_kernels.heads.patching import edited, outputs
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: `loss(model, batch)`: a scalar, losses of examples `[B]`, or outputs `[B, ...]`.
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
-Method = Literal["gradient", "fisher", "leave_one_out", "confidence", "lrp"]
+Method = Literal["gradient", "fisher", "patching", "leave_one_out", "confidence", "lrp"]
 Reduce = Literal["token", "example", "batch"]
 _Change: TypeAlias = tuple[AttentionLayer, int, Tensor]
 
@@ -40,6 +40,7 @@ def importance(
     data: Iterable[Any],
     loss: Loss | None = None,
     *,
+    layers: Iterable[int | str] | None = None,
     method: Method = "gradient",
     reduce: Reduce = "example",
     normalise: Literal["l2"] | None = None,
@@ -59,6 +60,8 @@ def importance(
     reduce="example"    `|sum_t a_{h,x,t}| = |dL_x/dg_h|`           Michel et al. 2019, eq. 4
     reduce="batch"      `|sum_{x,t} a_{h,x,t}| / B` of a batch      `head_mask.grad` of transformers' run_bertology
     "fisher"            mean over examples of `(dL_x/dg_h)^2`       diagonal of the Fisher information of gates
+    "patching"          mean over examples of `sum_t (z_clean -     attribution patching (Nanda 2023; Syed et al.
+                        z_x) . dL_x/dz_x`, z the head's outputs     2023)
     "leave_one_out"     mean over examples of L_x without the       Michel et al. 2019, section 3.2
                         head minus L_x with it
     "confidence"        mean over rows of the largest probability   Voita et al. 2019, section 4
@@ -74,6 +77,10 @@ def importance(
     then use `L_x = sum(z_x * e_x)` with random signs z, the same in every call ("fisher": its mean is
     `|de_x/dg_h|^2`), and "leave_one_out" the squared change `|e_x without the head - e_x|^2`.
 
+    "patching" estimates the change of the loss of a corrupted input x if the head has the output of the clean one, as
+    `hk.heads.patch` gives it: a batch is a pair of batches (clean, corrupted) of equal sizes, and `loss` is called with
+    each. It takes two passes forward and one backward for all heads.
+
     Existing gates stay in effect: a closed head scores 0 by every method except "confidence". Heads have their current
     numbers. For a layer that runs several times in a pass (ALBERT), derivatives are summed over its runs, and a head is
     left out of all of them. A layer that no pass reaches scores 0. The model runs in evaluation mode with frozen
@@ -82,11 +89,13 @@ def importance(
     Args:
         model: with attention layers (`hk.heads.attention_layers`); a transformers model after
             `hk.integrations.transformers.use(model)`.
-        data: an iterable of batches. Without `loss`, a batch is a mapping of keyword arguments, a tuple or list of
-            arguments, or one argument of the model.
+        data: an iterable of batches, for "patching" of pairs of batches. Without `loss`, a batch is a mapping of
+            keyword arguments, a tuple or list of arguments, or one argument of the model.
         loss: `loss(model, batch)` returns a scalar, the SUM over the examples of the batch (a mean times B), the losses
             of the examples `[B]`, or outputs `[B, ...]`. Optional for "confidence", for which it runs the model, and
             for "lrp", where it is the `output` of `relevance`.
+        layers: indices or names of the layers whose heads are scored; default all. Those of a tower of a model may be
+            named alone, for one whose towers run on batches of different sizes.
         method: see the table.
         reduce: where "gradient" takes the absolute value.
         normalise: "l2" divides the scores of each layer by their norm (`HeadScores.normalised`).
@@ -103,20 +112,21 @@ def importance(
             heads; the attention function of a transformers model is not this package's.
     """
     _check(loss, method, reduce, normalise, exclude_keys)
-    layers = attention_layers(model)
+    there = attention_layers(model)
+    chosen = choose_layers(there, layers)
     estimator = reduce if method == "gradient" else method
-    task = _Task(model, layers, data, loss, estimator, exclude_keys, progress)
-    if not any(layer.num_heads for layer in layers):
-        was = f"has no heads left in its {len(layers)} attention layer(s)"
+    task = _Task(model, there, chosen, data, loss, estimator, exclude_keys, progress)
+    if not any(layer.num_heads for layer in chosen):
+        was = f"has no heads left in its {len(chosen)} attention layer(s)"
         refuse("model", was, "score heads before all of them are pruned")
     scores = tuple(_METHODS[method](task))
-    for layer, each in zip(layers, scores, strict=True):
+    for layer, each in zip(chosen, scores, strict=True):
         if not bool(each.isfinite().all()):
             was = f"is not finite without a head of {layer}, or its gradient there is not"
             refuse("loss", was, "look for a logarithm or a square root of 0 in it")
     result = HeadScores(
-        layers=tuple(layer.name for layer in layers),
-        kinds=tuple(layer.kind for layer in layers),
+        layers=tuple(layer.name for layer in chosen),
+        kinds=tuple(layer.kind for layer in chosen),
         scores=scores,
         method=f"gradient by {reduce}" if method == "gradient" else method,
     )
@@ -125,9 +135,10 @@ def importance(
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """The validated arguments of `importance`."""
+    """The validated arguments of `importance`; `there` are all layers of the model, `layers` those that are scored."""
 
     model: nn.Module
+    there: list[AttentionLayer]
     layers: list[AttentionLayer]
     data: Iterable[Any]
     loss: Loss | None
@@ -135,8 +146,15 @@ class _Task:
     exclude_keys: ExcludeKeys | None
     progress: bool
 
-    def zeros(self) -> list[Tensor]:
-        return [torch.zeros(layer.num_heads, dtype=torch.float64) for layer in self.layers]
+    @property
+    def names(self) -> list[str]:
+        return [layer.name for layer in self.layers]
+
+    def zeros(self) -> dict[int, Tensor]:
+        """By the index of the layer."""
+        return {
+            layer.index: torch.zeros(layer.num_heads, dtype=torch.float64) for layer in self.layers
+        }
 
     def run(self, batch: Any) -> Any:
         return run(self.model, batch) if self.loss is None else self.loss(self.model, batch)
@@ -159,7 +177,7 @@ def _by_gradients(task: _Task) -> list[Tensor]:
     sums, examples, signs = task.zeros(), 0, torch.Generator().manual_seed(0)
     with evaluation(task.model), torch.enable_grad():
         for batch in each_batch(task.data, "importance", task.progress):
-            with probed(task.model) as probes:
+            with probed(task.model, task.names) as probes:
                 value = task.run(batch)
                 runs = {index: probe.runs for index, probe in probes.items() if probe.ones}
                 ones = [factor for of_layer in runs.values() for factor, _ in of_layer]
@@ -168,7 +186,7 @@ def _by_gradients(task: _Task) -> list[Tensor]:
             for index, of_layer in runs.items():
                 terms = [torch.where(real[:, None], next(slopes), 0) for _, real in of_layer]
                 sums[index] += _ESTIMATORS[task.estimator](torch.cat(terms, 2)).cpu().double()
-    return [each / examples for each in sums]
+    return [each / examples for each in sums.values()]
 
 
 def _slopes(value: Tensor, ones: list[Tensor], signs: torch.Generator) -> list[Tensor]:
@@ -186,6 +204,51 @@ def _slopes(value: Tensor, ones: list[Tensor], signs: torch.Generator) -> list[T
     ]
 
 
+def _by_patching(task: _Task) -> list[Tensor]:
+    sums, examples, signs = task.zeros(), 0, torch.Generator().manual_seed(0)
+    with evaluation(task.model):
+        for pair in each_batch(task.data, "importance", task.progress):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                was = f"has a {type(pair).__name__} for a batch"
+                refuse("data", was, "pass pairs of batches: (clean, corrupted)", TypeError)
+            clean, corrupted = pair
+            with torch.no_grad(), outputs(task.model, task.names) as heads:
+                task.run(clean)
+            steps: list[tuple[int, Tensor]] = []  # index of the layer, factor [B, T, H] of each run
+            edits = [
+                (layer, _towards(layer, heads[layer.index], steps))
+                for layer in task.layers
+                if layer.num_heads
+            ]
+            with edited(edits), torch.enable_grad():
+                value = task.run(corrupted)
+            examples += _check_value(value, [len(factor) for _, factor in steps])
+            slopes = _slopes(value, [factor for _, factor in steps], signs)
+            for (index, _), slope in zip(steps, slopes, strict=True):
+                sums[index] += slope.sum((0, 1)).cpu().double()
+    return [each / examples for each in sums.values()]
+
+
+def _towards(
+    layer: AttentionLayer, clean: list[Tensor], steps: list[tuple[int, Tensor]]
+) -> Callable[[Tensor, AttentionCall], Tensor]:
+    """An edit that adds factors of 0 times the way to the clean outputs of each run; they are added to `steps`."""
+    runs = iter(clean)
+
+    def edit(heads: Tensor, call: AttentionCall) -> Tensor:
+        target = next(runs, None)
+        if target is None or target.shape != heads.shape:
+            found = "no output" if target is None else f"outputs {list(target.shape)}"
+            was = f"gives {layer} {found} for the clean batch, but {list(heads.shape)} for the corrupted one"
+            refuse("data", was, "pass pairs of equal sizes")
+        way = torch.where(call.real_queries[..., None, None], target - heads.detach(), 0.0)
+        factor = heads.new_zeros(heads.shape[:3], requires_grad=True)
+        steps.append((layer.index, factor))
+        return heads + factor[..., None] * way
+
+    return edit
+
+
 # ---------------------------------------------------------------------- by leaving heads out
 def _by_leaving_out(task: _Task) -> list[Tensor]:
     sums, sizes = task.zeros(), [0]
@@ -201,9 +264,9 @@ def _by_leaving_out(task: _Task) -> list[Tensor]:
             for layer, head, change in _changes(task, heads, sizes):
                 sums[layer.index][head] += change
                 advance()
-    if heads and not any(each.any() for each in sums):
+    if heads and not any(each.any() for each in sums.values()):
         refuse("loss", "is the same whichever head is left out", _FROM_MODEL)
-    return [each / sum(sizes) for each in sums]
+    return [each / sum(sizes) for each in sums.values()]
 
 
 def _changes(
@@ -212,7 +275,8 @@ def _changes(
     """For every batch and head, the change of the loss without the head; adds B of each batch to `examples`."""
     for batch in each_batch(task.data, "importance", False):
         seen: list[int] = []  # B of every run of a layer
-        with observe(task.model, lambda layer, call, seen=seen: seen.append(call.B)):  # type: ignore[misc]
+        look = lambda layer, call, seen=seen: seen.append(call.B)  # noqa: E731
+        with observe(task.model, look, task.names):
             whole = task.run(batch)
         examples.append(_check_value(whole, seen))
         for layer, head in heads:
@@ -223,7 +287,7 @@ def _changes(
 
 # ---------------------------------------------------------------------- by confidence and relevance
 def _by_confidence(task: _Task) -> list[Tensor]:
-    sums, rows = task.zeros(), [0] * len(task.layers)
+    sums, rows = task.zeros(), dict.fromkeys(task.zeros(), 0)
     excluded: dict[str, Tensor] = {}
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
@@ -232,17 +296,17 @@ def _by_confidence(task: _Task) -> list[Tensor]:
         sums[layer.index] += torch.where(real[:, None], best, 0).sum((0, 2)).cpu().double()
         rows[layer.index] += int(real.sum())
 
-    with evaluation(task.model), torch.no_grad(), observe(task.model, look):
+    with evaluation(task.model), torch.no_grad(), observe(task.model, look, task.names):
         for batch in each_batch(task.data, "importance", task.progress):
-            excluded = excluded_keys(task.exclude_keys, batch, task.layers)
+            excluded = excluded_keys(task.exclude_keys, batch, task.there)
             task.run(batch)
-    if not any(rows):
+    if not any(rows.values()):
         refuse("data", "has no token that reaches a head", "pass batches with real ones")
-    return [each / max(count, 1) for each, count in zip(sums, rows, strict=True)]
+    return [each / max(rows[index], 1) for index, each in sums.items()]
 
 
 def _by_relevance(task: _Task) -> list[Tensor]:
-    found = relevance(task.model, task.data, task.loss, progress=task.progress)
+    found = relevance(task.model, task.data, task.loss, layers=task.names, progress=task.progress)
     return list(found.scores)
 
 
@@ -250,6 +314,7 @@ def _by_relevance(task: _Task) -> list[Tensor]:
 _METHODS: Final[dict[str, Callable[[_Task], list[Tensor]]]] = {
     "gradient": _by_gradients,
     "fisher": _by_gradients,
+    "patching": _by_patching,
     "leave_one_out": _by_leaving_out,
     "confidence": _by_confidence,
     "lrp": _by_relevance,

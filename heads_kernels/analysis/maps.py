@@ -14,8 +14,12 @@ from heads_kernels.analysis.batches import evaluation, run
 from heads_kernels.analysis.figures import check_figure_path, write_figure
 from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import check_size, refuse
-from heads_kernels.heads.layers import HeadsByLayer, attention_layers, heads_of_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import (
+    AttentionLayer,
+    HeadsByLayer,
+    attention_layers,
+    heads_of_layers,
+)
 from heads_kernels.nn.attention_call import AttentionCall
 
 if TYPE_CHECKING:

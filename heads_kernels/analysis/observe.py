@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
-from heads_kernels.heads.layers import attention_layers, find_layer
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.multihead import Multihead
 
@@ -52,7 +51,7 @@ def observe(
             this package's, now or in a forward pass; in the forward pass, a layer ran without calling its observer.
     """
     there = attention_layers(model)
-    chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
+    chosen = choose_layers(there, layers)
     knowing = _knowing(there)
     is_asked = any(layer.kind == "cross" for layer in chosen)
     beside = [layer for layer in knowing if is_asked and layer not in chosen]
@@ -102,6 +101,9 @@ class _See:
 
     def __call__(self, call: AttentionCall) -> None:
         self._was_called = True
+        if self._layer.num_heads != call.H:
+            was = f"says that it has {self._layer.num_heads} heads, but runs {call.H}"
+            refuse(str(self._layer), was, "set its attribute num_heads")
         if not isinstance(self._layer.module, Multihead):  # those know it themselves
             call = replace(call, self_attention=self._layer.kind != "cross")
         if call.self_attention:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.observe import observe
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.gates import FixedGate, HeadGate
 
@@ -37,8 +37,8 @@ class Probe:
 
 
 @contextmanager
-def probed(model: nn.Module) -> Iterator[dict[int, Probe]]:
-    """In this block each layer that has heads has a probe, `{index of the layer: probe}`, beside the gate that it has.
+def probed(model: nn.Module, layers: Iterable[int | str]) -> Iterator[dict[int, Probe]]:
+    """In this block each of these layers that has heads has a probe, `{index: probe}`, beside the gate that it has.
 
     The operator's backward gives the derivatives of all of them at once, without a map `[T, S]`.
     """
@@ -47,8 +47,8 @@ def probed(model: nn.Module) -> Iterator[dict[int, Probe]]:
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
         probes[layer.index].real.append(call.real_queries)
 
-    with observe(model, look) as layers, ExitStack() as stack:
-        for layer in layers:
+    with observe(model, look, layers) as chosen, ExitStack() as stack:
+        for layer in chosen:
             if layer.num_heads:
                 probe = probes[layer.index] = Probe()
                 gate = FixedGate(open_gates(layer)) if layer.gate is None else layer.gate
@@ -61,7 +61,7 @@ def probed(model: nn.Module) -> Iterator[dict[int, Probe]]:
 def without(layer: AttentionLayer, head: int) -> Iterator[None]:
     """In this block the head is closed, in addition to the gate of the layer."""
     gate = FixedGate(open_gates(layer)) if layer.gate is None else layer.gate
-    closed = torch.tensor([head], device=layer.output.linear.weight.device)
+    closed = torch.tensor([head], device=layer.weight.device)
 
     def close(gate: nn.Module, sizes: tuple[int, int], gates: Tensor) -> Tensor:
         return gates.index_fill(min(1, gates.dim() - 1), closed, 0)
@@ -89,6 +89,5 @@ def open_gates(layer: AttentionLayer) -> Tensor:
     """A copy of the gates of a layer at inference, `[H]`; ones without a gate."""
     if layer.gate is not None:
         return layer.gate.export()
-    weight = layer.output.linear.weight
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return torch.ones(layer.num_heads, dtype=dtype, device=weight.device)
+    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+    return torch.ones(layer.num_heads, dtype=dtype, device=layer.weight.device)

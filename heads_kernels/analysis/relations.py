@@ -14,7 +14,7 @@ from torch import Tensor
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
 from heads_kernels.analysis.positions import first_real
 from heads_kernels.checks import refuse
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: Of one sentence: `{relation: [(head, dependent), ...]}`, tokens counted from the first that is no padding.

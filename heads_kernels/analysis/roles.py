@@ -1,4 +1,4 @@
-"""Roles of heads: positional, syntactic, and rare words."""
+"""Roles of heads: positional, syntactic, rare words, and repeated tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from heads_kernels.analysis.relations import (
     RelationCounts,
     Relations,
 )
-from heads_kernels.checks import check_size, refuse
-from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.analysis.repeats import Repeats, RepeatScores
+from heads_kernels.checks import check_flag, check_size, refuse
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
 
 
@@ -41,19 +41,21 @@ class Role:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadRoles:
-    """The result of `roles`; `positional`, `syntactic` and `rare_word` list heads, and `print` shows them.
+    """The result of `roles`; `positional`, `syntactic`, `rare_word` and `repeating` list heads, and `print` shows them.
 
     Attributes:
         offset: int64 `[H]` of each layer: the most frequent offset of the most probable key from its row.
         offset_share: the share of the rows with that offset.
         relations: accuracy along each relation and direction.
         rare_words: None if no counts were given or no sentence has a rare token.
+        repeats: scores of previous-token, duplicate-token and induction heads; None if they were not asked for.
     """
 
     offset: tuple[Tensor, ...]
     offset_share: HeadScores
     relations: tuple[Relation, ...]
     rare_words: RareWords | None
+    repeats: Repeats | None = None
 
     def positional(self, at_least: float = 0.9) -> list[Role]:
         """Heads whose most probable key is at one offset in 90 % of the rows (Voita et al. 2019, section 5.1)."""
@@ -92,8 +94,30 @@ class HeadRoles:
             if share >= least
         ]
 
+    def repeating(self, at_least: float = 0.4) -> list[Role]:
+        """Heads whose rows give 40 % of their attention to the previous token, to a copy of theirs, or behind it.
+
+        The threshold is a heuristic; TransformerLens' head detector has none.
+        """
+        if self.repeats is None:
+            return []
+        of = self.repeats
+        return [
+            Role(name, head, scores.method, what, share, None)
+            for scores, what in (
+                (of.previous_token, "the token before"),
+                (of.duplicate_token, "an earlier copy"),
+                (of.induction, "behind an earlier copy"),
+            )
+            for name, head, share in _each(scores)
+            if share >= at_least
+        ]
+
+    def _found(self) -> list[Role]:
+        return self.positional() + self.syntactic() + self.rare_word() + self.repeating()
+
     def __repr__(self) -> str:
-        found = self.positional() + self.syntactic() + self.rare_word()
+        found = self._found()
         heads = sum(map(len, self.offset))
         title = f"HeadRoles: {len({(r.layer, r.head) for r in found})} of {heads} heads have a role"
         if not found:
@@ -137,7 +161,14 @@ class HeadRoles:
                 "chance": list(rare.chance),
                 "sentences": rare.sentences,
             },
-            "roles": [asdict(r) for r in self.positional() + self.syntactic() + self.rare_word()],
+            "repeats": self.repeats
+            and {
+                "previous_token": self.repeats.previous_token.to_dict(),
+                "duplicate_token": self.repeats.duplicate_token.to_dict(),
+                "induction": self.repeats.induction.to_dict(),
+                "rows": list(self.repeats.rows),
+            },
+            "roles": [asdict(role) for role in self._found()],
         }
 
 
@@ -150,25 +181,33 @@ def roles(
     model: nn.Module,
     data: Iterable[Any],
     *,
+    layers: Iterable[int | str] | None = None,
     special: ExcludeKeys | None = None,
     relations: Sequence[Relations] | None = None,
     counts: Counts | None = None,
     common: int = 500,
+    repeats: bool = False,
     progress: bool = False,
 ) -> HeadRoles:
     """Find roles of heads from the most probable key of each row (`hk.attention_statistics`).
 
-    All layers are searched for positional heads. Relations and counts apply to the self-attention of the encoder, or of
-    the decoder if there is no encoder. Padding on either side does not count. Heads have their current numbers. The
-    model runs in evaluation mode.
+    With `repeats` also previous-token, duplicate-token and induction heads, by the exact probability of the key that
+    defines them, without maps. TransformerLens' head detector counts all earlier copies of a token and divides by all
+    rows; here it is the latest copy and the rows that have one. For random tokens repeated once, the usual test, these
+    are the same but for that divisor.
+
+    All layers are searched for positional heads. Relations, counts and repeats apply to the self-attention of the
+    encoder, or of the decoder if there is no encoder among `layers`. Padding on either side does not count. Heads have
+    their current numbers. The model runs in evaluation mode.
 
     Args:
-        model, data, progress: as in `statistics`.
+        model, data, layers, progress: as in `statistics`.
         special: special tokens, such as [CLS], [SEP] or EOS, which count neither as rows nor as the most probable key.
             Token ids, looked up in the batch's `input_ids`, or a function of the batch that returns bool `[B, S]`.
         relations: a mapping `{relation: [(head, dependent), ...]}` for each example of the data, in order, from any
             parser. Token positions start at the first token that is not padding, such as [CLS].
         counts: how often each token id occurs in a corpus, for rare words; batches must then have `input_ids`.
+        repeats: whether to score heads by repeated tokens; batches must then have `input_ids`.
         common: for rare words, sentences whose rarest token is among the `common` most frequent ones do not count.
 
     Raises:
@@ -176,12 +215,15 @@ def roles(
             number of examples; data has no batches, or no token that reaches a layer; the attention function of a
             transformers model is not this package's.
     """
-    layers = attention_layers(model)
-    reader = _Reader(layers, relations, counts, check_size("common", common, 0))
+    there = attention_layers(model)
+    chosen = choose_layers(there, layers)
+    names = [layer.name for layer in chosen]
+    check_flag("repeats", repeats)
+    reader = _Reader(chosen, relations, counts, check_size("common", common, 0), repeats)
     with torch.no_grad(), evaluation(model):
         for batch in each_batch(data, "roles", progress):
-            reader.next_batch(batch, excluded_keys(special, batch, layers, "special"))
-            with observe(model, reader.look):
+            reader.next_batch(batch, excluded_keys(special, batch, there, "special"))
+            with observe(model, reader.look, names):
                 run(model, batch)
     return reader.result()
 
@@ -195,6 +237,7 @@ class _Reader:
         relations: Sequence[Relations] | None,
         counts: Counts | None,
         common: int,
+        repeats: bool,
     ) -> None:
         self.layers = layers
         self.offsets = {
@@ -202,12 +245,14 @@ class _Reader:
         }
         encoder = [layer for layer in layers if layer.kind == "encoder"]
         readers = encoder or [layer for layer in layers if layer.kind == "decoder"]
-        for name, given in (("relations", relations), ("counts", counts)):
+        asked = (("relations", relations), ("counts", counts), ("repeats", repeats or None))
+        for name, given in asked:
             if given is not None and not any(layer.num_heads for layer in readers):
                 was = "are given, but no layer that reads the sentences has a head left"
                 refuse(name, was, "leave it out")
         self.relations = None if relations is None else RelationCounts(relations, readers)
         self.rare_words = None if counts is None else RareWordCounts(counts, common, readers)
+        self.repeats = RepeatScores(readers) if repeats else None
         self.special: dict[str, Tensor] = {}
 
     def next_batch(self, batch: Any, special: dict[str, Tensor]) -> None:
@@ -216,9 +261,12 @@ class _Reader:
             self.relations.next_batch()
         if self.rare_words is not None:
             self.rare_words.next_batch(batch)
+        if self.repeats is not None:
+            self.repeats.next_batch(batch)
 
     def look(self, layer: AttentionLayer, call: AttentionCall) -> None:
-        chosen = call.statistics(self.special.get(layer.kind)).argmax
+        statistics = call.statistics(self.special.get(layer.kind))
+        chosen = statistics.argmax
         words = call.real_queries
         no_words = self.special.get("decoder" if layer.kind == "cross" else layer.kind)
         if no_words is not None:
@@ -229,6 +277,8 @@ class _Reader:
             self.relations.look(layer, call, chosen)
         if self.rare_words is not None:
             self.rare_words.look(layer, call, chosen, words)
+        if self.repeats is not None:
+            self.repeats.look(layer, call, statistics.lse, words)
 
     def result(self) -> HeadRoles:
         most = [self._most(layer) for layer in self.layers]
@@ -238,6 +288,7 @@ class _Reader:
             offset_share=scores_of(self.layers, shares, "share of the most frequent offset"),
             relations=() if self.relations is None else self.relations.result(),
             rare_words=None if self.rare_words is None else self.rare_words.result(),
+            repeats=None if self.repeats is None else self.repeats.result(),
         )
 
     def _most(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
@@ -245,6 +296,7 @@ class _Reader:
         counts = self.offsets[layer.index].cpu()
         rows = counts.sum(1)
         if not bool(rows.all()):
-            refuse("data", f"has no word that reaches {layer}", "pass batches with real tokens")
+            was = f"has no word that reaches {layer}"
+            refuse("data", was, "pass batches with real tokens, or name the others in layers")
         count, place = counts.max(1)
         return place - counts.shape[1] // 2, count.double() / rows

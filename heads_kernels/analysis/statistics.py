@@ -14,8 +14,7 @@ from heads_kernels.analysis.head_scores import HeadScores, grid, scores_of
 from heads_kernels.analysis.observe import Observer, observe
 from heads_kernels.analysis.positions import Band, add_counts, attended, offset_counts, own_keys
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: The measures of each head, in this order, before the token sets.
@@ -82,6 +81,7 @@ def statistics(
     model: nn.Module,
     data: Iterable[Any],
     *,
+    layers: Iterable[int | str] | None = None,
     exclude_keys: ExcludeKeys | None = None,
     token_sets: Mapping[str, ExcludeKeys] | None = None,
     progress: bool = False,
@@ -103,6 +103,8 @@ def statistics(
             `hk.integrations.transformers.use(model)`.
         data: an iterable of batches, each a mapping of keyword arguments, a tuple or list of arguments, or one argument
             of the model.
+        layers: indices or names of the layers to read; default all. Name those of a tower of a model if data do not
+            reach the others.
         exclude_keys: tokens that may not be the most probable key, for `confidence` and `offsets`: [CLS], [SEP], EOS.
             Nothing is renormalised, and their rows count. Token ids, looked up in the batch's `input_ids`
             (`decoder_input_ids` for the keys of a decoder), or a function of the batch that returns bool `[B, S]`, or
@@ -114,23 +116,25 @@ def statistics(
         TypeError, ValueError: an argument is invalid; data has no batches, or no token that reaches a layer; the
             attention function of a transformers model is not this package's.
     """
-    layers = attention_layers(model)
+    there = attention_layers(model)
+    chosen = choose_layers(there, layers)
+    names = [layer.name for layer in chosen]
     sets = _checked(token_sets)
-    sums = {layer.index: _Sums(layer, len(sets)) for layer in layers}
+    sums = {layer.index: _Sums(layer, len(sets)) for layer in chosen}
     with torch.no_grad(), evaluation(model):
         for batch in each_batch(data, "statistics", progress):
-            excluded = excluded_keys(exclude_keys, batch, layers)
-            members = {name: _members(name, ids, batch, layers) for name, ids in sets.items()}
-            with observe(model, _observer(sums, excluded, members)):
+            excluded = excluded_keys(exclude_keys, batch, there)
+            members = {name: _members(name, ids, batch, there) for name, ids in sets.items()}
+            with observe(model, _observer(sums, excluded, members), names):
                 run(model, batch)
-    names = [*MEASURES, *(f"to {name}" for name in sets)]
-    means = zip(*(sums[layer.index].means() for layer in layers), strict=True)
-    found = [scores_of(layers, each, name) for name, each in zip(names, means, strict=True)]
+    measures = [*MEASURES, *(f"to {name}" for name in sets)]
+    means = zip(*(each.means() for each in sums.values()), strict=True)
+    found = [scores_of(chosen, each, what) for what, each in zip(measures, means, strict=True)]
     return HeadStatistics(
         **dict(zip(MEASURES, found, strict=False)),
         to_tokens=dict(zip(sets, found[len(MEASURES) :], strict=True)),
-        offsets=tuple(sums[layer.index].offsets.cpu() for layer in layers),
-        rows=tuple(int(sums[layer.index].rows) for layer in layers),
+        offsets=tuple(each.offsets.cpu() for each in sums.values()),
+        rows=tuple(int(each.rows) for each in sums.values()),
     )
 
 
@@ -171,7 +175,8 @@ class _Sums:
 
     def means(self) -> Tensor:
         if self.layer.num_heads and not self.rows:
-            refuse("data", f"has no token that reaches {self.layer}", "pass batches with real ones")
+            was = f"has no token that reaches {self.layer}"
+            refuse("data", was, "pass batches with real ones, or name the others in layers")
         return self.total / self.rows.clamp(min=1)
 
 

@@ -16,8 +16,8 @@ from heads_kernels.checks import refuse
 from heads_kernels.convert.install import prepare
 from heads_kernels.convert.moments import Moments
 from heads_kernels.convert.rotary import AnyMoments, RotaryMoments
-from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.snapshot import undone
 
@@ -59,7 +59,7 @@ def calibrate(
 
 def moments_of(
     model: nn.Module,
-    layers: list[AttentionLayer],
+    layers: list[ProjectedLayer],
     calibration: Iterable[Any] | Mapping[str, AnyMoments] | None,
     progress: bool,
 ) -> list[Any]:
@@ -84,7 +84,7 @@ def _all_moments(calibration: Mapping[str, Any]) -> TypeGuard[Mapping[str, AnyMo
 
 
 def _gathered(
-    model: nn.Module, layers: list[AttentionLayer], data: Iterable[Any], progress: bool
+    model: nn.Module, layers: list[ProjectedLayer], data: Iterable[Any], progress: bool
 ) -> dict[str, AnyMoments]:
     sums: dict[str, Any] = {}
     with evaluation(model), torch.no_grad():
@@ -101,12 +101,12 @@ def _gathered(
 
 
 @contextmanager
-def _summed(model: nn.Module, layers: list[AttentionLayer]) -> Iterator[dict[str, AnyMoments]]:
+def _summed(model: nn.Module, layers: list[ProjectedLayer]) -> Iterator[dict[str, AnyMoments]]:
     """In this block the layers' moments are added up, by name.
 
     All layers are observed: the rows of cross-attention are those of the self-attention before it.
     """
-    chosen = {layer.name for layer in layers}
+    chosen = {layer.name: layer for layer in layers}
     sums: dict[str, Any] = {}
     inputs: dict[tuple[str, str], Tensor] = {}
 
@@ -114,7 +114,7 @@ def _summed(model: nn.Module, layers: list[AttentionLayer]) -> Iterator[dict[str
         if layer.name not in chosen:
             return
         query, key = (inputs.pop((layer.name, role), None) for role in ("query", "key"))
-        found = _moments(layer, call, query, key)
+        found = _moments(chosen[layer.name], call, query, key)
         sums[layer.name] = sums[layer.name] + found if layer.name in sums else found
 
     with ExitStack() as block:
@@ -133,7 +133,7 @@ def _keep(inputs: dict[Any, Tensor], place: Any, module: nn.Module, arguments: A
 
 
 def _moments(
-    layer: AttentionLayer, call: AttentionCall, query: Tensor | None, key: Tensor | None
+    layer: ProjectedLayer, call: AttentionCall, query: Tensor | None, key: Tensor | None
 ) -> AnyMoments:
     """Of one call, from the inputs of its projections, as far as those ran."""
     real_queries, real_keys = call.real_queries, call.real_keys
@@ -162,7 +162,7 @@ def _moments(
     )
 
 
-def _fitting(layer: AttentionLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:
+def _fitting(layer: ProjectedLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:
     """Those of this layer."""
     if layer.name not in moments or not moments[layer.name].count > 0:
         refuse("calibration", f"brings no token to {layer}", "add batches that do, or leave it out")

@@ -19,7 +19,7 @@ from heads_kernels.convert.features import check_method
 from heads_kernels.convert.install import install, prepare, read_heads
 from heads_kernels.convert.rotary import AnyFactors, AnyMoments
 from heads_kernels.heads.saving import record_in_config
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn.snapshot import kept_on_error
 
 #: The stack level of the caller of `collaborate`, from a function that it calls through two decorators.
@@ -136,7 +136,7 @@ def collaborate(
 
 
 def _warn_of_rank(
-    wanted: Wanted, layers: list[AttentionLayer], ranks: list[int], factors: list[AnyFactors]
+    wanted: Wanted, layers: list[ProjectedLayer], ranks: list[int], factors: list[AnyFactors]
 ) -> None:
     """Warn if `dim` exceeds the rank of a layer, with which it is already exact."""
     if isinstance(wanted.dim, int):  # an average

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from heads_kernels.checks import refuse
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.rotary import AnyFactors, AnyHeads, RotaryFactors, RotaryHeads
-from heads_kernels.heads.layers import attention_layers, find_layer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
+from heads_kernels.heads.projected import with_projections
 from heads_kernels.heads.reshape import check_can_share, check_has_products, share
-from heads_kernels.heads.weights import AttentionLayer, Projection, is_transposed
+from heads_kernels.heads.weights import ProjectedLayer, Projection, is_transposed
 
 
 def prepare(
     model: nn.Module, layers: Iterable[int | str] | None, argument: str = "layers"
-) -> list[AttentionLayer]:
+) -> list[ProjectedLayer]:
     """The layers to convert, in the given order. transformers models that contain them run on the operators afterwards.
 
     Args:
@@ -28,34 +29,15 @@ def prepare(
     Raises:
         TypeError, ValueError: a layer does not exist, is named twice or cannot be converted; there is no layer.
     """
-    named = _chosen(attention_layers(model), layers, argument)
+    named = choose_layers(attention_layers(model), layers, argument)
     _use(model, named)
-    there = attention_layers(model)
-    chosen = [there[layer.index] for layer in named]
+    chosen = with_projections(model, named)
     if layers is None:
         chosen = [layer for layer in chosen if layer.num_heads]
     if not chosen:
         refuse("model", "has no heads left", "convert it before all of them are pruned")
     for layer in chosen:
         check_can_share(model, layer)
-    return chosen
-
-
-def _chosen(
-    there: list[AttentionLayer], layers: Iterable[int | str] | None, argument: str
-) -> list[AttentionLayer]:
-    if layers is None:
-        return there
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        refuse(argument, f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
-    chosen: list[AttentionLayer] = []
-    for key in layers:
-        layer = find_layer(there, key, argument)
-        if layer in chosen:
-            refuse(argument, f"names layer {layer.name!r} twice", "name it once")
-        chosen.append(layer)
-    if not chosen:
-        refuse(argument, "is empty", "name at least one layer")
     return chosen
 
 
@@ -74,7 +56,7 @@ def _use(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
             use(part)
 
 
-def read_heads(layer: AttentionLayer) -> AnyHeads:
+def read_heads(layer: ProjectedLayer) -> AnyHeads:
     """The query and key projections of a layer, float64, on the device of its weights.
 
     Projections may be `nn.Linear`, transformers' `Conv1D`, or fused. Keys that several heads share are repeated.
@@ -119,7 +101,7 @@ def _bias(projection: Projection) -> Tensor | None:
     return bias[projection.features(range(projection.heads))].view(projection.heads, -1)
 
 
-def install(model: nn.Module, layer: AttentionLayer, factors: AnyFactors, *, ragged: bool) -> None:
+def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, ragged: bool) -> None:
     """Make a layer of `prepare` compute with factors of its heads, in place, without the record in configs.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -29,7 +30,12 @@ def installed() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """The same, Triton's version, the processor, the driver and the GPUs."""
-    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    built = hk.build_info().get("cuda", {}).get("architectures", [])
+    gpus = [
+        torch.cuda.get_device_name(n)
+        + compiled_by_driver(torch.cuda.get_device_capability(n), built)
+        for n in range(torch.cuda.device_count())
+    ]
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:  # not there, or a build by another name
@@ -41,6 +47,20 @@ def machine() -> dict[str, str]:
         "driver": (_lines("/proc/driver/nvidia/version") or ["none of NVIDIA"])[0],
         "GPUs": ", ".join(gpus) or "none",
     }
+
+
+def compiled_by_driver(capability: tuple[int, int], architectures: Sequence[str]) -> str:
+    """What to add to the name of a GPU for which the CUDA kernels have no machine code, only PTX; else "".
+
+    Machine code runs on GPUs of the same major capability and of the same or a later minor one.
+    """
+    major, minor = capability
+    parts = [int(name.removeprefix("sm_")) for name in architectures if name.startswith("sm_")]
+    if not parts or 10 * major + minor < min(parts):
+        return ""
+    if any(part // 10 == major and part % 10 <= minor for part in parts):
+        return ""
+    return f" (sm_{major}{minor}: the driver compiles the CUDA kernels at their first use, and caches them)"
 
 
 def device_name(device: torch.device) -> str:

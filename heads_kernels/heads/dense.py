@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.weights import AttentionLayer, is_transposed
+from heads_kernels.heads.weights import ProjectedLayer, is_transposed
 from heads_kernels.nn.shared import RotaryProjection, SharedProjection
 
 #: The result of `_unlike_dense`: what is wrong with a projection, and what to do about it.
@@ -24,7 +23,7 @@ _MERGE: Final = "merge the adapter first: model = model.merge_and_unload()"
 _LORA: Final = ("base_layer", "lora_A", "lora_B")
 
 
-def check_projections(layer: AttentionLayer, verb: str, *, adapters: bool) -> None:
+def check_projections(layer: ProjectedLayer, verb: str, *, adapters: bool) -> None:
     """Refuse a layer with projections that are more than a weight and a bias.
 
     Args:
@@ -44,39 +43,6 @@ def check_projections(layer: AttentionLayer, verb: str, *, adapters: bool) -> No
         if reason := _unlike_dense(linear, adapters or linear not in scores):
             was, instead = reason
             refuse(f"{layer}: its {role} projection", was, instead.format(verb=verb))
-
-
-def check_unpacked(layer: AttentionLayer) -> None:
-    """Refuse a layer with packed output weights, as in `torch.ao`'s quantised modules, whose device is unknown.
-
-    Raises:
-        ValueError: the output weights are packed; the message names the layer and says what to do.
-    """
-    linear = layer.output.linear
-    if not isinstance(getattr(linear, "weight", None), torch.Tensor):
-        was = f"is a {_class(linear)}, whose weights are packed"
-        instead = "gate the heads of a model, or close them, before it is quantised"
-        refuse(f"{layer}: its output projection", was, instead)
-
-
-def check_passes_gradients(layer: AttentionLayer) -> None:
-    """Refuse a layer whose output projection passes no gradient to its heads: learned gates would not learn.
-
-    Raises:
-        ValueError: the output weights are a tensor that is not differentiable, as torchao's for quantised activations.
-    """
-    weight: Any = layer.output.linear.weight
-    plain = type(weight) in (torch.Tensor, nn.Parameter) or is_sharded(weight)
-    if plain or not weight.is_floating_point():
-        return
-    with torch.enable_grad():
-        like = {"dtype": weight.dtype, "device": weight.device}
-        x = torch.zeros(1, weight.shape[-1], **like, requires_grad=True)
-        passes = nn.functional.linear(x, weight).requires_grad
-    if not passes:
-        was = f"passes no gradient to its inputs (its weight is quantised: {type(weight).__name__})"
-        instead = "train gates before the model is quantised, or quantise its weights alone"
-        refuse(f"{layer}: its output projection", was, instead)
 
 
 def is_lora(linear: Any) -> bool:

@@ -6,14 +6,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_fully_sharded, is_sharded
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
-from heads_kernels.heads.dense import check_passes_gradients, check_unpacked
-from heads_kernels.heads.layers import HeadsByLayer, attention_layers, find_layer, heads_of_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import (
+    AttentionLayer,
+    HeadsByLayer,
+    attention_layers,
+    calls_operators,
+    choose_layers,
+    heads_of_layers,
+)
+from heads_kernels.heads.layouts import is_projection
+from heads_kernels.heads.projected import with_projections
 from heads_kernels.nn.gates import FixedGate, HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete
 from heads_kernels.nn.snapshot import kept_on_error
@@ -46,18 +53,14 @@ def gate(
             attention function of a transformers model ignores gates; `make` does not return a new `HeadGate` of that
             many heads each time.
     """
-    if isinstance(layers, str) or not isinstance(layers, (Iterable, type(None))):
-        refuse("layers", f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
     if isinstance(make, nn.Module) or not callable(make):
         was = f"is a {type(make).__name__}"
         instead = "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate"
         refuse("make", was, instead, TypeError)
-    there = attention_layers(model)
-    chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
+    chosen = choose_layers(attention_layers(model), layers)
+    check_reads_gates(model, chosen)
     made: dict[HeadGate, AttentionLayer] = {}
     for layer in chosen:
-        check_runs_operators(layer)
-        check_unpacked(layer)
         if is_fully_sharded(model):
             refuse(str(layer), "is sharded over processes", "attach gates before fully_shard")
         if layer.gate is not None:
@@ -90,9 +93,8 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
             learned or fixed at values other than 0 and 1, which `reopen` could not restore.
     """
     asked = heads_of_layers(attention_layers(model), heads)
+    check_reads_gates(model, [layer for layer, _ in asked])
     for layer, _ in asked:
-        check_runs_operators(layer)
-        check_unpacked(layer)
         head_gate = layer.gate
         if head_gate is not None and not _only_closes(head_gate):
             was = f"has a {type(head_gate).__name__} that close would overwrite"
@@ -100,8 +102,7 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
     made: dict[nn.Module, HeadGate] = {}
     for layer, chosen in asked:
         if chosen:
-            device = layer.output.linear.weight.device
-            all_open = torch.ones(layer.num_heads, device=device)
+            all_open = torch.ones(layer.num_heads, device=layer.weight.device)
             gates = all_open if layer.gate is None else layer.gate.export()
             gates[chosen] = 0.0
             made[layer.module] = FixedGate(gates)
@@ -176,10 +177,38 @@ def _made(
         refuse("make", was, "return a new one each time")
     if any(parameter.requires_grad for parameter in head_gate.parameters()):
         check_passes_gradients(layer)
-    weight: Any = layer.output.linear.weight
-    if is_sharded(weight) and isinstance(head_gate, HardConcrete):  # tensor parallelism
-        head_gate.meshes += (weight.device_mesh,)
-    return head_gate.to(weight.device).train(layer.module.training)
+    sharded: Any = next(filter(is_sharded, layer.module.parameters()), None)
+    if sharded is not None and isinstance(head_gate, HardConcrete):  # tensor parallelism
+        head_gate.meshes += (sharded.device_mesh,)
+    return head_gate.to(layer.weight.device).train(layer.module.training)
+
+
+def check_passes_gradients(layer: AttentionLayer) -> None:
+    """Refuse a layer with projections that pass no gradient to their inputs: learned gates would not learn.
+
+    Raises:
+        ValueError: weights are packed, as in `torch.ao`'s quantised modules, or a tensor that is not differentiable, as
+            torchao's for quantised activations.
+    """
+    for name, linear in layer.module.named_modules():
+        weight = getattr(linear, "weight", None)
+        if is_projection(linear) and not _passes_gradients(weight):
+            kind = type(weight if isinstance(weight, Tensor) else linear).__name__
+            was = f"passes no gradient to its inputs (its weight is quantised: {kind})"
+            instead = "train gates before the model is quantised, or quantise its weights alone"
+            refuse(f"{layer}: its projection {name!r}", was, instead)
+
+
+def _passes_gradients(weight: Any) -> bool:
+    if callable(weight):  # a packed one
+        return False
+    plain = weight is None or type(weight) in (Tensor, nn.Parameter) or is_sharded(weight)
+    if plain or not weight.is_floating_point():
+        return True
+    with torch.enable_grad():
+        like = {"dtype": weight.dtype, "device": weight.device}
+        x = torch.zeros(1, weight.shape[-1], **like, requires_grad=True)
+        return nn.functional.linear(x, weight).requires_grad
 
 
 def refuse_ignored_gates(where: str, runs: str) -> NoReturn:
@@ -187,6 +216,14 @@ def refuse_ignored_gates(where: str, runs: str) -> NoReturn:
     was = f"runs the attention function {runs!r} in {where}, which ignores its gates"
     again = "call hk.integrations.transformers.use(model) again"
     refuse("model", was, f"{again}; hk.heads.prune, reopen and ungate remove gates")
+
+
+def check_reads_gates(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
+    """Refuse layers of a model that would ignore their gates: those of registered classes are compared first."""
+    layers = list(layers)
+    for layer in layers:
+        check_runs_operators(layer)
+    with_projections(model, [layer for layer in layers if not calls_operators(layer.module)])
 
 
 def check_runs_operators(layer: AttentionLayer) -> None:

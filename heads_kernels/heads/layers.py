@@ -1,57 +1,82 @@
-"""The attention layers of a model."""
+"""Where attention runs in a model: its attention layers, whatever their projections are."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from heads_kernels.checks import refuse
-from heads_kernels.heads.layout_check import misfit
-from heads_kernels.heads.layouts import LAYOUTS, HeadLayout, form_of, layout_of
-from heads_kernels.heads.weights import AttentionLayer, as_converted, check_has_parts, layer_of
+from heads_kernels.checks import is_int, refuse
+from heads_kernels.heads.configs import NAME, attention_function
+from heads_kernels.heads.layouts import at_path, calls_interface, check_has_parts, layout_of
+from heads_kernels.nn.gates import HeadGate
+from heads_kernels.nn.multihead import Multihead
 
 #: `{layer: heads}`, layers by index or by name.
 HeadsByLayer: TypeAlias = Mapping[int, Iterable[int]] | Mapping[str, Iterable[int]]
 
+#: Names that attention modules and their configs have for the number of heads. In a config of transformers the second
+#: is another name for whichever the family has.
+_COUNTS: Final = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "heads")
 
-def register_layout(class_name: str, layout: HeadLayout, example: nn.Module | None = None) -> None:
-    """Let `attention_layers` find modules of the class `class_name` and its subclasses, with this layout.
 
-    The layout is verified once per class and shape, before its first use, or now with an example: a closed head is
-    compared with the same head pruned, on random input and small random weights on the CPU.
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer of a model: a module that calls the operators.
 
-    Args:
-        class_name: name of a class whose modules call the attention operators or transformers' attention function.
-        layout: of the class.
-        example: a module of the class, which is not changed.
-
-    Raises:
-        ValueError: the layout does not fit the example; it is then not registered.
+    Attributes:
+        index: its index among the attention layers of the model.
+        name: dotted name of `module` in the model.
+        kind: "encoder" (bidirectional self-attention), "decoder" (causal self-attention) or "cross". transformers'
+            modules have attributes for it; others are "cross" if their name contains "cross" or is `multihead_attn`, as
+            in PyTorch's decoder layers, and "decoder" if "decoder" is in their path.
+        module: the `nn.Module` whose forward calls the operator; it carries `head_gate`.
+        num_heads: H, the number of its remaining heads.
     """
-    if example is not None:
-        if class_name not in (base.__name__ for base in type(example).__mro__):
-            was = f"is a {type(example).__name__}"
-            refuse("example", was, f"pass a {class_name}, the class that the layout is of")
-        _check_fits("example", example, layout)
-    LAYOUTS[class_name] = layout
+
+    index: int
+    name: str
+    kind: str
+    module: Any
+    num_heads: int
+
+    @property
+    def gate(self) -> HeadGate | None:
+        """The head gate of the module, or None."""
+        return getattr(self.module, "head_gate", None)
+
+    @property
+    def weight(self) -> Tensor:
+        """The first parameter of its module, with whose device gates go; an empty tensor if it has none."""
+        return next(self.module.parameters(), torch.empty(0))
+
+    @property
+    def runs_operators(self) -> bool:
+        """Whether its module calls the operators; transformers' modules do if their config says so."""
+        return attention_function(self.module) == NAME
+
+    def __str__(self) -> str:
+        return f"layer {self.index} ({self.name!r})"
 
 
+# ---------------------------------------------------------------------- the layers of a model
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     """The attention layers of a model, in the order of `model.named_modules()`; a shared module counts once.
 
-    Finds modules of the classes in `LAYOUTS` (heads/layouts.py), to which `register_layout` adds, and transformers'
-    modules whose projections have the names of one of `FORMS`. If a pruned head of a class does not compute the same as
-    a closed head, a class in `LAYOUTS` raises an error and one found by `FORMS` is skipped.
+    They are the modules of `hk.nn`, those that call transformers' attention function, and those of the classes that
+    `register_layout` was given. Where their heads are in the weights is another question, which `projected_layers`
+    answers.
 
     Args:
         model: any model that contains such modules.
 
     Raises:
-        ValueError: the model has no known attention layer (the message names what looks like attention, and why it is
-            not supported), a class has a known name but not its parts, or a layout does not fit its class.
+        ValueError: the model has no attention layer (the message names what looks like attention), a class has a
+            registered name but not its parts, or a module does not say how many heads it has.
     """
     if not isinstance(model, nn.Module):
         refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
@@ -61,49 +86,101 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
         was = "has no known attention layer, but torch.nn.MultiheadAttention"
         refuse("model", was, instead)
     if not layers:
-        seen = "; ".join(sorted(set(filter(None, map(_seen, model.modules())))))
-        was = "has no attention layer that is known" + (f", but {seen}" if seen else "")
-        instead = "known are those of hk.nn and of transformers"
+        seen = sorted(
+            {name for each in model.modules() if "Attention" in (name := type(each).__name__)}
+        )
+        was = "has no attention layer that is known" + (f", but {'; '.join(seen)}" if seen else "")
+        instead = "known are those of hk.nn, and of transformers after use(model)"
         refuse("model", was, f"{instead}; hk.heads.register_layout adds your own classes")
     return layers
 
 
-def _seen(module: nn.Module) -> str:
-    """A module that looks like attention, and why it is not supported; "" for others."""
-    name = type(module).__name__
-    if (form := form_of(module)) is not None:
-        return f"{name}, which {misfit(module, form)}"
-    return name if "Attention" in name else ""
-
-
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
     """As `attention_layers`, but returns an empty list if there is none."""
-    found = [
-        (name, module, layout)
-        for name, module in model.named_modules()
-        if (layout := _layout(name, module)) is not None
+    return [
+        AttentionLayer(index, name, kind_of(module, name), module, heads)
+        for index, (name, module, heads) in enumerate(_attention(model))
     ]
-    return [layer_of(index, *item) for index, item in enumerate(found)]
 
 
-def _layout(name: str, module: nn.Module) -> HeadLayout | None:
-    """The verified layout of a module in its current state; None if it is not known attention."""
-    if (layout := layout_of(module)) is not None:
-        converted = as_converted(module, layout)
-        if converted is not layout:
-            check_has_parts(f"module {name!r}", module, converted)
-        else:
-            _check_fits(f"module {name!r}", module, layout)
-        return converted
-    form = form_of(module)
-    return form if form is not None and misfit(module, form) is None else None
+def calls_operators(module: nn.Module) -> bool:
+    """Whether a module is one of `hk.nn`, or calls transformers' attention function: it then reads its gate."""
+    return isinstance(module, Multihead) or calls_interface(module)
 
 
-def _check_fits(name: str, module: nn.Module, layout: HeadLayout) -> None:
-    check_has_parts(name, module, layout)
-    if (why := misfit(module, layout)) is not None:
-        was = f"is a {type(module).__name__}, which does not have the layout {layout.name!r}: it {why}"
-        refuse(name, was, "register a layout that fits (hk.heads.register_layout)")
+def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Name, module and number of heads of each attention layer."""
+    for name, holder in model.named_modules():
+        if calls_operators(holder):
+            yield name, holder, _num_heads(name, holder)
+        elif (layout := layout_of(holder)) is not None:
+            inner = at_path(holder, layout.inner) if layout.inner else holder
+            if not calls_operators(inner):
+                check_has_parts(f"module {name!r}", holder, layout)
+                path = ".".join(part for part in (name, layout.inner) if part)
+                yield path, inner, layout.heads(holder)
+
+
+def _num_heads(name: str, module: Any) -> int:
+    """The number of heads that are left in a module, which it or its config says."""
+    if (kept := getattr(module, "kept_heads", None)) is not None:
+        return len(kept)
+    places = (module, getattr(module, "config", None))
+    counts = (getattr(place, count, None) for place in places for count in _COUNTS)
+    found: int | None = next((count for count in counts if is_int(count)), None)
+    if found is None:
+        was = f"is a {type(module).__name__} that does not say how many heads it has"
+        refuse(f"module {name!r}", was, "set its attribute num_heads")
+    return found
+
+
+def kind_of(module: Any, name: str) -> str:
+    """The kind by attributes of transformers' modules, for others by their names in the model."""
+    last = name.rpartition(".")[2].lower()
+    if hasattr(module, "is_causal"):
+        is_causal = module.is_causal
+        says = (getattr(module, word, False) for word in ("is_cross_attention", "is_decoder"))
+        is_cross = any(says) or "Cross" in type(module).__name__
+    else:
+        is_cross = "cross" in last or last == "multihead_attn"
+        is_causal = not is_cross and "decoder" in name.lower()
+    return "decoder" if is_causal else "cross" if is_cross else "encoder"
+
+
+# ---------------------------------------------------------------------- layers and heads that are asked for
+class Named(Protocol):
+    """Anything with an index and a name among layers."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
+
+Layer = TypeVar("Layer", bound=Named)
+
+
+def choose_layers(
+    there: list[Layer], layers: Iterable[int | str] | None, argument: str = "layers"
+) -> list[Layer]:
+    """The layers of these indices or names, in the given order; all for None.
+
+    Raises:
+        TypeError, ValueError: `layers` is no list; a layer does not exist or is named twice; none is named.
+    """
+    if layers is None:
+        return there
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        refuse(argument, f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
+    chosen: list[Layer] = []
+    for key in layers:
+        layer = find_layer(there, key, argument)
+        if layer in chosen:
+            refuse(argument, f"names layer {layer.name!r} twice", "name it once")
+        chosen.append(layer)
+    if not chosen:
+        refuse(argument, "is empty", "name at least one layer")
+    return chosen
 
 
 def heads_of_layers(
@@ -122,18 +199,6 @@ def heads_of_layers(
         layer = find_layer(layers, key, "heads")
         asked.setdefault(layer.index, set()).update(_heads(layer, chosen))
     return [(layers[index], sorted(asked[index])) for index in sorted(asked)]
-
-
-class Named(Protocol):
-    """Anything with an index and a name among layers."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-
-
-Layer = TypeVar("Layer", bound=Named)
 
 
 def find_layer(layers: Sequence[Layer], key: int | str, argument: str) -> Layer:

@@ -24,7 +24,7 @@ from heads_kernels.heads.configs import (
 )
 from heads_kernels.heads.layouts import HeadLayout, at_path
 from heads_kernels.heads.reshape import read_key_heads, shrink
-from heads_kernels.heads.weights import AttentionLayer, Projection, existing, layer_of
+from heads_kernels.heads.weights import ProjectedLayer, Projection, existing, layer_of
 from heads_kernels.nn.gates import FixedGate
 from heads_kernels.nn.multihead import Multihead
 
@@ -100,7 +100,7 @@ def _compare(holder: nn.Module, layout: HeadLayout, function: str) -> str | None
         # The package's function serves stock modules too, T5's with fewer heads it alone, but not every argument.
         for runs in (NAME,) if function == NAME else (NAME, "eager"):
             trial = _random_copy(holder, layout, runs)
-            layer = layer_of(0, "", trial, layout)
+            layer = layer_of(trial, layout)
             if not layer.num_key_heads or layer.num_heads % layer.num_key_heads:
                 return f"would have {layer.num_heads} heads and {layer.num_key_heads} key heads"
             for inputs in _inputs(trial, layer):
@@ -113,7 +113,7 @@ def _compare(holder: nn.Module, layout: HeadLayout, function: str) -> str | None
 
 def _difference(
     trial: nn.Module,
-    layer: AttentionLayer,
+    layer: ProjectedLayer,
     inputs: Mapping[str, Any],
     whole: Tensor,
     *,
@@ -188,7 +188,7 @@ def _random_copy(holder: nn.Module, layout: HeadLayout, function: str) -> Any:
 
     Roles with different paths get different projections, even if the module shares one; pruning refuses such modules.
     """
-    layer = layer_of(0, "", holder, layout)
+    layer = layer_of(holder, layout)
     projections = {layout.output: layer.output}
     projections |= {layout.query: layer.query, layout.key: layer.key, layout.value: layer.value}
     beside = [path for path in layout.beside if at_path(holder, path) is not None]
@@ -248,7 +248,7 @@ _SOURCES: Final = (
 )  # fmt: skip
 
 
-def _inputs(trial: Any, layer: AttentionLayer) -> Iterator[Mapping[str, Any]]:
+def _inputs(trial: Any, layer: ProjectedLayer) -> Iterator[Mapping[str, Any]]:
     """Candidate arguments of a forward pass, from the names of its parameters; the first that run are used."""
     if layer.layout.inputs is not None:
         yield layer.layout.inputs(trial)

@@ -15,6 +15,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from heads_kernels.checks import refuse
+
 
 @dataclass(frozen=True)
 class HeadLayout:
@@ -62,6 +64,11 @@ class HeadLayout:
     def projections(self) -> tuple[str, str, str, str]:
         """The paths of query, key, value and output."""
         return self.query, self.key, self.value, self.output
+
+    def heads(self, holder: nn.Module) -> int:
+        """The number of heads of a module that has these parts, by the sizes of its output projection."""
+        width: int = at_path(holder, self.value_dim or self.head_dim)
+        return size(at_path(holder, self.output), 0) // width
 
 
 _ROTARY = "rotary positions"
@@ -244,9 +251,32 @@ def class_calls_interface(kind: Any) -> bool:
     return any(type(each).__name__ == "AttentionInterface" for each in found)
 
 
+def check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:
+    """Classes are found by name: refuse one that is another class of that name."""
+    instead = "register another class name for it (hk.heads.register_layout), or rename the class"
+    for path in (*layout.projections, layout.head_dim, layout.value_dim):
+        found = at_path(holder, path) if path else 0
+        if found is None:
+            was = f"is a {type(holder).__name__} without {path!r}, where {layout.name} has it"
+            refuse(name, was, instead)
+        if path in layout.projections and not is_projection(found):
+            was = f"is projected by a {type(found).__name__} at {path!r}, which has no in_features"
+            refuse(name, was, "call this before the projection is wrapped")
+
+
+#: Names of the input and of the output size, of `nn.Linear` and of `Conv1D`. A packed weight has another shape.
+_SIZES: Final = (("in_features", "nx"), ("out_features", "nf"))
+
+
+def size(linear: Any, of: int = 1) -> int:
+    """Input features (`of` = 0) or output features (1) of a projection."""
+    features: int = next(getattr(linear, name) for name in _SIZES[of] if hasattr(linear, name))
+    return features
+
+
 def is_projection(module: Any) -> bool:
     """Whether it has the sizes of an `nn.Linear` or of transformers' `Conv1D`."""
-    return hasattr(module, "in_features") or hasattr(module, "nx")
+    return any(hasattr(module, name) for name in _SIZES[0])
 
 
 def at_path(module: Any, path: str) -> Any:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
-from heads_kernels.heads.layers import attention_layers, find_layer
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers, find_layer
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: What takes the place of a head's output.
@@ -95,7 +94,7 @@ def outputs(
         TypeError, ValueError: as in `patch`.
     """
     there = attention_layers(model)
-    chosen = there if layers is None else [find_layer(there, key, "layers") for key in layers]
+    chosen = choose_layers(there, layers)
     found: dict[int, list[Tensor]] = {layer.index: [] for layer in chosen if layer.num_heads}
 
     def recording(runs: list[Tensor]) -> Edit:

@@ -12,9 +12,10 @@ from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.dense import check_projections, dense_parts
 from heads_kernels.heads.gating import set_gate
 from heads_kernels.heads.layers import HeadsByLayer, attention_layers, heads_of_layers
+from heads_kernels.heads.projected import projected_layers, with_projections
 from heads_kernels.heads.reshape import read_key_heads, replace, shrink
 from heads_kernels.heads.saving import record_in_config
-from heads_kernels.heads.weights import AttentionLayer, is_transposed
+from heads_kernels.heads.weights import ProjectedLayer, is_transposed
 from heads_kernels.nn.snapshot import kept_on_error
 
 
@@ -54,15 +55,17 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
         The removed heads, `{layer name: [heads]}`.
 
     Raises:
-        TypeError, ValueError: a layer or head does not exist (the message lists the existing ones); a projection is not
+        TypeError, ValueError: a layer or head does not exist (the message lists the existing ones); it is not known
+            where a layer's heads are in its weights (the message says why); a projection is not
             an `nn.Linear`, `Conv1D` or LoRA of one, is quantised, parametrised, sharded or offloaded, has forward
             hooks, or is shared between different layers or roles; a head is one of Whisper's
             `generation_config.alignment_heads`.
     """
     check_size("keep_at_least", keep_at_least, 0)
-    layers = attention_layers(model)
-    asked = heads_of_layers(layers, heads)
-    users = Counter(weight for layer in layers for weight in _weights(layer))
+    named = heads_of_layers(attention_layers(model), heads)
+    made = with_projections(model, [layer for layer, _ in named])
+    asked = [(layer, chosen) for layer, (_, chosen) in zip(made, named, strict=True)]
+    users = Counter(weight for layer in projected_layers(model) for weight in _weights(layer))
     for layer, _ in asked:
         check_projections(layer, "prune", adapters=True)
         _check_untied(layer, users)
@@ -84,7 +87,7 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
 
 # ---------------------------------------------------------------------- choice of heads
 def _gone_and_spared(
-    layer: AttentionLayer, chosen: list[int], keep_at_least: int
+    layer: ProjectedLayer, chosen: list[int], keep_at_least: int
 ) -> tuple[list[int], list[int]]:
     """The heads of `chosen` to remove, and those to spare for `keep_at_least`."""
     must_stay = max(0, min(keep_at_least, layer.num_heads) - (layer.num_heads - len(chosen)))
@@ -118,7 +121,7 @@ def _alignment_heads(model: nn.Module, gone: Mapping[str, list[int]]) -> list[li
 
 
 # ---------------------------------------------------------------------- weights
-def _weights(layer: AttentionLayer) -> list[tuple[int, int]]:
+def _weights(layer: ProjectedLayer) -> list[tuple[int, int]]:
     """The parameters of the projections of a layer, each with the offset where a projection starts."""
     projections = (layer.query, layer.key, layer.value, layer.output, *layer.beside)
     return [
@@ -130,13 +133,13 @@ def _weights(layer: AttentionLayer) -> list[tuple[int, int]]:
     ]
 
 
-def _check_untied(layer: AttentionLayer, users: Mapping[tuple[int, int], int]) -> None:
+def _check_untied(layer: ProjectedLayer, users: Mapping[tuple[int, int], int]) -> None:
     if any(users[weight] > 1 for weight in _weights(layer)):
         instead = "give each its own copy; layers that are one module are pruned as one"
         refuse(str(layer), "shares projections with other roles or layers", instead)
 
 
-def _fold_gate(layer: AttentionLayer, spared: list[int]) -> None:
+def _fold_gate(layer: ProjectedLayer, spared: list[int]) -> None:
     """Multiply the columns of W_O by the gates of their heads and remove the gate; 0 becomes 1 for `spared` heads."""
     if layer.gate is None:
         return

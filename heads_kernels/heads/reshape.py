@@ -17,7 +17,7 @@ from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.pruned_calls import check_pruned_call
 from heads_kernels.heads.shared_cache import is_cache, store_shared_keys
-from heads_kernels.heads.weights import AttentionLayer, Projection, existing, is_transposed
+from heads_kernels.heads.weights import ProjectedLayer, Projection, existing, is_transposed
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.replacing import put
 from heads_kernels.nn.shared import (
@@ -29,7 +29,7 @@ from heads_kernels.nn.shared import (
 
 
 # ---------------------------------------------------------------------- fewer heads
-def read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
+def read_key_heads(layer: ProjectedLayer, left: list[int]) -> list[int]:
     """The key heads that the query heads `left` use, repeated to make groups of equal size.
 
     Of a layer whose heads share one key, the value heads.
@@ -43,7 +43,7 @@ def read_key_heads(layer: AttentionLayer, left: list[int]) -> list[int]:
     return [key for key, count in readers.items() for _ in range(count // size)]
 
 
-def shrink(layer: AttentionLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
+def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
     """Keep these heads and key heads of a layer, in this order; key heads may repeat.
 
     Of a layer whose heads share one key `key_heads` are the value heads.
@@ -105,7 +105,7 @@ def _select(linear: Any, features: Tensor, of: int) -> None:
     setattr(linear, count[of], len(features))
 
 
-def _run_without_inputs(layer: AttentionLayer) -> None:
+def _run_without_inputs(layer: ProjectedLayer) -> None:
     """Replace a `Conv1D` output projection by an `nn.Linear`: a `Conv1D` cannot run without input features."""
     linear = layer.output.linear
     if is_lora(linear) and is_transposed(linear.base_layer):
@@ -131,7 +131,7 @@ def as_initialised(made: nn.Module) -> nn.Module:
     return made
 
 
-def count_heads(layer: AttentionLayer, H: int, Hk: int) -> None:
+def count_heads(layer: ProjectedLayer, H: int, Hk: int) -> None:
     """Update the module's head counts and sizes; Hk is the number of value heads."""
     module = layer.module
     query = [] if layer.query.linear is not layer.key.linear else [H * layer.head_dim]
@@ -155,7 +155,7 @@ def count_heads(layer: AttentionLayer, H: int, Hk: int) -> None:
 
 
 # ---------------------------------------------------------------------- one query and one key
-def check_has_products(layer: AttentionLayer) -> None:
+def check_has_products(layer: ProjectedLayer) -> None:
     """Refuse a layer whose scores are not products of its weights.
 
     Raises:
@@ -184,7 +184,7 @@ def check_has_products(layer: AttentionLayer) -> None:
     check_projections(layer, "convert", adapters=False)
 
 
-def check_can_share(model: nn.Module, layer: AttentionLayer) -> None:
+def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
     """Refuse a layer that cannot be converted to one query and one key for all heads.
 
     Raises:
@@ -254,7 +254,7 @@ def _check_whole(module: nn.Module) -> None:
 
 
 def share(
-    model: nn.Module, layer: AttentionLayer, dim: int, *, ragged: bool, slots: int = 0
+    model: nn.Module, layer: ProjectedLayer, dim: int, *, ragged: bool, slots: int = 0
 ) -> dict[str, Tensor]:
     """Make a layer collaborative; its new parameters are uninitialised.
 
@@ -304,7 +304,7 @@ def share(
 
 
 def _collaborative(
-    layer: AttentionLayer, dim: int, ragged: bool
+    layer: ProjectedLayer, dim: int, ragged: bool
 ) -> CollaborativeMultiheadAttention:
     old: GatedMultiheadAttention = layer.module
     made = CollaborativeMultiheadAttention(
@@ -341,7 +341,7 @@ def _collaborative(
 
 
 def _share_rotary(
-    model: nn.Module, layer: AttentionLayer, dim: int, slots: int, ragged: bool
+    model: nn.Module, layer: ProjectedLayer, dim: int, slots: int, ragged: bool
 ) -> dict[str, Tensor]:
     module = layer.module
     made: dict[str, RotaryProjection] = {}
@@ -368,7 +368,7 @@ def _share_rotary(
 
 def _put_projections(
     model: nn.Module,
-    layer: AttentionLayer,
+    layer: ProjectedLayer,
     query: SharedProjection | RotaryProjection,
     key: SharedProjection | RotaryProjection,
 ) -> dict[str, str]:
@@ -405,12 +405,12 @@ def _as_empty(made: nn.Module, like: Projection) -> None:
     made.to_empty(device=weight.device).to(weight.dtype).requires_grad_(weight.requires_grad)
 
 
-def _mixing(layer: AttentionLayer, dim: int) -> nn.Parameter:
+def _mixing(layer: ProjectedLayer, dim: int) -> nn.Parameter:
     weight = layer.query.linear.weight
     return nn.Parameter(weight.detach().new_empty(layer.num_heads, dim), weight.requires_grad)
 
 
-def _values(layer: AttentionLayer) -> nn.Linear:
+def _values(layer: ProjectedLayer) -> nn.Linear:
     """The projection of values, out of a fused one."""
     linear, chosen = layer.value.linear, layer.value.features(range(layer.value.heads))
     weight = (linear.weight.T if is_transposed(linear) else linear.weight).detach()[chosen]

@@ -18,8 +18,9 @@ from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import own_configs
 from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import attention_layers, find_layers
+from heads_kernels.heads.projected import projected_layers, with_projections
 from heads_kernels.heads.reshape import check_can_share, share, shrink
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn.shared import RotaryProjection
 from heads_kernels.nn.snapshot import kept_on_error
 
@@ -46,8 +47,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         refuse(
             "path", f"is {str(path)!r}, but its folder does not exist", "create the folder first"
         )
-    layers = attention_layers(model)
-    found = {**record(layers), "pruned": {layer.name: shape(layer) for layer in layers}}
+    layers = projected_layers(model)
+    found = {**record(model), "pruned": {layer.name: shape(layer) for layer in layers}}
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         beside = Path(folder) / path.name
         save_model(model, str(beside), metadata={RECORD: json.dumps(found)})
@@ -150,7 +151,8 @@ def shapes(model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: the model has no known attention layer.
     """
-    return record(attention_layers(model))
+    attention_layers(model)  # refuses a model without
+    return record(model)
 
 
 @torch.inference_mode(False)
@@ -177,12 +179,13 @@ RECORD: Final = "heads_kernels"
 _WORDS: Final = ("pruned", "converted")
 
 
-def record(layers: Iterable[AttentionLayer]) -> dict[str, Any]:
+def record(model: nn.Module) -> dict[str, Any]:
     """`{"pruned": {layer name: shape}, "converted": {layer name: {"dim": Ds, "ragged": bool}}}`, for JSON.
 
     Only pruned and converted layers appear. Those with rotary positions have `slots` too (`RotaryProjection`).
     """
-    layers = list(layers)
+    changed = [layer for layer in find_layers(model) if _is_changed(layer.module)]
+    layers = with_projections(model, changed)
     pruned = {layer.name: shape(layer) for layer in layers if hasattr(layer.module, "kept_heads")}
     converted = {
         layer.name: {"dim": layer.head_dim, "ragged": layer.module.ragged, **_slots(layer)}
@@ -192,12 +195,16 @@ def record(layers: Iterable[AttentionLayer]) -> dict[str, Any]:
     return {word: each for word, each in zip(_WORDS, (pruned, converted), strict=True) if each}
 
 
-def _slots(layer: AttentionLayer) -> dict[str, int]:
+def _is_changed(module: nn.Module) -> bool:
+    return hasattr(module, "kept_heads") or getattr(module, "mixing", None) is not None
+
+
+def _slots(layer: ProjectedLayer) -> dict[str, int]:
     key = layer.key.linear
     return {"slots": key.slots} if isinstance(key, RotaryProjection) else {}
 
 
-def shape(layer: AttentionLayer) -> dict[str, Any]:
+def shape(layer: ProjectedLayer) -> dict[str, Any]:
     """The shape of a pruned layer, for JSON.
 
     `heads`: original numbers of the remaining heads; `key_heads`: number of key heads; `head_dim` and `value_dim`:
@@ -214,7 +221,7 @@ def shape(layer: AttentionLayer) -> dict[str, Any]:
     return found
 
 
-def kept_heads(layer: AttentionLayer) -> list[int]:
+def kept_heads(layer: ProjectedLayer) -> list[int]:
     """The original numbers of the heads of the layer."""
     kept = getattr(layer.module, "kept_heads", None)
     return list(range(layer.num_heads)) if kept is None else kept.tolist()
@@ -227,7 +234,7 @@ def record_in_config(model: nn.Module) -> None:
     Layers are named as in the base model, so that the names agree with and without a task head. Submodels that share
     the config of the model are skipped.
     """
-    if not record(find_layers(model)):
+    if not record(model):
         return
     own_configs(model)
     part: Any
@@ -236,7 +243,7 @@ def record_in_config(model: nn.Module) -> None:
         if not hasattr(part, "base_model_prefix") or id(part.config) in recorded:
             continue
         recorded.add(id(part.config))
-        if found := record(find_layers(part.base_model)):
+        if found := record(part.base_model):
             setattr(part.config, RECORD, {**getattr(part.config, RECORD, {}), **found})
 
 
@@ -246,7 +253,7 @@ def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
     for layer in find_layers(model):
         if layer.name in pruned:
             heads = torch.tensor(pruned[layer.name]["heads"], dtype=torch.int64)
-            layer.module.kept_heads = heads.to(layer.output.linear.weight.device)
+            layer.module.kept_heads = heads.to(layer.weight.device)
 
 
 # ---------------------------------------------------------------------- restoring a recorded shape
@@ -260,15 +267,18 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
             known attention layer.
     """
     pruned, converted = (record.get(word, {}) for word in _WORDS)
-    layers = find_layers(model)
-    _check_known(model, {*pruned, *converted} - {layer.name for layer in layers})
-    for layer in layers:
+    names = {*pruned, *converted}
+    named = [layer for layer in find_layers(model) if layer.name in names]
+    _check_known(model, names - {layer.name for layer in named})
+    for layer in with_projections(model, named):
         if layer.name in converted and not layer.layout.shared:
             check_can_share(model, layer)
             found = converted[layer.name]
             share(model, layer, found["dim"], ragged=False, slots=found.get("slots", 0))
-    layers = find_layers(model)
-    for layer in layers:
+    named = [
+        layer for layer in find_layers(model) if layer.name in names
+    ]  # `share` replaces modules
+    for layer in with_projections(model, named):
         if layer.name in converted:
             layer.module.ragged = converted[layer.name]["ragged"]
         if layer.name in pruned:
@@ -293,7 +303,7 @@ def _check_known(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def _kept(
-    layer: AttentionLayer, left: Mapping[str, Any], shared: bool
+    layer: ProjectedLayer, left: Mapping[str, Any], shared: bool
 ) -> tuple[list[int], list[int]]:
     """The heads and key heads of the layer that the record keeps, by their current numbers."""
     own = kept_heads(layer)
@@ -309,7 +319,7 @@ def _kept(
     return heads, key_heads
 
 
-def _sources(layer: AttentionLayer, heads: list[int], count: int) -> list[int] | None:
+def _sources(layer: ProjectedLayer, heads: list[int], count: int) -> list[int] | None:
     """The key heads of the layer from which the `count` key heads of the record come; None if they do not fit.
 
     Of a layer whose heads share one key, the value heads.

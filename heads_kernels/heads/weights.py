@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import refuse
-from heads_kernels.heads.configs import NAME, attention_function
-from heads_kernels.heads.layouts import HeadLayout, at_path, is_projection
-from heads_kernels.nn.gates import HeadGate
+from heads_kernels.heads.layers import AttentionLayer, kind_of
+from heads_kernels.heads.layouts import HeadLayout, at_path, size
 from heads_kernels.nn.shared import FusedProjection
 
 
@@ -39,12 +37,12 @@ class Projection:
     @property
     def inputs(self) -> int:
         """Input features of `linear`."""
-        return _size(self.linear, 0)
+        return size(self.linear, 0)
 
     @property
     def outputs(self) -> int:
         """Output features of `linear`."""
-        return _size(self.linear, 1)
+        return size(self.linear, 1)
 
     def features(self, heads: Iterable[int]) -> Tensor:
         """The features of these heads, int64 on the device of the weight, head after head."""
@@ -54,33 +52,22 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
-    """One attention layer of a model, with uniform names for its parts.
+class ProjectedLayer(AttentionLayer):
+    """An attention layer with the projections of its heads, in uniform names.
 
     Attributes:
-        index: its index among the attention layers of the model.
-        name: dotted name of `module` in the model.
-        kind: "encoder" (bidirectional self-attention), "decoder" (causal self-attention) or "cross". transformers'
-            modules have attributes for it; others are "cross" if their name contains "cross" or is `multihead_attn`, as
-            in PyTorch's decoder layers, and "decoder" if "decoder" is in their path.
-        module: the `nn.Module` whose forward calls the operator; it carries `head_gate`.
         query, key, value, output: its projections; the heads of `output` are in its input features.
-        num_heads, num_key_heads: H and Hk; Hk is 1 if `shared`, and `value.heads` the number of value heads.
+        num_key_heads: Hk; 1 if `shared`, and `value.heads` the number of value heads.
         head_dim, value_dim: D (Ds if `shared`) and Dv.
         layout: its `HeadLayout`; that of a converted layer describes it after conversion.
         scale: the factor of its scores; None if the layout's path does not exist.
         beside: other projections with rows for every query head: output gates, content biases.
     """
 
-    index: int
-    name: str
-    kind: str
-    module: Any
     query: Projection
     key: Projection
     value: Projection
     output: Projection
-    num_heads: int
     num_key_heads: int
     head_dim: int
     value_dim: int
@@ -88,48 +75,35 @@ class AttentionLayer:
     scale: float | None
     beside: tuple[Projection, ...] = ()
 
-    @property
-    def gate(self) -> HeadGate | None:
-        """The head gate of the module, or None."""
-        return getattr(self.module, "head_gate", None)
-
-    @property
-    def runs_operators(self) -> bool:
-        """Whether its module calls the operators; transformers' modules do if their config says so."""
-        return attention_function(self.module) == NAME
-
-    def __str__(self) -> str:
-        return f"layer {self.index} ({self.name!r})"
-
 
 # ---------------------------------------------------------------------- one layer from its layout
-def layer_of(index: int, name: str, holder: nn.Module, layout: HeadLayout) -> AttentionLayer:
-    """The layer of this index and name, whose parts are where `layout` says."""
+def layer_of(
+    holder: nn.Module, layout: HeadLayout, index: int = 0, name: str = ""
+) -> ProjectedLayer:
+    """The layer of this index and name, whose parts are in `holder` where `layout` says."""
     module = at_path(holder, layout.inner) if layout.inner else holder
     D = at_path(holder, layout.head_dim)
     Dv = at_path(holder, layout.value_dim) if layout.value_dim else D
-    output = at_path(holder, layout.output)
-    H = _size(output, 0) // Dv
+    H = layout.heads(holder)
     query, key, value = _roles(holder, layout, H, (D, Dv))
     beside = (at_path(holder, path) for path in layout.beside)
-    name = ".".join(part for part in (name, layout.inner) if part)
-    return AttentionLayer(
+    return ProjectedLayer(
         index=index,
         name=name,
-        kind=_kind(module, name),
+        kind=kind_of(module, name),
         module=module,
+        num_heads=H,
         query=query,
         key=key,
         value=value,
-        output=Projection(output, H, Dv),
-        num_heads=H,
+        output=Projection(at_path(holder, layout.output), H, Dv),
         num_key_heads=key.heads,
         head_dim=D,
         value_dim=Dv,
         layout=layout,
         scale=at_path(holder, layout.scale) if layout.scale else D**-0.5,
         beside=tuple(
-            Projection(linear, H, _size(linear) // max(H, 1)) for linear in beside if linear
+            Projection(linear, H, size(linear) // max(H, 1)) for linear in beside if linear
         ),
     )
 
@@ -155,19 +129,6 @@ def as_converted(holder: nn.Module, layout: HeadLayout) -> HeadLayout:
     )
 
 
-def check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:
-    """Classes are found by name: refuse one that is another class of that name."""
-    instead = "register another class name for it (hk.heads.register_layout), or rename the class"
-    for path in (*layout.projections, layout.head_dim, layout.value_dim):
-        found = at_path(holder, path) if path else 0
-        if found is None:
-            was = f"is a {type(holder).__name__} without {path!r}, where {layout.name} has it"
-            refuse(name, was, instead)
-        if path in layout.projections and not is_projection(found):
-            was = f"is projected by a {type(found).__name__} at {path!r}, which has no in_features"
-            refuse(name, was, "call this before the projection is wrapped")
-
-
 def _roles(
     holder: nn.Module, layout: HeadLayout, H: int, widths: tuple[int, int]
 ) -> tuple[Projection, Projection, Projection]:
@@ -179,40 +140,17 @@ def _roles(
         return (
             Projection(query, 1, D),
             Projection(key, 1, D),
-            Projection(value, _size(value) // Dv, Dv),
+            Projection(value, size(value) // Dv, Dv),
         )
     has_query, has_value = paths[0] == paths[1], paths[1] == paths[2]
     start = H * D if has_query else 0
-    key_features = (_size(key) - start) // (2 if has_value else 1)
+    key_features = (size(key) - start) // (2 if has_value else 1)
     Hk = key_features // D
     return (
-        Projection(query, H, D if has_query or H == 0 else _size(query) // H),
+        Projection(query, H, D if has_query or H == 0 else size(query) // H),
         Projection(key, Hk, D, start),
         Projection(value, Hk, Dv, start + key_features if has_value else 0),
     )
-
-
-def _kind(module: Any, name: str) -> str:
-    """The kind by attributes of transformers' modules, for others by their names in the model."""
-    last = name.rpartition(".")[2].lower()
-    if hasattr(module, "is_causal"):
-        is_causal = module.is_causal
-        says = (getattr(module, word, False) for word in ("is_cross_attention", "is_decoder"))
-        is_cross = any(says) or "Cross" in type(module).__name__
-    else:
-        is_cross = "cross" in last or last == "multihead_attn"
-        is_causal = not is_cross and "decoder" in name.lower()
-    return "decoder" if is_causal else "cross" if is_cross else "encoder"
-
-
-#: Names of the input and of the output size, of `nn.Linear` and of `Conv1D`. A packed weight has another shape.
-_SIZES: Final = (("in_features", "nx"), ("out_features", "nf"))
-
-
-def _size(linear: Any, of: int = 1) -> int:
-    """Input features (`of` = 0) or output features (1)."""
-    features: int = next(getattr(linear, size) for size in _SIZES[of] if hasattr(linear, size))
-    return features
 
 
 def is_transposed(linear: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from heads_kernels.batch import Batch, unflatten
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import check_excluded, check_size, refuse
+from heads_kernels.checks import check_excluded, check_row_weights, check_size, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.mask import Intervals, Mask
 from heads_kernels.offset_bias import OffsetBias
@@ -183,8 +183,13 @@ class AttentionCall:
         return sees.expand(self.B, self.T)
 
     # ------------------------------------------------------------------ attention
-    def statistics(self, exclude_keys: Tensor | None = None) -> AttentionStatistics:
+    def statistics(
+        self, exclude_keys: Tensor | None = None, received: bool | Tensor | None = None
+    ) -> AttentionStatistics:
         """`hk.attention_statistics` of the call; `exclude_keys` is bool `[S]` or `[B, S]`.
+
+        Weights of rows, `received`, broadcast to `[B, H, T]`. True counts every row that sees a key, padding included;
+        `real_queries[:, None].float()` counts tokens alone.
 
         Raises:
             ValueError: the call has entmax in the place of softmax.
@@ -192,7 +197,9 @@ class AttentionCall:
         self.check_softmax("statistics")
         call = self._scores
         excluded = check_excluded(exclude_keys, call.query, (self.B, self.S))
-        call = call._replace(exclude_keys=excluded)
+        dtype, sizes = compute_dtype(call.query.dtype), (self.B, self.H, self.T)
+        weights = check_row_weights(received, call.query, sizes, dtype)
+        call = call._replace(exclude_keys=excluded, row_weights=weights)
         return measure(call, select(call))
 
     @torch.no_grad()

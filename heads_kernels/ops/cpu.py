@@ -14,7 +14,7 @@ from heads_kernels import _cpu
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.library import check_fields
-from heads_kernels.ops.statistics import AttentionStatistics
+from heads_kernels.ops.statistics import Buffers
 
 check_fields(_cpu)
 
@@ -47,6 +47,6 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     _cpu.attention_backward(call, saved, gradients, torch.get_num_threads())
 
 
-def statistics(call: Call, results: AttentionStatistics) -> None:
+def statistics(call: Call, results: Buffers) -> None:
     """Fill `results`."""
     _cpu.attention_statistics(call, results, torch.get_num_threads())

@@ -27,7 +27,7 @@ from heads_kernels.ops.buffers import (
 )
 from heads_kernels.ops.gate import can_close, is_elementwise
 from heads_kernels.ops.library import check_fields
-from heads_kernels.ops.statistics import AttentionStatistics
+from heads_kernels.ops.statistics import Buffers
 
 if TYPE_CHECKING or not CUDA_EMULATED:
     from heads_kernels import _cuda
@@ -184,10 +184,13 @@ def _bias_pass(call: Call, read: _Read, cells: Tensor | None, gradients: Gradien
             doffset_bias.zero_()
 
 
-def statistics(call: Call, results: AttentionStatistics) -> None:
-    """Fill `results` of `attention_statistics`: lse, max_prob, argmax, entropy."""
-    call = _single(call)
-    _cuda.attention_statistics(call, results, _dense_cells(call), _launch_target(results[0]))
+def statistics(call: Call, results: Buffers) -> None:
+    """Fill `results` of `attention_statistics`."""
+    call, rows = _single(call), None
+    if call.row_weights is not None:  # what the pass by rows leaves to the pass by keys
+        rows = results.lse.new_empty((2, *results.lse.shape))
+    cells, target = _dense_cells(call), _launch_target(results.lse)
+    _cuda.attention_statistics(call, results, rows, cells, target)
 
 
 def _single(call: Call) -> Call:

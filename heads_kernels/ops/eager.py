@@ -23,7 +23,7 @@ from heads_kernels.checks import refuse
 from heads_kernels.ops import entmax, formula, scores
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.scores import NEG_INF
-from heads_kernels.ops.statistics import AttentionStatistics
+from heads_kernels.ops.statistics import Buffers
 
 #: Query rows of statistics at a time. Heuristic: the scores of 64 rows of BERT-base on 512 tokens are 1.5 MiB.
 _BLOCK_M: Final = 64
@@ -179,25 +179,34 @@ def _fill_operands(
 
 
 # ---------------------------------------------------------------------- statistics
-def statistics(call: Call, results: AttentionStatistics) -> None:
-    """Fill `lse`, `max_prob`, `argmax` and `entropy` of every row, in blocks of rows: without a `[T, S]` matrix."""
+def statistics(call: Call, results: Buffers) -> None:
+    """Fill `results` in blocks of rows: without a `[T, S]` matrix."""
+    *of_rows, received = results
+    received.zero_()
     for start in range(0, call.T, _BLOCK_M):
-        rows = scores.of_rows(call, start, start + _BLOCK_M)
-        for whole, part in zip(results, row_statistics(rows), strict=True):
+        *parts, added = row_statistics(scores.of_rows(call, start, start + _BLOCK_M))
+        received += added
+        for whole, part in zip(of_rows, parts, strict=True):
             whole[:, :, start : start + _BLOCK_M] = part
 
 
 @formula.without_autocast
-def row_statistics(call: Call) -> AttentionStatistics:
-    """Statistics of all rows of a call at once. The maximum is taken over scores: probabilities may all round to 0."""
+def row_statistics(call: Call) -> Buffers:
+    """Statistics of all rows of a call at once. The maximum is taken over scores: probabilities may all round to 0.
+
+    `received` is empty where the call does not ask for it.
+    """
     raw = formula.raw_scores(call, *formula.operands_of_scores(call))
     finished, visible = scores.finish(call, raw)[0], scores.visible_pairs(call)
     p, lse = formula.softmax(finished, visible, call.sinks)
     entropy = torch.special.entr(p).sum(-1)  # entr(p) = -p ln p, and 0 for p = 0
+    received = lse.new_empty(0)
+    if call.row_weights is not None:
+        weights = call.row_weights[..., None]  # [B or 1, H or 1, T or 1, 1]
+        received = formula.only(visible, p * weights).masked_fill(weights == 0, 0.0).sum(2)
     if finished.shape[-1] == 0:
-        return AttentionStatistics(
-            lse, torch.zeros_like(lse), torch.full_like(lse, -1, dtype=torch.int64), entropy
-        )
+        nothing, none = torch.full_like(lse, NEG_INF), torch.full_like(lse, -1, dtype=torch.int64)
+        return Buffers(lse, nothing, torch.zeros_like(lse), none, entropy, received)
     if visible is not None:
         finished = finished.masked_fill(~visible, NEG_INF)
     if call.exclude_keys is not None:
@@ -205,4 +214,5 @@ def row_statistics(call: Call) -> AttentionStatistics:
     best, argmax = finished.max(-1)  # the first of equal scores
     nothing = best == NEG_INF
     max_prob = p.gather(-1, argmax[..., None])[..., 0].masked_fill(nothing, 0.0)
-    return AttentionStatistics(lse, max_prob, argmax.masked_fill(nothing, -1), entropy)
+    chosen = argmax.masked_fill(nothing, -1)
+    return Buffers(lse, best, max_prob, chosen, entropy, received)

@@ -62,13 +62,16 @@ def of_rows(call: Call, start: int, stop: int) -> Call:
         T, count = call.query.shape[-2], query.shape[-2]
         first = T - (start + count)
         table = table[:, first : first + max(count + S - 1, 1)]
+    weights = call.row_weights
+    if weights is not None and weights.shape[2] != 1:
+        weights = weights[:, :, rows]
     mask, dense = call.intervals, call.dense_mask
     mask = mask.from_row(start)._replace(
         k_lo=None if mask.k_lo is None else mask.k_lo[:, rows],
         k_hi=None if mask.k_hi is None else mask.k_hi[:, rows],
         dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
     )
-    return call._replace(query=query, bias=bias, offset_bias=table).under(mask)
+    return call._replace(query=query, bias=bias, offset_bias=table, row_weights=weights).under(mask)
 
 
 def of_heads(call: Call, heads: Sequence[int]) -> Call:
@@ -89,6 +92,7 @@ def of_heads(call: Call, heads: Sequence[int]) -> Call:
         "bias": chosen(call.bias, 2),
         "offset_bias": chosen(call.offset_bias, 0),
         "dense_mask": chosen(call.dense_mask, 1),
+        "row_weights": chosen(call.row_weights, 1),
     }
     if call.mixing is None:
         own["query"] = call.query[:, index]

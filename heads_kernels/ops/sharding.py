@@ -24,6 +24,7 @@ from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded, of_first, replicated
+from heads_kernels.ops.statistics import AttentionStatistics
 
 #: The dimensions of operands. `_SHARED` replaces those that differ in collaborative attention.
 _LAYOUTS: Final = {
@@ -40,10 +41,12 @@ _LAYOUTS: Final = {
     "key_visible": "B S",
     "dense_mask": "B H T S",
     "exclude_keys": "B S",
+    "row_weights": "B H T",
 }
 _SHARED: Final = {"query": "B T D", "key": "B S D", "value": "B Hv S Dv"}
 _GATES: Final = {1: "H", 2: "B H", 3: "B H T", 4: "B H T Dv"}
 _OUTPUT: Final = "B H T Dv"
+_RECEIVED: Final = "B H S"
 #: The dimensions that may be sharded, and the dimension of the call to which each belongs.
 _SPLIT: Final = {"B": "B", "H": "H", "Hk": "H", "Hv": "H", "T": "T"}
 #: Every row needs all keys: operands that are sharded along this dimension are gathered.
@@ -94,6 +97,27 @@ class Part:
     def whole(self, result: Tensor) -> Tensor:
         """A result `[B, H, T, ...]` of the part, as a DTensor of the whole call."""
         sizes = torch.Size((*self._sizes.values(), *result.shape[3:]))
+        return self._joined(result, sizes, self._placements(_OUTPUT.split(), sizes))
+
+    def whole_statistics(self, found: AttentionStatistics) -> AttentionStatistics:
+        """The same of all statistics of the part."""
+        rows = AttentionStatistics(*map(self.whole, found[:-1]))
+        if found.received is None:
+            return rows
+        return rows._replace(received=self._whole_received(found.received))
+
+    def _whole_received(self, result: Tensor) -> Tensor:
+        """Of sums over rows `[B, H, S]`: where rows are split, the sums of the processes are still to be added."""
+        sizes = torch.Size((self._sizes["B"], self._sizes["H"], result.shape[2]))
+        placements: list[Placement] = [
+            Partial() if split == "T" else placement
+            for split, placement in zip(
+                self.splits, self._placements(_RECEIVED.split(), sizes), strict=True
+            )
+        ]
+        return self._joined(result, sizes, placements)
+
+    def _joined(self, result: Tensor, sizes: torch.Size, placements: list[Placement]) -> Tensor:
         strides = list(result.stride())
         for dim, (size, here) in enumerate(zip(sizes, result.shape, strict=True)):
             for d, stride in enumerate(strides):
@@ -102,7 +126,7 @@ class Part:
         return DTensor.from_local(
             result,
             self.mesh,
-            self._placements(_OUTPUT.split(), sizes),
+            placements,
             run_check=False,
             shape=sizes,
             stride=tuple(strides),

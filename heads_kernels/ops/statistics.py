@@ -1,7 +1,7 @@
-"""Statistics of attention rows (lse, largest probability, its key, entropy) as a torch op, without a `[T, S]` matrix.
+"""Statistics of attention rows and of what keys receive as a torch op, without a `[T, S]` matrix.
 
 `heads_kernels::attention_statistics` takes the fields of a `Call` without a value and has no gradient. A backend's
-module fills the buffers that are allocated here: `statistics(call: Call, results: AttentionStatistics) -> None`.
+module fills the buffers that are allocated here: `statistics(call: Call, results: Buffers) -> None`.
 """
 
 from __future__ import annotations
@@ -20,34 +20,50 @@ from heads_kernels.ops.library import FIELDS, check_arguments, define_op, dense_
 class AttentionStatistics(NamedTuple):
     """The result of `attention_statistics`: each field has one number per query row, `[..., H, T]`.
 
-    `argmax` is int64; the others are float32 (float64 for float64 inputs).
+    `argmax` is int64; the others are float32 (float64 for float64 inputs). `received` has one number per key,
+    `[..., H, S]`, and is None if it was not asked for.
     """
 
     lse: Tensor
+    max_score: Tensor
     max_prob: Tensor
     argmax: Tensor
     entropy: Tensor
+    received: Tensor | None = None
+
+
+class Buffers(NamedTuple):
+    """The same inside the op: `[B, H, T]`, and `received` `[B, H, S]`, empty where the call has no `row_weights`."""
+
+    lse: Tensor
+    max_score: Tensor
+    max_prob: Tensor
+    argmax: Tensor
+    entropy: Tensor
+    received: Tensor
 
 
 def measure(call: Call, backend: str) -> AttentionStatistics:
     """Run a valid call on `backend`."""
     with torch.no_grad():
-        return AttentionStatistics(*statistics_op(*call, backend))
+        found = Buffers(*statistics_op(*call, backend))
+    return AttentionStatistics(*found[:-1], None if call.row_weights is None else found.received)
 
 
-def _prepare(backend: str | None, *fields: Any) -> tuple[Call, AttentionStatistics]:
+def _prepare(backend: str | None, *fields: Any) -> tuple[Call, Buffers]:
     """The call of the op, and its buffers; `backend` is None in a fake."""
     call = Call(*fields)
     if call.value is not None:
         refuse("value", "is given", "leave it out: statistics are of scores alone")
     check_arguments(backend, call)
-    dtype, shape = compute_dtype(call.query.dtype), (call.B, call.H, call.T)
-    dtypes = {"argmax": torch.int64}
-    results = [
-        call.query.new_empty(shape, dtype=dtypes.get(name, dtype))
-        for name in AttentionStatistics._fields
-    ]
-    return call, AttentionStatistics(*results)
+    B, H, T, S = call.sizes
+    dtype = compute_dtype(call.query.dtype)
+    results = {
+        name: call.query.new_empty((B, H, T), dtype=torch.int64 if name == "argmax" else dtype)
+        for name in Buffers._fields[:-1]
+    }
+    keys = (0,) if call.row_weights is None else (B, H, S)
+    return call, Buffers(**results, received=call.query.new_empty(keys, dtype=dtype))
 
 
 def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
@@ -57,10 +73,16 @@ def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
     return results
 
 
+def _flops(*shapes: Any, **_: Any) -> int:
+    weighted = shapes[Call._fields.index("row_weights")] is not None
+    return forward_flops(*dense_sizes(shapes)) * (2 if weighted else 1)
+
+
 statistics_op = define_op(
     "attention_statistics",
-    f"({FIELDS}, str backend) -> (Tensor lse, Tensor max_prob, Tensor argmax, Tensor entropy)",
+    f"({FIELDS}, str backend) -> "
+    "(Tensor lse, Tensor max_score, Tensor max_prob, Tensor argmax, Tensor entropy, Tensor received)",
     _statistics,
     lambda *arguments: _prepare(None, *arguments[:-1])[1],
-    lambda *shapes, **_: forward_flops(*dense_sizes(shapes)),
+    _flops,
 )

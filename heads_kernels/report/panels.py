@@ -236,7 +236,7 @@ def distance(inputs: Inputs) -> Found:
 # ---------------------------------------------------------------------- how many dimensions
 def energy(inputs: Inputs) -> Found:
     """`hk.convert.curves` of the layers that are not converted yet, or why there are none."""
-    layers = [x.index for x in inputs.layers if x.num_heads and not x.layout.shared]
+    layers = [x.index for x in inputs.layers if x.num_heads and not hasattr(x.module, "mixing")]
     try:
         curves = hk.convert.curves(inputs.model, layers=layers or None, progress=False)
     except ValueError as error:

@@ -2,8 +2,9 @@
 
 The bound is derived. Let e be the error of a score of the row that rounding alone explains: u_c times the sum of its
 absolute terms, where a mixed query is rounded to the working dtype u_w times the root of the sum of their squares, and
-the roundings of a cap and a bias. Then lse is off by up to e, a probability p by 2 e p, and the entropy by
-2 e (1 + entropy). Errors of single scores scatter: four times that is allowed.
+the roundings of a cap and a bias. Then lse and the largest score are off by up to e, a probability p by 2 e p, the
+entropy by 2 e (1 + entropy), and what a key receives by the sum over rows of 2 e p w and by the roundings of that sum,
+u_c sqrt(T) times the sum of p w. Errors of single scores scatter: four times that is allowed.
 """
 
 from __future__ import annotations
@@ -36,11 +37,19 @@ def statistics_arguments(inputs: Inputs) -> dict[str, Any]:
 def check_statistics(inputs: Inputs, backend: Any) -> tuple[list[str], float]:
     """What is wrong, and the largest error as a part of its bound."""
     given = statistics_arguments(inputs)
-    got = attention_statistics(**given, backend=backend)
+    weights = row_weights(inputs)
+    got = attention_statistics(**given, received=weights, backend=backend)
     wide = statistics_arguments(inputs.to(torch.float64))
-    want = attention_statistics(**wide, backend="eager")
-    exact, _ = parse("attention_statistics", **wide)
-    return _judge(got, want, plain(exact).probabilities, _score_error(exact, inputs.dout.dtype))
+    want = attention_statistics(**wide, received=weights.double(), backend="eager")
+    exact, _ = parse("attention_statistics", **wide, received=weights.double())
+    return _judge(got, want, exact, _score_error(exact, inputs.dout.dtype))
+
+
+def row_weights(inputs: Inputs) -> Tensor:
+    """Weights `[*batch, H, T]` of the rows of a call, some of them 0 and negative, float32."""
+    sizes = inputs.dout.shape[:-1]
+    weights = torch.arange(sizes.numel(), device=inputs.dout.device) % 7 - 2
+    return weights.reshape(sizes) / 4
 
 
 def _score_error(p: Call, dtype: torch.dtype) -> Tensor:
@@ -72,13 +81,19 @@ def _score_error(p: Call, dtype: torch.dtype) -> Tensor:
 
 
 def _judge(
-    got: AttentionStatistics, want: AttentionStatistics, probabilities: Tensor, e: Tensor
+    got: AttentionStatistics, want: AttentionStatistics, exact: Call, e: Tensor
 ) -> tuple[list[str], float]:
+    probabilities = plain(exact).probabilities
+    assert exact.row_weights is not None
+    received = exact.row_weights.abs()[..., None] * probabilities  # [B, H, T, S]
+    of_sum = unit(torch.float32) * exact.T**0.5
     u = 4 * unit(torch.float32)  # exponential, logarithm, division, and the sum of the row
     bounds = {
         "lse": e + u * (1 + want.lse.nan_to_num(neginf=0.0).abs()),
         "max_prob": (2 * e + u) * want.max_prob,
         "entropy": (2 * e + u) * (1 + want.entropy),
+        "max_score": e + u * want.max_score.nan_to_num(neginf=0.0).abs(),
+        "received": ((2 * e[..., None] + u + of_sum) * received).sum(2),
     }
     wrong, worst = [], 0.0
     for name, bound in bounds.items():

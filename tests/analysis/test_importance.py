@@ -50,10 +50,10 @@ def derivatives(
     model: Any, arguments: dict[str, Tensor], objective: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
     """By factors of 1 before each output projection: `[B, H, T]`, runs one behind the other; padded rows 0."""
-    layers, found = hk.heads.attention_layers(model), {}
+    layers, found = hk.heads.projected_layers(model), {}
     factors: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
-    def multiply(layer: hk.heads.AttentionLayer, x: Tensor) -> Tensor:
+    def multiply(layer: hk.heads.ProjectedLayer, x: Tensor) -> Tensor:
         B, T, _ = x.shape
         ones = torch.ones(B, layer.num_heads, T, dtype=x.dtype, requires_grad=True)
         factors[layer.name].append(ones)
@@ -143,7 +143,7 @@ def test_leaving_out_is_cutting_columns_of_the_output_projection(family: str) ->
     squares = importance(ours, [arguments], embeddings, method="leave_one_out")
     with torch.no_grad():
         whole = [objective(stock, arguments) for objective in (losses, embeddings)]
-        for index, layer in enumerate(hk.heads.attention_layers(stock)):
+        for index, layer in enumerate(hk.heads.projected_layers(stock)):
             linear = layer.output.linear
             for head in (0, layer.num_heads - 1):
                 before = linear.weight.clone()
@@ -156,6 +156,49 @@ def test_leaving_out_is_cutting_columns_of_the_output_projection(family: str) ->
 
 
 # ---------------------------------------------------------------------- confidence
+def test_patching_is_the_slope_towards_the_clean_output() -> None:
+    """Of the loss under `hk.heads.patch`; in the last layer the loss is linear, and the slope is the whole change."""
+    torch.manual_seed(0)
+    model = Layers(*(hk.nn.GatedMultiheadAttention(16, 4) for _ in range(2))).double()
+    clean, corrupted = torch.randn(2, 3, 5, 16, dtype=torch.float64)
+    weights = torch.randn(5, 16, dtype=torch.float64)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return (model(x) * weights).sum((1, 2))
+
+    found = importance(model, [(clean, corrupted)], loss, method="patching")
+    recorded = []
+    for x in (clean, corrupted):
+        with torch.no_grad(), hk.heads.outputs(model) as heads:
+            whole = loss(model, x)
+        recorded.append(heads)
+    for layer in range(2):
+        for head in range(4):
+            target, own = (heads[layer][0][:, :, head] for heads in recorded)
+            share = torch.zeros((), dtype=torch.float64, requires_grad=True)
+            with hk.heads.patch(model, {layer: {head: own + share * (target - own)}}):
+                loss(model, corrupted).mean().backward()
+            assert_alike(found.scores[layer][head], share.grad)
+            if layer == 1:
+                with torch.no_grad(), hk.heads.patch(model, {layer: {head: target}}):
+                    change = (loss(model, corrupted) - whole).mean()
+                assert_alike(found.scores[layer][head], change)
+    halves = [(clean[:1], corrupted[:1]), (clean[1:], corrupted[1:])]
+    again = importance(model, halves, loss, method="patching")
+    assert_alike(list(again.scores), list(found.scores))
+
+
+def test_patching_takes_pairs_of_equal_sizes() -> None:
+    model = Layers(hk.nn.GatedMultiheadAttention(16, 4))
+    x = torch.randn(3, 5, 16)
+    for data, message in (
+        ([x], "data has a Tensor for a batch"),
+        ([(x, x[:, :4])], r"data gives layer 0 .* outputs \[3, 5, 4, 4\] for the clean batch"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            importance(model, data, lambda model, x: model(x).sum(), method="patching")
+
+
 def test_confidence_is_the_mean_of_the_largest_probability_of_real_rows() -> None:
     stock, ours, arguments = pair("bert")
     maps = stock(**arguments, output_attentions=True).attentions

@@ -231,3 +231,55 @@ def test_bad_arguments() -> None:
     data["padding"] = torch.ones(2, 6, dtype=torch.bool)
     with pytest.raises(ValueError, match="data has no word that reaches layer 0"):
         hk.analysis.roles(Planted(), [data])
+
+
+# ---------------------------------------------------------------------- repeated tokens
+def test_planted_heads_of_repeated_tokens() -> None:
+    half = torch.tensor([[7, 3, 9, 4, 5]])
+    tokens = torch.cat([half, half], 1)
+    given = batch(tokens, following(-1, 10), following(-5, 10), following(-4, 10))
+    found = hk.analysis.roles(Planted(), [given], repeats=True)
+    assert found.repeats is not None
+    assert found.repeats.rows == (9, 5, 5)
+    scores = (found.repeats.previous_token, found.repeats.duplicate_token, found.repeats.induction)
+    for head, each in enumerate(scores):
+        [own] = each.scores
+        assert own[head] > 0.99
+        assert own[[other for other in range(4) if other != head]].max() < 0.5  # rows at the start
+    assert [(role.head, role.role) for role in found.repeating()] == [
+        (0, "previous token"), (1, "duplicate token"), (2, "induction")]  # fmt: skip
+    assert "an earlier copy" in repr(found)
+    json.dumps(found.to_dict())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
+def test_repeats_are_sums_of_maps(family: str) -> None:
+    model = use(tiny_models.build(family))
+    arguments = tiny_models.batch(model)
+    tokens = arguments["input_ids"] = arguments["input_ids"] % 4
+    real = arguments["attention_mask"].bool()
+    found = hk.analysis.roles(model, [arguments], repeats=True).repeats
+    assert found is not None
+    layers = [each for each in hk.analysis.maps(model, arguments, example=None)
+              if each.kind == ("decoder" if family == "gpt2" else "encoder")]  # fmt: skip
+    sums = torch.zeros(3, len(layers), 4, dtype=torch.float64)
+    rows = [0, 0, 0]
+    for b, sentence in enumerate(tokens.tolist()):
+        for i, token in enumerate(sentence):
+            copies = [j for j in range(i) if sentence[j] == token and real[b, j]]
+            keys = [i - 1, *([copies[-1], copies[-1] + 1] if copies else [])]
+            for kind, j in enumerate(keys):
+                if real[b, i] and j >= 0 and real[b, j]:
+                    rows[kind] += 1
+                    sums[kind] += torch.stack([each.maps[b, :, i, j] for each in layers])
+    assert found.rows == tuple(rows)
+    for kind, scores in enumerate((found.previous_token, found.duplicate_token, found.induction)):
+        assert_alike(torch.stack(scores.scores), sums[kind] / rows[kind], dtype=torch.float32)
+
+
+def test_repeats_that_can_not_be_scored() -> None:
+    with pytest.raises(ValueError, match="repeats is True, but no token of the data comes twice"):
+        hk.analysis.roles(Planted(), [batch(ids([1, 2, 3]))], repeats=True)
+    layer = hk.nn.GatedMultiheadAttention(16, 4)
+    with pytest.raises(ValueError, match="repeats is True, but a batch has no 'input_ids'"):
+        hk.analysis.roles(layer, [torch.randn(1, 4, 16)], repeats=True)

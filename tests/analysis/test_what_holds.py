@@ -186,11 +186,40 @@ def test_data_that_do_not_know_their_length(name: str) -> None:
     assert_alike(found, expected)
 
 
+class Towers(nn.Module):
+    """A model of which a part does not run on the data."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.idle = hk.nn.GatedMultiheadAttention(8, 2)
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch)
+
+
+@pytest.mark.parametrize("name", [name for name in READ if name not in ("maps", *VARIANTS)])
+def test_some_layers(name: str) -> None:
+    """They read what they read among all, also where the data do not reach the others."""
+    model, data = model_of(), [batch_of(*SENTENCES)]
+    second = hk.heads.attention_layers(model)[1].name
+    expected = {
+        (what, tuple((f"model.{layer}", head) for layer, head in heads)): value
+        for (what, heads), value in READ[name](model, data).items()
+        if {layer for layer, _ in heads} == {second}
+    }
+    assert_alike(READ[name](Towers(model), data, layers=[f"model.{second}"]), expected)
+    if name in ("statistics", "roles"):
+        words = r"reaches layer 0 \('idle'\); .* or name the others in layers"
+        with pytest.raises(ValueError, match=words):
+            READ[name](Towers(model), data)
+
+
 @pytest.mark.parametrize("name", READ)
 def test_closed_heads_are_pruned_heads(name: str) -> None:
     """Also all heads of a layer; biases of the output projection would go to its inputs, whose number changes."""
     model, data = model_of(), [batch_of(*SENTENCES)]
-    for layer in hk.heads.attention_layers(model):
+    for layer in hk.heads.projected_layers(model):
         nn.init.zeros_(layer.output.linear.bias)
     hk.heads.close(model, {0: [0, 2], 1: range(4)})
     first, second = (layer.name for layer in hk.heads.attention_layers(model))

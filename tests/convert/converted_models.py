@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.convert import Factors
 from heads_kernels.convert.install import install, read_heads
-from heads_kernels.heads import AttentionLayer, Projection, attention_layers
+from heads_kernels.heads import ProjectedLayer, Projection, projected_layers
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.saving import record_in_config
 from tests.support.nn_layers import E, H, spread
@@ -41,7 +41,7 @@ def in_use(name: str, **changes: Any) -> Any:
 
 def convert(model: nn.Module, dim: int | None = None, method: str = "ragged") -> Any:
     """All layers with `dim` features of their heads, or with all."""
-    for layer in attention_layers(model):
+    for layer in projected_layers(model):
         heads = read_heads(layer)
         put(model, layer, heads.fit(dim or heads.D_k, method=method), ragged=method == "ragged")
     record_in_config(model)
@@ -50,11 +50,11 @@ def convert(model: nn.Module, dim: int | None = None, method: str = "ragged") ->
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def put(model: nn.Module, layer: AttentionLayer, factors: Any, *, ragged: bool = False) -> None:
+def put(model: nn.Module, layer: ProjectedLayer, factors: Any, *, ragged: bool = False) -> None:
     install(model, layer, factors, ragged=ragged)
 
 
-def random_factors(layer: AttentionLayer, dim: int) -> Factors:
+def random_factors(layer: ProjectedLayer, dim: int) -> Factors:
     """Any factors of the layer's sizes."""
     generator = torch.Generator().manual_seed(layer.index)
 
@@ -76,14 +76,14 @@ def random_factors(layer: AttentionLayer, dim: int) -> Factors:
 def mixed(name: str, dim: int = 12, *, ragged: bool = False, **changes: Any) -> Any:
     """A model whose layers have random factors."""
     model = in_use(name, **changes)
-    for layer in attention_layers(model):
+    for layer in projected_layers(model):
         put(model, layer, random_factors(layer, dim), ragged=ragged)
     record_in_config(model)
     return model
 
 
 @torch.no_grad()
-def write(layer: AttentionLayer, factors: Factors) -> None:
+def write(layer: ProjectedLayer, factors: Factors) -> None:
     """Give an ordinary layer, whose heads are wider than `factors`, heads of its own with the same scores.
 
     `q_h = (mixing_h * query x, 1, 0)` and `k_h = (key y, content_h y, 0)`.
@@ -110,7 +110,7 @@ def _write_head(projection: Projection, head: int, rows: Tensor, bias: Tensor) -
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Outputs and gradients that a layer has whatever its queries and keys are."""
     found = with_gradients(model)
-    layers = attention_layers(model)
+    layers = projected_layers(model)
     own = {
         id(parameter)
         for layer in layers

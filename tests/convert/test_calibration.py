@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.convert import calibrate, collaborate, curves
 from heads_kernels.convert.install import read_heads
-from heads_kernels.heads import attention_layers
+from heads_kernels.heads import projected_layers
 from tests.convert.converted_models import torch_encoder
 from tests.convert.random_heads import Call, assert_moments, moments_by_hand
 from tests.support.alike import assert_alike
@@ -47,7 +47,7 @@ def calls(model: Any, arguments: dict[str, Tensor]) -> dict[str, list[Call]]:
 
         return hook
 
-    for layer in attention_layers(model):
+    for layer in projected_layers(model):
         layer.module.register_forward_pre_hook(keep(layer), with_kwargs=True)
     with torch.no_grad():
         model(**arguments)
@@ -76,7 +76,7 @@ def test_rows_of_cross_attention_alone() -> None:
     """Padded rows of the decoder do not count, though its self-attention is not asked for."""
     model = build("bart")
     arguments = batch(model)
-    names = [layer.name for layer in attention_layers(model) if layer.kind == "cross"]
+    names = [layer.name for layer in projected_layers(model) if layer.kind == "cross"]
     found = calibrate(model, [arguments], names)
     assert list(found) == names
     assert int(found[names[0]].count) == int(arguments["decoder_attention_mask"].sum())
@@ -151,7 +151,7 @@ def test_what_the_forward_keeps_stays() -> None:
     assert (model.seen, hasattr(model, "first")) == (3, True)
     curves(model, [torch.randn(B, S, E)])
     assert model.seen == 4
-    assert not any(each.layout.shared for each in attention_layers(model))
+    assert not any(each.layout.shared for each in projected_layers(model))
     collaborate(model, 8, calibration=[torch.randn(B, S, E)] * 2)
     assert model.seen == 6
 
@@ -161,7 +161,7 @@ def test_curves_are_those_of_the_moments() -> None:
     model = build("bert")
     moments = calibrate(model, [batch(model)])
     found = curves(model, moments)
-    for place, layer in enumerate(attention_layers(model)):
+    for place, layer in enumerate(projected_layers(model)):
         heads = read_heads(layer)
         assert found.layers[place] == layer.name
         assert_alike(found.errors[place], heads.spectrum(moments[layer.name]).errors())

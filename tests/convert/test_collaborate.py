@@ -21,7 +21,7 @@ from heads_kernels.convert import Conversion, Curves, calibrate, collaborate, cu
 from heads_kernels.convert.counts import break_even, count_parameters
 from heads_kernels.convert.dims import allot
 from heads_kernels.convert.install import read_heads
-from heads_kernels.heads import attention_layers
+from heads_kernels.heads import projected_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from tests.convert.converted_models import torch_encoder
 from tests.support.alike import assert_alike, rounding
@@ -47,7 +47,7 @@ def own() -> Layers:
 def query_and_key_parameters(model: nn.Module) -> int:
     """As the modules have them."""
     total = 0
-    for layer in attention_layers(model):
+    for layer in projected_layers(model):
         linears = [layer.query.linear, layer.key.linear]
         content = getattr(layer.module, "content_proj", None)
         parameters = {each for linear in linears for each in linear.parameters()}
@@ -88,7 +88,7 @@ def test_calibration_brings_the_output_closer(name: str) -> None:
 def test_modules_of_the_package(training: bool, pruned: bool) -> None:
     """Modes and gates stay, and layers without heads."""
     model, x = own(), torch.randn(B, S, E)
-    layers = attention_layers(model)
+    layers = projected_layers(model)
     layers[1].module.head_gate = hk.nn.HardConcrete(H)
     if pruned:
         hk.heads.prune(model, {0: range(H), 1: [1]})
@@ -99,14 +99,14 @@ def test_modules_of_the_package(training: bool, pruned: bool) -> None:
     assert found.layers == tuple(layer.name for layer in layers[pruned:])
     assert all(found.exact)
     assert all(module.training == training for module in model.modules())
-    assert attention_layers(model)[1].module.head_gate is gate
+    assert projected_layers(model)[1].module.head_gate is gate
     assert_alike(model.eval()(x), expected, dtype=torch.float32)
 
 
 def test_a_model_that_holds_models_of_transformers() -> None:
     model = nn.ModuleDict({"one": build("bert"), "other": build("bert")})
     expected = outputs(model["one"])
-    names = [layer.name for layer in attention_layers(model) if layer.name.startswith("one")]
+    names = [layer.name for layer in projected_layers(model) if layer.name.startswith("one")]
     assert collaborate(model, 32, layers=names).layers == tuple(names)
     assert_alike(outputs(model["one"]), expected, dtype=torch.float32)
     assert model["other"].config._attn_implementation == "eager"
@@ -185,7 +185,7 @@ def test_budget_of_parameters(method: str, share: float) -> None:
 def test_budget_of_error(method: str, calibrated: bool) -> None:
     model = build("bert")
     data = [batch(model)] if calibrated else None
-    heads = [read_heads(layer) for layer in attention_layers(model)]
+    heads = [read_heads(layer) for layer in projected_layers(model)]
     moments: list[Any] = list(calibrate(model, data).values()) if calibrated else [None] * 2
     spectra = [each.spectrum(own) for each, own in zip(heads, moments, strict=True)]
     found = collaborate(model, error=0.2, method=method, calibration=data)
@@ -204,7 +204,7 @@ def test_energy(energy: float) -> None:
     moments = list(calibrate(model, data).values())
     curves_of = [
         read_heads(layer).spectrum(each).errors()
-        for layer, each in zip(attention_layers(model), moments, strict=True)
+        for layer, each in zip(projected_layers(model), moments, strict=True)
     ]
     found = collaborate(model, energy=energy, method="ragged", calibration=data)
     for dim, error, curve in zip(found.dims, found.errors, curves_of, strict=True):
@@ -234,7 +234,7 @@ def test_layers_get_what_they_need() -> None:
 def test_ragged_heads_get_groups() -> None:
     model = build("bert", hidden_size=64, num_attention_heads=4)
     found = collaborate(model, 32, method="ragged", calibration=[batch(model)])
-    for layer, report in zip(attention_layers(model), found.reports, strict=True):
+    for layer, report in zip(projected_layers(model), found.reports, strict=True):
         mixing = layer.module.mixing
         assert layer.module.ragged
         assert bool(((mixing != 0).sum(0) == 1).all())

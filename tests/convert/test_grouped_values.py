@@ -10,7 +10,7 @@ import torch
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
-from heads_kernels.heads import attention_layers
+from heads_kernels.heads import projected_layers
 from heads_kernels.nn import GatedMultiheadAttention
 from tests.convert.converted_models import convert, in_use
 from tests.support.alike import assert_alike
@@ -30,9 +30,9 @@ def bytes_of(cache: Any) -> int:
 def test_values_and_the_bytes_of_a_cache(implementation: str) -> None:
     """Values are the same parameters; `Ds + Hk D` numbers a token and layer, instead of `2 Hk D`."""
     stock, model = in_use("llama"), in_use("llama")
-    before = [layer.value.linear.weight for layer in attention_layers(model)]
+    before = [layer.value.linear.weight for layer in projected_layers(model)]
     convert(model, 6)
-    for layer, weight in zip(attention_layers(model), before, strict=True):
+    for layer, weight in zip(projected_layers(model), before, strict=True):
         assert layer.value.linear.weight is weight
         assert (layer.num_heads, layer.value.heads, layer.value_dim) == (H, Hk, D)
         assert layer.module.num_key_value_groups == H // Hk
@@ -40,7 +40,7 @@ def test_values_and_the_bytes_of_a_cache(implementation: str) -> None:
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     options |= {"cache_implementation": implementation, "return_dict_in_generate": True}
     found = [bytes_of(each.generate(prompt, **options).past_key_values) for each in (stock, model)]
-    layers, number = len(attention_layers(model)), torch.float32.itemsize
+    layers, number = len(projected_layers(model)), torch.float32.itemsize
     assert found == [layers * 2 * Hk * D * number, layers * (6 + Hk * D) * number]
 
 
@@ -75,7 +75,7 @@ def test_pruning(steps: list[list[int]], left: int, tmp_path: Path) -> None:
         hk.heads.close(pruned, {0: gone, 1: [0]})
         expected = outputs(pruned)
         hk.heads.prune(pruned, hk.heads.closed(pruned))
-    assert attention_layers(pruned)[0].value.heads == left
+    assert projected_layers(pruned)[0].value.heads == left
     assert_alike(outputs(pruned), expected)
     hk.heads.save(pruned, tmp_path / "model.safetensors")
     loaded = in_use("llama")

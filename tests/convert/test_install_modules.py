@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
-from heads_kernels.heads import attention_layers
+from heads_kernels.heads import projected_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from tests.convert.converted_models import convert, put, random_factors, write
 from tests.support.alike import assert_alike
@@ -80,7 +80,7 @@ def test_any_factors() -> None:
     torch.manual_seed(0)
     expected, found = Model(head_dim=6), Model(head_dim=6)
     found.load_state_dict(expected.state_dict())
-    layers = zip(attention_layers(expected), attention_layers(found), strict=True)
+    layers = zip(projected_layers(expected), projected_layers(found), strict=True)
     for before, layer in layers:
         factors = random_factors(layer, 5)
         write(before, factors)
@@ -108,7 +108,7 @@ def test_what_the_module_was_it_stays() -> None:
 def test_a_module_of_several_names_is_replaced_under_each() -> None:
     shared = layer_of()
     model = nn.ModuleDict({"first": nn.Sequential(shared), "second": shared})
-    assert len(attention_layers(model)) == 1
+    assert len(projected_layers(model)) == 1
     convert(model)
     assert model["first"][0] is model["second"]
     assert isinstance(model["second"], CollaborativeMultiheadAttention)

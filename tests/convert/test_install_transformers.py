@@ -21,7 +21,7 @@ from heads_kernels.analysis import AttentionCall
 from heads_kernels.convert import collaborate
 from heads_kernels.convert.counts import count_parameters
 from heads_kernels.convert.install import read_heads
-from heads_kernels.heads import attention_layers
+from heads_kernels.heads import projected_layers
 from heads_kernels.heads.reshape import check_can_share
 from heads_kernels.heads.saving import record_in_config
 from heads_kernels.integrations.transformers import from_pretrained, release
@@ -59,8 +59,8 @@ def test_any_factors(name: str) -> None:
     Those of the factors themselves: tests/nn/test_collaborative.py.
     """
     stock, model = build(name, "sdpa").double(), in_use(name).double()
-    layers = attention_layers(stock)
-    for layer, own in zip(layers, attention_layers(model), strict=True):
+    layers = projected_layers(stock)
+    for layer, own in zip(layers, projected_layers(model), strict=True):
         factors = random_factors(layer, layer.head_dim - 1)
         if layer.query.linear.bias is None:  # T5
             layer.query.linear.bias = nn.Parameter(torch.zeros(layer.query.linear.out_features))
@@ -88,7 +88,7 @@ def encoder_decoder() -> Any:
 def test_cross_attention_of_gpt2(tmp_path: Path) -> None:
     """Of a model made of two, which is saved and loaded."""
     stock, model = encoder_decoder(), hk.integrations.transformers.use(encoder_decoder())
-    for layer, own in zip(attention_layers(stock), attention_layers(model), strict=True):
+    for layer, own in zip(projected_layers(stock), projected_layers(model), strict=True):
         factors = random_factors(layer, 7)
         write(layer, factors)
         put(model, own, factors)
@@ -108,13 +108,13 @@ def test_cross_attention_of_gpt2(tmp_path: Path) -> None:
 def test_parts_and_their_training(name: str) -> None:
     """Parameters are those that are counted, in the dtype and with the gradients asked for; zeros of ragged stay."""
     model = in_use(name)
-    frozen = attention_layers(model)[0]
+    frozen = projected_layers(model)[0]
     frozen.key.linear.requires_grad_(name == "gpt2")  # whose projections are fused
     value = frozen.value.linear.weight
     convert(model, 12)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
     before = {}
-    for layer in attention_layers(model):
+    for layer in projected_layers(model):
         assert layer.layout.shared
         assert (layer.num_heads, layer.head_dim, layer.value_dim) == (4, 12, 8)
         own = [layer.module.mixing]
@@ -124,7 +124,7 @@ def test_parts_and_their_training(name: str) -> None:
         counted = count_parameters(layer.query.inputs, 32, 4, 12, D_in_k=layer.key.inputs)
         assert sum(parameter.numel() for parameter in own) == counted
         before |= {part: part.detach().clone() for part in own if part.requires_grad}
-    first = attention_layers(model)[0]
+    first = projected_layers(model)[0]
     assert first.key.linear.content.weight.requires_grad == (name == "gpt2")
     assert name == "gpt2" or first.value.linear.weight is value
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_parts_and_their_training(name: str) -> None:
         outputs(model.train()).square().mean().backward()
         optimiser.step()
     assert all(not torch.equal(old, new) for new, old in before.items())
-    assert all(layer.module.mixing.count_nonzero() == 12 for layer in attention_layers(model))
+    assert all(layer.module.mixing.count_nonzero() == 12 for layer in projected_layers(model))
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
@@ -281,7 +281,7 @@ def test_files_beside_gates_and_whole_models(tmp_path: Path) -> None:
     loaded, stock = in_use("bert"), build("bert", "sdpa")
     with pytest.raises(ValueError, match=r"which has .*head_gate"):
         hk.heads.load(loaded, path)
-    assert not attention_layers(loaded)[0].layout.shared
+    assert not projected_layers(loaded)[0].layout.shared
     hk.heads.save(convert(in_use("bert"), 13), path)
     for _ in range(2):  # the second time it is converted already
         hk.heads.load(loaded, path)
@@ -383,12 +383,12 @@ UNREAD = [
 def test_layers_that_cannot_be_read() -> None:
     for make, refusal in UNREAD:
         with pytest.raises(ValueError, match=refusal):
-            read_heads(attention_layers(make())[0])
+            read_heads(projected_layers(make())[0])
 
 
 def test_models_that_run_another_attention_are_refused() -> None:
     model = build("bert", "sdpa")
-    layer = attention_layers(model)[0]
+    layer = projected_layers(model)[0]
     with pytest.raises(ValueError, match=r"attn_implementation is 'sdpa' .*: call .*use\(model\)"):
         check_can_share(model, layer)
 
@@ -414,7 +414,7 @@ def test_modules_of_others_are_read_and_not_converted(
     layout = hk.heads.HeadLayout("other", "qkv", "qkv", "qkv", "out", scale="scaling")
     monkeypatch.setitem(hk.heads.layouts.LAYOUTS, "Fused", layout)
     model = nn.Sequential(Fused(in_use("bert").config if in_transformers else None))
-    [layer] = attention_layers(model)
+    [layer] = projected_layers(model)
     heads = read_heads(layer)
     assert torch.equal(heads.key.flatten(0, 1), model[0].qkv.weight[32:64].double())
     assert heads.scale == 8**-0.5
@@ -423,4 +423,4 @@ def test_modules_of_others_are_read_and_not_converted(
         collaborate(model, 8, progress=False)
     del model[0].scaling
     with pytest.raises(ValueError, match="is a Fused without 'scaling'"):
-        read_heads(attention_layers(model)[0])
+        read_heads(projected_layers(model)[0])

@@ -10,7 +10,7 @@ import heads_kernels as hk
 from heads_kernels.convert import RotaryFactors, RotaryHeads, RotaryMoments
 from heads_kernels.convert.counts import count_parameters
 from heads_kernels.convert.install import read_heads
-from heads_kernels.heads import attention_layers
+from heads_kernels.heads import projected_layers
 from tests.convert.converted_models import convert, in_use
 from tests.convert.random_heads import normal
 from tests.support.alike import assert_alike
@@ -187,7 +187,7 @@ def test_collaborate(name: str, method: str) -> None:
     found = hk.convert.collaborate(model, 16, calibration=[batch(model)], **options)
     assert sum(found.dims) <= 32
     assert all(dim % 2 == 0 for dim in found.dims)
-    for layer, report in zip(attention_layers(model), found.reports, strict=True):
+    for layer, report in zip(projected_layers(model), found.reports, strict=True):
         parts = [
             *layer.query.linear.parameters(),
             *layer.key.linear.parameters(),
@@ -203,11 +203,11 @@ def test_collaborate(name: str, method: str) -> None:
             size, size, Ds=report.dim, D_in_k=size, **heads
         )
     outputs(model).square().sum().backward()
-    assert all(layer.module.mixing.grad.any() for layer in attention_layers(model))
+    assert all(layer.module.mixing.grad.any() for layer in projected_layers(model))
     other = in_use(name)
     energetic = hk.convert.collaborate(other, energy=0.9, **options | {"method": "ragged"})
     assert all(error <= 0.1**0.5 for error in energetic.errors)
     errors = hk.convert.curves(in_use(name), progress=False).errors[0]
-    heads_of = read_heads(attention_layers(in_use(name))[0])
+    heads_of = read_heads(projected_layers(in_use(name))[0])
     for dim in (2, 8, 20):
         assert float(errors[dim]) == pytest.approx(heads_of.fit(dim, method="ragged").error)

@@ -138,7 +138,23 @@ def check_other_calls() -> None:
     check_call(partial(hk.gated_attention, dropout_p=0.5), given, 1)
     for dim in (0, 1):
         check_call(partial(hk.gated_attention, return_lse=True), given, dim)
-        check_call(partial(hk.attention_statistics, attn_mask=mask), shared, dim)
+        check_call(partial(hk.attention_statistics, attn_mask=mask, received=True), shared, dim)
+    check_received()
+
+
+def check_received() -> None:
+    """Of query rows that processes share, each adds what its rows give; weights are split with them."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    torch.manual_seed(7)
+    query, key = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 9, 8)
+    weights = torch.rand(2, 1, 7)
+    expected = hk.attention_statistics(query, key, is_causal=True, received=weights)
+    split = tensor.distribute_tensor(query, mesh, [tensor.Shard(2)])
+    for given in (weights, tensor.distribute_tensor(weights, mesh, [tensor.Shard(2)])):
+        found = hk.attention_statistics(split, key, is_causal=True, received=given)
+        assert found.received.placements == (tensor.Partial(),)
+        for one, other in zip(found, expected, strict=True):
+            assert_alike(one.full_tensor(), other)
 
 
 # ---------------------------------------------------------------------- tests

@@ -37,7 +37,7 @@ def test_close_and_reopen(model_of: Callable[[], Any]) -> None:
     model, run = model_of()
     whole = run()
     reference = copy.deepcopy(model.state_dict())
-    layers = hk.heads.attention_layers(model)
+    layers = hk.heads.projected_layers(model)
     for layer, heads in zip(layers, ([1], [0, 3]), strict=True):
         layer.output.linear.weight.data[:, layer.output.features(heads)] = 0.0
     expected = run()
@@ -59,7 +59,7 @@ def test_a_closed_head_is_trained_no_more_and_opens_as_it_was() -> None:
     model, run = encoder()
     hk.heads.close(model, {0: [2], 1: [2]})
     run().square().mean().backward()
-    for layer in hk.heads.attention_layers(model):
+    for layer in hk.heads.projected_layers(model):
         for role in (layer.query, layer.key, layer.value):
             grad = role.linear.weight.grad
             assert not grad[role.features([2])].any()

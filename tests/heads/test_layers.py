@@ -26,7 +26,7 @@ def test_kinds_of_a_bert_decoder() -> None:
 
 def test_fused_projection_of_gpt2_and_its_cross_attention() -> None:
     model = build("gpt2", add_cross_attention=True)
-    own, cross = hk.heads.attention_layers(model)[:2]
+    own, cross = hk.heads.projected_layers(model)[:2]
     assert (own.kind, cross.kind) == ("decoder", "cross")
     assert own.query.linear is own.key.linear is own.value.linear
     assert (own.query.start, own.key.start, own.value.start) == (0, 32, 64)
@@ -37,7 +37,7 @@ def test_fused_projection_of_gpt2_and_its_cross_attention() -> None:
 
 def test_projections_beside_the_four() -> None:
     for name, width in (("afmoe", 4), ("step3p7_text", 1)):
-        (beside,) = hk.heads.attention_layers(build(name))[0].beside
+        (beside,) = hk.heads.projected_layers(build(name))[0].beside
         assert (beside.heads, beside.width) == (8, width)
 
 
@@ -49,7 +49,7 @@ def test_layers_of_the_packages_own_modules() -> None:
     }
     encoder = hk.nn.GatedMultiheadAttention(32, 4, num_key_heads=2, value_dim=3)
     model = nn.ModuleDict({"encoder": encoder, "decoder": nn.ModuleDict(decoder)})
-    gated, collaborative, cross = layers = hk.heads.attention_layers(model)
+    gated, collaborative, cross = layers = hk.heads.projected_layers(model)
     assert [layer.kind for layer in layers] == ["encoder", "decoder", "cross"]
     assert (gated.num_heads, gated.num_key_heads, gated.head_dim, gated.value_dim) == (4, 2, 8, 3)
     assert (collaborative.num_heads, collaborative.head_dim, collaborative.value_dim) == (4, 12, 8)
@@ -63,7 +63,7 @@ def test_a_model_without_attention_of_the_table_is_refused() -> None:
     class OddAttention(nn.Module):
         pass
 
-    message = r"but OddAttention; known are those of hk.nn .*register_layout adds"
+    message = r"but OddAttention; known are those of hk.nn, .*register_layout adds"
     with pytest.raises(ValueError, match=message):
         hk.heads.attention_layers(nn.Sequential(OddAttention()))
     with pytest.raises(ValueError, match=r"no attention layer that is known; known are"):
@@ -87,4 +87,4 @@ def test_projections_that_hide_their_sizes_are_refused() -> None:
     model.encoder.layer[1].attention.output.dense = nn.Sequential(nn.Linear(32, 32))
     message = r"module 'encoder.layer.1.attention' is projected by a Sequential at 'output.dense'"
     with pytest.raises(ValueError, match=message):
-        hk.heads.attention_layers(model)
+        hk.heads.projected_layers(model)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.heads import HeadLayout, layout_check
+from heads_kernels.heads import HeadLayout, layout_check, layouts
 from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
@@ -29,7 +29,7 @@ TINY = {
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of its own for each test, and nothing known of any class."""
-    monkeypatch.setattr("heads_kernels.heads.layers.LAYOUTS", table := dict(LAYOUTS))
+    monkeypatch.setattr("heads_kernels.heads.projected.LAYOUTS", table := dict(LAYOUTS))
     monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", table)
     monkeypatch.setattr(layout_check, "_FOUND", {})
 
@@ -45,7 +45,7 @@ def test_a_layout_that_fits_is_registered(H: int) -> None:
     with pytest.raises(ValueError, match="example is a House; pass a Mansion"):
         hk.heads.register_layout("Mansion", HOUSE, House(H))
     hk.heads.register_layout("House", HOUSE, House(H))
-    (layer,) = hk.heads.attention_layers(nn.Sequential(House(H)))
+    (layer,) = hk.heads.projected_layers(nn.Sequential(House(H)))
     assert (layer.name, layer.num_heads, layer.layout.name) == ("0", H, "house")
 
 
@@ -59,7 +59,7 @@ def test_a_layout_that_fits_is_registered(H: int) -> None:
 def test_a_layout_that_does_not_fit_is_refused(example: House, why: str) -> None:
     with pytest.raises(ValueError, match=f"example is a House, .* the layout 'house': it {why}"):
         hk.heads.register_layout("House", HOUSE, example)
-    assert "House" not in hk.heads.layers.LAYOUTS
+    assert "House" not in layouts.LAYOUTS
     hk.heads.register_layout("House", HOUSE)
     with pytest.raises(ValueError, match=f"module '0' is a House, .*: it {why}"):
         hk.heads.prune(nn.Sequential(example), {0: [0]})
@@ -71,9 +71,11 @@ def test_a_layout_that_does_not_fit_is_refused(example: House, why: str) -> None
 def test_families_that_do_not_fit(family: str, layout: HeadLayout) -> None:
     """Fused with the roles of a head side by side; a norm over all heads."""
     model = made(family)
-    message = rf"no attention layer that is known, but {family}Attention"
+    assert len(hk.heads.attention_layers(model)) == 2
+    assert hk.heads.projected_layers(model) == []
+    message = rf"layer 0 .* is a {family}Attention, (which|whose) .*; close heads instead"
     with pytest.raises(ValueError, match=message):
-        hk.heads.attention_layers(model)
+        hk.heads.prune(model, {0: [1]})
     before = copy.deepcopy(model.state_dict())
     hk.heads.register_layout(f"{family}Attention", layout)
     with pytest.raises(ValueError, match=rf"module .* is a {family}Attention, which does not have"):
@@ -123,7 +125,7 @@ def test_it_happens_once_for_a_class_and_a_shape(monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(House(4), House(4), House(2), House(4))
     hk.heads.register_layout("House", HOUSE)
     for _ in range(2):
-        hk.heads.attention_layers(model)
+        hk.heads.projected_layers(model)
     assert len(compared) == 2
     hk.heads.prune(model, {0: [1]})
     hk.heads.close(model, {1: [0], 0: [0]})
@@ -146,7 +148,7 @@ def test_a_norm_of_another_size_is_another_shape() -> None:
 
     hk.heads.register_layout("Normed", HOUSE, Normed(8))
     with pytest.raises(ValueError, match="it cannot run with a head pruned"):
-        hk.heads.attention_layers(nn.Sequential(Normed(32)))
+        hk.heads.projected_layers(nn.Sequential(Normed(32)))
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
@@ -159,7 +161,7 @@ def test_the_model_and_random_numbers_are_left_alone(
     for module in model.modules():
         module.register_forward_hook(lambda *args: ran.append(args))
     weights, before, random = copy.deepcopy(model.state_dict()), state(model), torch.get_rng_state()
-    assert hk.heads.attention_layers(model)
+    assert hk.heads.projected_layers(model)
     assert torch.equal(torch.get_rng_state(), random)
     assert not ran
     assert state(model) == before
@@ -181,7 +183,7 @@ def test_only_the_structure_of_a_model_is_read(how: str) -> None:
     try:
         torch.set_default_dtype(torch.bfloat16 if how == "other dtype" else torch.float32)
         with torch.inference_mode(how == "half"), torch.autocast("cpu", enabled=how == "half"):
-            layers = hk.heads.attention_layers(model)
+            layers = hk.heads.projected_layers(model)
     finally:
         torch.set_default_dtype(torch.float32)
     assert [(layer.num_heads, layer.num_key_heads) for layer in layers] == [(8, 2)] * 2
@@ -228,7 +230,7 @@ def test_parts_of_models_prune(family: str) -> None:
         return out[0] if isinstance(out, tuple) else out
 
     model = nn.Sequential(module)
-    (layer,) = hk.heads.attention_layers(model)
+    (layer,) = hk.heads.projected_layers(model)
     assert (layer.num_heads, layer.head_dim) == (4, 8)
     stock = run()
     layer.output.linear.weight[:, layer.output.features([1])] = 0.0

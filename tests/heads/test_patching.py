@@ -41,7 +41,7 @@ def by_hand(layer: Any, head: int, new: Callable[[Tensor], Tensor]) -> Any:
 def test_it_is_what_a_hook_by_hand_gives(family: str) -> None:
     model = hk.integrations.transformers.use(build(family))
     whole = outputs(model)
-    layers = hk.heads.attention_layers(model)
+    layers = hk.heads.projected_layers(model)
     with torch.no_grad(), hk.heads.outputs(model) as recorded:
         outputs(model)
     for number, layer in enumerate((layers[0], layers[-1])):
@@ -92,7 +92,7 @@ def test_chosen_rows(kind: str) -> None:
     inside = torch.zeros(2, 5, dtype=torch.bool)
     inside[1 if kind == "batch" else slice(None), 1:3] = True
     rows = {"slice": slice(1, 3), "row": inside[0], "batch": inside}[kind]
-    layer = hk.heads.attention_layers(model)[0]
+    layer = hk.heads.projected_layers(model)[0]
     hook = by_hand(layer, 2, lambda own: own.masked_fill(inside[..., None], 0.0))
     expected = run()
     hook.remove()
@@ -103,7 +103,7 @@ def test_chosen_rows(kind: str) -> None:
 def test_gradients_pass_through_replacements() -> None:
     model, run = encoder()
     new = torch.randn(4, requires_grad=True)
-    layer = hk.heads.attention_layers(model)[0]
+    layer = hk.heads.projected_layers(model)[0]
     with hk.heads.outputs(model) as recorded, hk.heads.patch(model, {0: {1: new, 3: "mean"}}):
         run().square().sum().backward()
     assert recorded[0][0].shape == (2, 5, 4, 4)

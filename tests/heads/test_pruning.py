@@ -25,7 +25,7 @@ ROLES = ("query", "key", "value")
 @contextmanager
 def closed_by_hand(model: Any, heads: dict[int, list[int]]) -> Iterator[None]:
     """For a while the columns of W_O are 0 where their head is closed."""
-    linears = {layer.output.linear: layer for layer in hk.heads.attention_layers(model)}
+    linears = {layer.output.linear: layer for layer in hk.heads.projected_layers(model)}
     before = {linear: linear.weight.detach().clone() for linear in linears}
     for linear, layer in linears.items():
         columns = layer.output.features(heads.get(layer.index, []))
@@ -39,7 +39,7 @@ def closed_by_hand(model: Any, heads: dict[int, list[int]]) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["afmoe", "bart", "gpt2", "llama", "qwen3_next", "t5", "vit"])
 def test_gradients_are_those_with_the_heads_closed(name: str) -> None:
     model = build(name, "heads_kernels" if name == "t5" else "eager").double()
-    layers = hk.heads.attention_layers(model)
+    layers = hk.heads.projected_layers(model)
     heads = {layer.index: [1, 2, 7] if layer.num_heads == 8 else [2] for layer in layers}
     with closed_by_hand(model, heads):
         expected = with_gradients(model)
@@ -52,7 +52,7 @@ def test_gradients_are_those_with_the_heads_closed(name: str) -> None:
     assert len(whole) > 4
     for path in whole:
         assert_alike(found[path], expected[path], dtype=least, name=path)
-    for old, before, new in zip(layers, by_head, hk.heads.attention_layers(model), strict=True):
+    for old, before, new in zip(layers, by_head, hk.heads.projected_layers(model), strict=True):
         left = [head for head in range(old.num_heads) if head not in heads[old.index]]
         assert_alike(gradient(new.query), before["query"][left], dtype=least)
         group = old.num_heads // old.num_key_heads
@@ -109,12 +109,12 @@ def test_cross_attention_beside_a_cache(name: str, changes: dict[str, bool]) -> 
 )
 def test_key_heads_of_grouped_queries(gone: list[int], key_heads: list[int]) -> None:
     model = build("llama").double()
-    old = hk.heads.attention_layers(model)[0]
+    old = hk.heads.projected_layers(model)[0]
     rows = old.key.linear.weight.detach().clone()
     with closed_by_hand(model, {0: gone}):
         expected = outputs(model)
     hk.heads.prune(model, {0: gone})
-    layer = hk.heads.attention_layers(model)[0]
+    layer = hk.heads.projected_layers(model)[0]
     assert layer.num_key_heads == len(key_heads)
     assert layer.module.num_key_value_groups == (8 - len(gone)) // len(key_heads)
     assert torch.equal(layer.key.linear.weight, rows[old.key.features(key_heads)])
@@ -158,7 +158,7 @@ def test_keep_at_least_spares_the_strongest() -> None:
 def test_closed_heads_that_are_spared_are_the_most_wanted_and_open() -> None:
     model = hk.integrations.transformers.use(build("bert"))
     hk.heads.gate(model, hk.nn.HardConcrete, layers=[0])
-    layer = hk.heads.attention_layers(model)[0]
+    layer = hk.heads.projected_layers(model)[0]
     columns = layer.output.linear.weight.detach()[:, layer.output.features([2])]
     layer.gate.log_alpha.data.copy_(torch.tensor([-9.0, -8.0, -3.0, -7.0]))
     pruned = hk.heads.prune(model, hk.heads.closed(model), keep_at_least=1)
@@ -199,7 +199,7 @@ def test_tied_projections_are_refused(tied: str) -> None:
         second.output.dense = first.output.dense
     else:
         second.self.value.weight = first.self.value.weight
-    layers = hk.heads.attention_layers(model)
+    layers = hk.heads.projected_layers(model)
     assert [(layer.num_heads, layer.num_key_heads) for layer in layers] == [(4, 4)] * 2
     before = state(model)
     message = r"layer 1 .*shares projections with other roles or layers"

@@ -133,7 +133,7 @@ def test_gates_learn_through_quantised_weights_where_there_is_a_gradient() -> No
     for layer in made.children():
         assert layer.head_gate.gates.grad.all()
     made = quantised(Modules(), DYNAMIC)
-    text = r"output projection passes no gradient .*Int8Tensor\); train gates before the model is"
+    text = r"projection 'q_proj' passes no gradient .*Int8Tensor\); train gates before the model is"
     with pytest.raises(ValueError, match=text):
         hk.heads.gate(made, hk.nn.HardConcrete)
     assert all(layer.head_gate is None for layer in made.children())

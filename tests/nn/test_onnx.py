@@ -109,6 +109,12 @@ def test_statistics(case: Case, tmp_path: Path) -> None:
     call = Call(hk.attention_statistics, options)
     assert_alike(exported(call, tensors, tmp_path / "call.onnx"), call(tensors)[0].detach())
 
+    def received(**arguments: Any) -> Tensor:
+        return hk.attention_statistics(**arguments, received=True).received  # type: ignore[return-value]
+
+    call = Call(received, options)
+    assert_alike(exported(call, tensors, tmp_path / "received.onnx"), call(tensors).detach())
+
 
 @pytest.mark.parametrize(
     ("operator", "options", "words"),

@@ -67,7 +67,7 @@ def expanded(operator: str, arguments: dict[str, Any], batch: tuple[int, ...]) -
             behind = 2 if operator == "collaborative_attention" and name != "value" else 3
             wide = tensor.expand(*batch, *tensor.shape[-behind:])
             result[name] = wide.reshape(B, *tensor.shape[-behind:])
-    for name, behind in (("content_bias", 2), ("gate", None), ("exclude_keys", 1)):
+    for name, behind in (("content_bias", 2), ("gate", None), ("exclude_keys", 1), ("received", 2)):
         tensor = arguments.get(name)
         if tensor is not None and tensor.dim() > 1:
             count = tensor.dim() - len(batch) if behind is None else behind
@@ -101,6 +101,8 @@ def test_batch_dimensions_are_flattened(
 def test_on_every_backend(operator: str, backend: str) -> None:
     names = BATCHES["crossed"]
     arguments = {n: t.float() for n, t in operands(operator, names).items()}
+    if operator == "attention_statistics":
+        arguments["received"] = torch.rand(T)
     got = call(operator, backend, **arguments)
     want = call(operator, backend, **expanded(operator, arguments, names[3]))
     parts = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
@@ -150,12 +152,13 @@ def test_entries_of_an_expanded_operand_have_their_own_gradients(
             assert_alike(found, want, name=f"d{name} along {dim}")
 
 
-def test_statistics_leave_keys_out_by_batch() -> None:
+def test_keys_that_statistics_exclude_and_weights_of_rows_by_batch() -> None:
     names = BATCHES["crossed"]
     arguments = operands("attention_statistics", names)
     excluded = torch.rand(2, 1, S) > 0.5
-    by_hand = expanded("attention_statistics", {**arguments, "exclude_keys": excluded}, names[3])
-    got = hk.attention_statistics(**arguments, exclude_keys=excluded)
+    given = {**arguments, "exclude_keys": excluded, "received": torch.rand(2, 1, H, T)}
+    by_hand = expanded("attention_statistics", given, names[3])
+    got = hk.attention_statistics(**given)
     want = hk.attention_statistics(**by_hand)
     for a, b in zip(got, want, strict=True):
         assert_alike(a.reshape(b.shape), b)

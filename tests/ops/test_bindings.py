@@ -62,9 +62,13 @@ def call(shared: bool, splits: int = 2) -> Tensors:
         "lse": rows(B, H, T),
         "dlse": rows(B, H, T),
         "delta": rows(B, H, T),
+        "max_score": rows(B, H, T),
         "max_prob": rows(B, H, T),
         "entropy": rows(B, H, T),
         "argmax": torch.zeros(B, H, T, dtype=torch.int64),
+        "row_weights": rows(B, 1, T),
+        "received": rows(B, H, S),
+        "rows": rows(2, B, H, T),
         "dgate": rows(B, H, T),
         "dattended": None,
         "dkey": rows(splits * B, S, D) if shared else rows(splits * B, Hk, S, D),
@@ -128,7 +132,7 @@ def entmax_backward(c: Tensors) -> None:
 
 
 def of_statistics(c: Tensors) -> tuple[Call, tuple[Any, ...]]:
-    return fields(c)._replace(value=None), named(c, "lse", "max_prob", "argmax", "entropy")
+    return fields(c)._replace(value=None), named(c, *_STATISTICS)
 
 
 def cpu_statistics(c: Tensors) -> None:
@@ -164,7 +168,7 @@ def of_bias(c: Tensors) -> None:
 
 
 def cuda_statistics(c: Tensors) -> None:
-    cuda.attention_statistics(*of_statistics(c), c["dense_cells"], HERE)
+    cuda.attention_statistics(*of_statistics(c), c["rows"], c["dense_cells"], HERE)
 
 
 def cells(c: Tensors) -> None:
@@ -185,6 +189,7 @@ _SCORES = (
     "dense_mask",
 )
 _CALL = (*_SCORES, "value", "gate", "seed")
+_STATISTICS = ("lse", "max_score", "max_prob", "argmax", "entropy", "received")
 _TILED = (*_CALL, "dense_cells")
 _READ = ("dout", "lse", "delta")
 #: Gradients, written only where they are asked for; an empty one is not.
@@ -193,7 +198,7 @@ GRADIENTS = [f"d{name}" for name in OPERANDS]
 PASSES: dict[Pass, tuple[str, ...]] = {
     cpu_forward: (*_CALL, "out", "attended", "lse"),
     cpu_backward: (*_CALL, "dout", "attended", "lse", "dlse", *GRADIENTS),
-    cpu_statistics: (*_SCORES, "exclude_keys", "lse", "max_prob", "argmax", "entropy"),
+    cpu_statistics: (*_SCORES, "exclude_keys", "row_weights", *_STATISTICS),
     entmax_forward: ("alpha",),
     entmax_backward: ("alpha", "dalpha"),
 }  # fmt: skip
@@ -207,11 +212,10 @@ CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
     cuda_statistics: (
         *_SCORES,
         "exclude_keys",
+        "row_weights",
         "dense_cells",
-        "lse",
-        "max_prob",
-        "argmax",
-        "entropy",
+        "rows",
+        *_STATISTICS,
     ),
     cells: ("dense_mask", "dense_cells"),
 }
@@ -436,7 +440,7 @@ def op_arguments(shared: bool, backward: bool) -> Tensors:
     c = of_cpu(shared)
     saved = {name: c[name] for name in Saved._fields} if backward else {}
     rest = {"needs": [True] * len(OPERANDS)} if backward else {"save": True}
-    return {**saved, **fields(c)._replace(exclude_keys=None)._asdict(), **rest}
+    return {**saved, **fields(c)._replace(exclude_keys=None, row_weights=None)._asdict(), **rest}
 
 
 def is_served_by_op(name: str, how: str, backend: str) -> bool:

@@ -220,7 +220,8 @@ def test_compile_statistics(backend: str) -> None:
     serve("attention_statistics", backend, **arguments)
 
     def run(query: Tensor, key: Tensor, exclude: Tensor) -> Any:
-        return hk.attention_statistics(query, key, exclude_keys=exclude, backend=backend)
+        options: dict[str, Any] = {"exclude_keys": exclude, "received": True, "backend": backend}
+        return hk.attention_statistics(query, key, **options)
 
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for s in (S, 12):

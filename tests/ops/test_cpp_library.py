@@ -104,8 +104,9 @@ def test_statistics_are_those_of_the_package(tmp_path: Path) -> None:
     with Calls() as calls:
         hk.attention_statistics(query, key, attn_mask=mask, sinks=torch.randn(4), softcap=3.0)
         hk.attention_statistics(query, key, exclude_keys=torch.arange(7) == 0)
+        hk.attention_statistics(query, key, attn_mask=mask, received=torch.rand(2, 1, 9))
         hk.attention_statistics(shared["query"], shared["key"], mixing=shared["mixing"])
-    assert repeated(calls, tmp_path) == ["attention_statistics"] * 3
+    assert repeated(calls, tmp_path) == ["attention_statistics"] * 4
 
 
 class Attends(torch.nn.Module):

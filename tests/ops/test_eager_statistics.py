@@ -19,24 +19,27 @@ STATISTICS = NAMES
 
 
 def brute_statistics(scores: Tensor, visible: Tensor, excluded: Tensor) -> list[Tensor]:
-    """lse, max_prob, argmax and entropy, row by row, key by key."""
+    """Of rows and keys, row by row, key by key."""
     rows = []
+    received = torch.zeros(*scores.shape[:2], scores.shape[3], dtype=torch.float64)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
         seen = [j for j in range(scores.shape[3]) if visible[b, h, i, j]]
         if not seen:
-            rows.append((-INF, 0.0, -1, 0.0))
+            rows.append((-INF, -INF, 0.0, -1, 0.0))
             continue
         weights = torch.exp(scores[b, h, i, seen] - scores[b, h, i, seen].max())
         p = (weights / weights.sum()).tolist()
         lse = torch.logsumexp(scores[b, h, i, seen], 0).item()
         best, argmax = 0.0, -1
         for share, j in zip(p, seen, strict=True):
+            received[b, h, j] += share
             if not excluded[b, j] and (argmax == -1 or share > best):
                 best, argmax = share, j
+        top = -INF if argmax == -1 else scores[b, h, i, argmax].item()
         entropy = -sum(x * math.log(x) for x in p if x > 0)
-        rows.append((lse, best, argmax, entropy))
-    table = torch.tensor(rows, dtype=torch.float64).reshape(*scores.shape[:3], 4)
-    return list(table.unbind(-1))
+        rows.append((lse, top, best, argmax, entropy))
+    table = torch.tensor(rows, dtype=torch.float64).reshape(*scores.shape[:3], 5)
+    return [*table.unbind(-1), received]
 
 
 def scores_of(arguments: dict[str, Tensor]) -> Tensor:
@@ -64,7 +67,14 @@ def test_statistics(backend: str, mask: str, form: str, dtype: torch.dtype) -> N
     excluded = torch.zeros(B, S, dtype=torch.bool)
     excluded[0, [0, 3]] = True
     excluded[1] = True  # nothing is left
-    got = call("attention_statistics", backend, **arguments, **options, exclude_keys=excluded)
+    got = call(
+        "attention_statistics",
+        backend,
+        **arguments,
+        **options,
+        exclude_keys=excluded,
+        received=True,
+    )
     want = brute_statistics(scores_of(arguments), pairs(B, H, T, S, sees), excluded)
     inside = torch.float64 if dtype == torch.float64 else torch.float32
     # Kernels for GPUs round the mixed query to the working dtype; all else is of float32.
@@ -81,7 +91,7 @@ def test_statistics_of_many_rows(backend: str) -> None:
     t, s = 150, 140
     arguments = tensors("attention_statistics", B=1, H=1, Hk=1, T=t, S=s)
     mask = hk.Mask(causal="lower_right", window=(40, 0), query_lengths=[130])
-    got = call("attention_statistics", backend, **arguments, attn_mask=mask)
+    got = call("attention_statistics", backend, **arguments, attn_mask=mask, received=True)
     visible = pairs(1, 1, t, s, lambda b, h, i, j: i + s - t - 40 <= j <= i + s - t and i < 130)
     want = brute_statistics(scores_of(arguments), visible, torch.zeros(1, s, dtype=torch.bool))
     for a, b in zip(got, want, strict=True):
@@ -102,6 +112,7 @@ def test_statistics_of_ties_and_outliers(backend: str) -> None:
     first[1] = True
     sharp = call("attention_statistics", backend, query=query, key=key, exclude_keys=first)
     assert sharp.argmax.item() == 4
+    assert sharp.max_score.item() == pytest.approx(2 / 2**0.5)
     assert sharp.max_prob.item() == 0.0
     assert sharp.entropy.item() == 0.0
     assert not sharp.lse.requires_grad
@@ -114,6 +125,7 @@ def test_statistics_of_nothing(backend: str, empty: str) -> None:
     assert got.lse.shape == tuple({"B": B, "H": H, "T": T, "S": S, empty: 0}[n] for n in "BHT")
     assert (got.lse == -INF).all()
     assert (got.argmax == -1).all()
+    assert (got.max_score == -INF).all()
     assert not got.max_prob.any()
     assert not got.entropy.any()
 
@@ -123,8 +135,9 @@ def test_statistics_ignore_hidden_poison(backend: str) -> None:
     arguments = tensors("attention_statistics")
     mask = hk.Mask(key_lengths=[4, 6])
     serve("attention_statistics", backend, **arguments, attn_mask=mask)
-    want = hk.attention_statistics(**arguments, attn_mask=mask, backend=backend)
+    options = {"attn_mask": mask, "received": True, "backend": backend}
+    want = hk.attention_statistics(**arguments, **options)
     arguments["key"][0, :, 4:] = NAN
     arguments["key"][1, :, 6:] = INF
-    got = hk.attention_statistics(**arguments, attn_mask=mask, backend=backend)
+    got = hk.attention_statistics(**arguments, **options)
     assert_same_bits(backend, got, want)

@@ -204,5 +204,7 @@ def test_backward_of_mixing(learned: bool, closed_grad: bool) -> None:
 def test_statistics_count_scores_only() -> None:
     problem = parsed("attention_statistics", torch.empty(B, H, T, D), torch.empty(B, H, S, D))
     assert problem.flops() == problem.flops(dense=True) == 2 * B * H * T * S * D
+    received = problem._replace(row_weights=torch.ones(1, 1, 1))
+    assert received.flops() == received.flops(dense=True) == 4 * B * H * T * S * D
     with pytest.raises(ValueError, match="attention_statistics has no backward pass"):
         problem.flops(backward=True)

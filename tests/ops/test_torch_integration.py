@@ -100,6 +100,8 @@ def test_opcheck_statistics(backend: str, form: str) -> None:
     if choose(problem, backend).backend is None:
         pytest.skip(str(choose(problem, backend)))
     torch.library.opcheck(statistics_op, (*problem._replace(exclude_keys=excluded), backend))
+    weighted = problem._replace(row_weights=torch.rand(B, 1, T))
+    torch.library.opcheck(statistics_op, (*weighted, backend))
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -107,6 +109,7 @@ def test_opcheck_statistics(backend: str, form: str) -> None:
     ("name", "given", "has_value"),
     [
         ("exclude_keys", torch.zeros(1, S, dtype=torch.bool), True),
+        ("row_weights", torch.ones(1, 1, 1), True),
         ("value", torch.zeros(B, H, S, Dv), False),
         ("gate", torch.ones(H), False),
         ("seed", torch.zeros(5, dtype=torch.int64), False),
@@ -251,9 +254,9 @@ def test_autocast(operator: str, backend: str) -> None:
 def test_autocast_statistics(backend: str) -> None:
     arguments = tensors("attention_statistics", dtype=torch.float32)
     narrow = {name: t.bfloat16() for name, t in arguments.items()}
-    want = call("attention_statistics", backend, **narrow)
+    want = call("attention_statistics", backend, **narrow, received=True)
     with torch.autocast("cpu", torch.bfloat16):
-        got = call("attention_statistics", backend, **arguments)
+        got = call("attention_statistics", backend, **arguments, received=True)
     assert_same_bits(backend, got, want)
 
 
@@ -267,9 +270,10 @@ def test_autocast_statistics(backend: str) -> None:
 def test_flop_counter_statistics(backend: str, form: str) -> None:
     arguments = tensors(form)
     del arguments["value"]
-    with FlopCounterMode(display=False) as counted:
-        call("attention_statistics", backend, **arguments)
-    assert counted.get_total_flops() == 2 * B * H * T * S * D
+    for received, products in ((None, 1), (True, 2)):
+        with FlopCounterMode(display=False) as counted:
+            call("attention_statistics", backend, **arguments, received=received)
+        assert counted.get_total_flops() == products * 2 * B * H * T * S * D
 
 
 # ---------------------------------------------------------------------- other devices and derivatives

@@ -83,7 +83,7 @@ BAILING_HYBRID = {
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model class, arguments of its config, and the attention class that `hk.heads` knows it by ("": none)."""
+    """A model class, arguments of its config, and the class whose heads are known in its weights ("": none)."""
 
     model: str
     arguments: dict[str, Any]
@@ -198,7 +198,7 @@ TINY = {
 }
 #: Those that `make test` runs: a layer that runs twice, two stacks, fused projections, rotary positions, images ...
 FEW = {"albert", "bart", "bert", "gpt2", "llama", "t5", "vit"}
-#: Those whose heads `hk.heads` finds.
+#: Those whose heads are known in their weights.
 WITH_HEADS = [name for name, tiny in TINY.items() if tiny.attention]
 
 

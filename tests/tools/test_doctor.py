@@ -16,6 +16,7 @@ from heads_kernels.backends import BACKENDS
 from heads_kernels.dispatch import VARIABLE
 from heads_kernels.doctor import checks, command, worker
 from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, run_checks
+from heads_kernels.doctor.machine import compiled_by_driver
 from heads_kernels.doctor.speed import SHAPES, sdpa
 from heads_kernels.ops import cpu
 from heads_kernels.testing import find
@@ -52,6 +53,15 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> str:
     (tmp_path / "sitecustomize.py").write_text(SITE.format(BROKEN[how]))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     return how
+
+
+def test_gpus_without_machine_code_are_named() -> None:
+    built = ["compute_80", "sm_80", "sm_90", "sm_100"]
+    for capability in [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (7, 5)]:
+        assert compiled_by_driver(capability, built) == ""
+    for capability in [(12, 0), (11, 0)]:
+        assert "driver compiles" in compiled_by_driver(capability, built)
+    assert compiled_by_driver((12, 0), []) == ""  # no CUDA kernels at all
 
 
 # ---------------------------------------------------------------------- one backend

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.convert.install import read_heads
-from heads_kernels.heads.layers import find_layers
-from heads_kernels.heads.weights import AttentionLayer
 from heads_kernels.integrations.transformers import TESTED, from_pretrained, release, tested, use
 from heads_kernels.integrations.transformers.tested import OF_A_FORM
 from tests.convert.converted_models import CONVERTIBLE, ROTARY, TURNED, convert
@@ -189,22 +187,22 @@ def gated(family: Family, gates: dict[str, Tensor]) -> Any:
     return model
 
 
-def layers_of(model: Any) -> dict[str, AttentionLayer]:
+def layers_of(model: Any) -> dict[str, hk.heads.ProjectedLayer]:
     """By the name of their output projection."""
     names = {module: name for name, module in model.named_modules()}
-    return {names[layer.output.linear]: layer for layer in find_layers(model)}
+    return {names[layer.output.linear]: layer for layer in hk.heads.projected_layers(model)}
 
 
-def argument_of(model: Any, layer: AttentionLayer) -> str:
+def argument_of(model: Any, layer: hk.heads.ProjectedLayer) -> str:
     """The head mask that a layer reads."""
     names = {"decoder": "decoder_head_mask", "cross": "cross_attn_head_mask"}
     return names.get(layer.kind, "head_mask") if model.config.is_encoder_decoder else "head_mask"
 
 
-def with_heads(family: Family) -> tuple[Any, dict[str, AttentionLayer]]:
+def with_heads(family: Family) -> tuple[Any, dict[str, hk.heads.ProjectedLayer]]:
     model = use(family.copy())
-    if family.name in TESTED and not TESTED[family.name].heads:
-        pytest.skip("its heads have no layout")
+    if family.name in TESTED and not TESTED[family.name].pruning:
+        pytest.skip("its heads are not known in its weights: test_attention_alone.py")
     layers = layers_of(model)
     assert layers
     return model, layers
@@ -287,7 +285,7 @@ def test_layers_without_heads(family: Family) -> None:
 def assert_loaded(family: Family, loaded: Any, model: Any) -> None:
     assert_same_states(loaded, model)
     assert_alike(family.outputs(loaded), family.outputs(model))
-    for old, new in zip(*map(hk.heads.attention_layers, (model, loaded)), strict=True):
+    for old, new in zip(*map(hk.heads.projected_layers, (model, loaded)), strict=True):
         assert (old.name, old.num_heads, old.head_dim) == (new.name, new.num_heads, new.head_dim)
         assert (old.num_key_heads, old.value.heads) == (new.num_key_heads, new.value.heads)
         assert old.layout == new.layout
@@ -346,7 +344,7 @@ def test_converted(family: Family, tmp_path: Path) -> None:
     found = family.with_gradients(model)
     scores = {
         id(parameter)
-        for layer in hk.heads.attention_layers(family.stock)
+        for layer in hk.heads.projected_layers(family.stock)
         for projection in (layer.query, layer.key)
         for parameter in projection.linear.parameters()
     }
@@ -374,7 +372,7 @@ def test_converted(family: Family, tmp_path: Path) -> None:
 def test_every_family_has_a_tiny_model() -> None:
     for name, family in TESTED.items():
         assert TINY[name].model == family.model
-        assert bool(TINY[name].attention) == family.heads
+        assert bool(TINY[name].attention) == family.pruning
 
 
 def test_table_of_the_documentation_is_generated() -> None:
@@ -382,3 +380,4 @@ def test_table_of_the_documentation_is_generated() -> None:
     document = DOCUMENT.read_text(encoding="utf-8")
     assert tested.table() in document
     assert tested.of_a_form() in document
+    assert tested.attention_alone() in document

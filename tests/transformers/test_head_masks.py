@@ -34,7 +34,7 @@ ARGUMENTS = {"encoder": "head_mask", "decoder": "decoder_head_mask", "cross": "c
 def test_rows_of_layers(name: str) -> None:
     """`[L, H]`: a row for each layer of a kind, or for each run of a shared one; with gradients."""
     stock = small(name) if name == "whisper" else build(name)
-    layers = hk.heads.attention_layers(stock)
+    layers = hk.heads.projected_layers(stock)
     pair = stock.config.is_encoder_decoder
     masks: dict[str, Tensor] = {}
     for layer in layers:

@@ -17,7 +17,7 @@ from heads_kernels.analysis.lrp.tape import RelevanceTape, rule_of_module
 from heads_kernels.analysis.observe import observe
 from heads_kernels.call import compute_dtype
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.layers import attention_layers, choose_layers
 
 #: `output(model, batch)`: scores `[B, C]` or `[B, T, C]`, or such a tensor and the initial relevance of its elements.
 Output: TypeAlias = Callable[[Any, Any], Any]
@@ -29,6 +29,7 @@ def relevance(
     data: Iterable[Any],
     output: Output | None = None,
     *,
+    layers: Iterable[int | str] | None = None,
     attention: Literal["constant", "full"] = "constant",
     progress: bool = False,
 ) -> HeadScores:
@@ -53,6 +54,7 @@ def relevance(
             of padding, according to the masks of attention over T rows, do not count. Or it returns a pair: such a
             tensor, and the initial relevance of its elements, of the same shape and >= 0; examples and positions where
             it is 0 do not count. Use `(e, e.abs())` for an embedding e. Default: the model's output, or its `logits`.
+        layers: indices or names of the layers whose heads get scores; default all.
         attention: "constant" treats probabilities as constants, so that relevance goes from a head to its values;
             "full" goes through the softmax to queries and keys as well, as the code of the paper does by default.
         progress: whether to show a bar of batches on a terminal, where rich is installed.
@@ -70,8 +72,8 @@ def relevance(
     if output is not None and not callable(output):
         was = f"is a {type(output).__name__}"
         refuse("output", was, "pass a function of model and batch", TypeError)
-    layers = attention_layers(model)
-    sums = [torch.zeros(layer.num_heads, dtype=torch.float64) for layer in layers]
+    chosen = choose_layers(attention_layers(model), layers)
+    sums = {layer.index: torch.zeros(layer.num_heads, dtype=torch.float64) for layer in chosen}
     count = 0
     with evaluation(model), torch.no_grad():
         for batch in each_batch(data, "relevance", progress):
@@ -81,7 +83,9 @@ def relevance(
             with of_modules, observe(model, tape.see), tape:
                 found = _logits(run(model, batch)) if output is None else output(model, batch)
             for scores, start in _starts(found, tape):
-                for index, heads in tape.heads(scores, start).items():
+                found_heads = tape.heads(scores, start)
+                for index in sums.keys() & found_heads:
+                    heads = found_heads[index]
                     total = heads.sum(1, keepdim=True)
                     shares = torch.where(total > 0, heads / total, 0.0)
                     sums[index] += shares.double().sum(0).cpu()
@@ -89,9 +93,9 @@ def relevance(
     if not count:
         refuse("data", "has no example that counts", "give some element of the output relevance")
     return HeadScores(
-        layers=tuple(layer.name for layer in layers),
-        kinds=tuple(layer.kind for layer in layers),
-        scores=tuple(each / count for each in sums),
+        layers=tuple(layer.name for layer in chosen),
+        kinds=tuple(layer.kind for layer in chosen),
+        scores=tuple(each / count for each in sums.values()),
         method="lrp" if attention == "constant" else "lrp, full attention",
     )
 

@@ -34,7 +34,7 @@ from heads_kernels.analysis.lrp.functions import (
     refusing,
 )
 from heads_kernels.call import compute_dtype
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: Output elements are copies of input elements, or constants. The same holds for views, which need no name.

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import attention_layers
-from heads_kernels.heads.weights import AttentionLayer
+from heads_kernels.heads.projected import projected_layers
+from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn import CollaborativeMultiheadAttention, HardConcrete
 from heads_kernels.nn.multihead import Multihead
 from heads_kernels.nn.shared import FusedProjection
@@ -52,7 +52,7 @@ def tensor_parallel_plan(module: nn.Module, mesh: DeviceMesh) -> dict[str, Paral
     mixing = [part for part in module.modules() if hasattr(part, "mixing")]
     converted = [
         layer
-        for layer in (attention_layers(module) if set(mixing) - set(layers.values()) else [])
+        for layer in (projected_layers(module) if set(mixing) - set(layers.values()) else [])
         if layer.layout.shared and layer.name not in layers
     ]
     if not layers and not converted:
@@ -82,7 +82,7 @@ def _check_even_values(name: str, Hv: int, processes: int) -> None:
 
 
 def _converted_styles(
-    layer: AttentionLayer, names: dict[nn.Module, str], processes: int
+    layer: ProjectedLayer, names: dict[nn.Module, str], processes: int
 ) -> dict[str, ParallelStyle]:
     """Of a converted layer of transformers: its module gets the values of the heads of its process."""
     _check_even(str(layer), layer.num_heads, processes)

@@ -300,6 +300,9 @@ def _head_gate(
         row = head_mask_row(module, H if mesh is None else H * mesh.size(), given)
     gates, closed_grad = row, True
     if head_gate is not None:
+        if head_gate.num_heads != (whole := H if mesh is None else H * mesh.size()):
+            was = f"has {head_gate.num_heads} gates, but the {type(module).__name__} has {whole} heads"
+            refuse("head_gate", was, "attach one for each (hk.heads.gate)")
         if mesh is not None:
             check_one_noise(head_gate)
         gates, closed_grad = head_gate(B, T), head_gate.closed_grad

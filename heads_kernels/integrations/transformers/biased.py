@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
@@ -29,6 +30,19 @@ class Biased(Replacement):
 
     calls_operator = True
     repeats = True
+
+    def runs_stock(self, **reasons: bool) -> bool:
+        """Whether a subclass runs the stock forward: one of the reasons holds, by the name of an argument.
+
+        Raises:
+            ValueError: the heads have gates, which the stock forward ignores.
+        """
+        name = next((name for name, holds in reasons.items() if holds), None)
+        if name is not None and getattr(self, "head_gate", None) is not None:
+            was = f"makes stock {self.stock.__name__} run, which ignores the gates of its heads"
+            instead = "pass padding as [B, S], or remove the gates: hk.heads.ungate(model)"
+            refuse(name, was, instead)
+        return name is not None
 
     def by_heads(self, projected: Tensor) -> Tensor:
         """`[B, T, H * D]` as `[B, H, T, D]`."""
@@ -92,7 +106,7 @@ class MPNet(Biased):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if isinstance(attention_mask, Tensor):
+        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor)):
             return super().forward(
                 hidden_states, attention_mask, position_bias, output_attentions, **kwargs
             )
@@ -110,6 +124,7 @@ class Bloom(Biased):
     """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`, the same for all rows."""
 
     unread = frozenset({"use_cache", "output_attentions"})
+    is_causal = True
 
     def forward(
         self,
@@ -121,7 +136,7 @@ class Bloom(Biased):
         **kwargs: Any,
     ) -> Any:
         slow = self.pretraining_tp > 1 and self.slow_but_exact  # it omits the bias of `dense`
-        if isinstance(attention_mask, Tensor) or slow:
+        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor), slow_but_exact=slow):
             return super().forward(
                 hidden_states, residual, alibi, attention_mask, layer_past, **kwargs
             )
@@ -138,6 +153,8 @@ class Bloom(Biased):
 class Mpt(Biased):
     """ALiBi by the distance of the key from the last one, `[H, 1, positions]`, the same for all rows."""
 
+    is_causal = True
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -147,7 +164,7 @@ class Mpt(Biased):
         **kwargs: Any,
     ) -> Any:
         cache = kwargs.pop(self.cache_name, cache)
-        if isinstance(attention_mask, Tensor):
+        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor)):
             return super().forward(hidden_states, position_bias, cache, attention_mask, **kwargs)
         projected = self.Wqkv(hidden_states)
         if self.clip_qkv:
@@ -184,7 +201,7 @@ class LayoutLMv3(Biased):
         rel_2d_pos: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if isinstance(attention_mask, Tensor):
+        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor)):
             return super().forward(hidden_states, attention_mask, rel_pos, rel_2d_pos, **kwargs)
         query, key, value = (
             self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)

@@ -20,7 +20,8 @@ class Tested:
         fused: whether that gate and attention run as one op.
         head_masks: supported arguments of `model(...)`.
         statistics: whether `output_attentions=True` returns `hk.AttentionStatistics`.
-        heads: whether `hk.heads` finds its layers: a pruned head gives the same outputs as a closed one.
+        pruning: whether its heads are known in its weights, so that they can be pruned: a pruned head gives the same
+            outputs as a closed one.
         note: anything else.
     """
 
@@ -30,7 +31,7 @@ class Tested:
     fused: bool = False
     head_masks: tuple[str, ...] = _SELF
     statistics: bool = True
-    heads: bool = True
+    pruning: bool = True
     note: str = ""
 
 
@@ -54,8 +55,8 @@ TESTED: Final[dict[str, Tested]] = {
     "bart": Tested("BartModel", head_masks=_SEQ2SEQ),
     "beit": Tested("BeitModel", scores=_DENSE),
     "bert": Tested("BertModel"),
-    "bloom": Tested("BloomForCausalLM", scores=_KEYS, heads=False, note=_BY_USE),
-    "data2vec-vision": Tested("Data2VecVisionModel", scores=_DENSE, heads=False, note=_BY_USE),
+    "bloom": Tested("BloomForCausalLM", scores=_KEYS, pruning=False, note=_BY_USE),
+    "data2vec-vision": Tested("Data2VecVisionModel", scores=_DENSE, pruning=False, note=_BY_USE),
     "deit": Tested("DeiTModel"),
     "distilbert": Tested("DistilBertModel"),
     "electra": Tested("ElectraModel"),
@@ -67,24 +68,24 @@ TESTED: Final[dict[str, Tested]] = {
     "gpt_oss": Tested("GptOssForCausalLM", scores=_SINKS),
     "granite_swa": Tested("GraniteSWAForCausalLM", scores=_SINKS),
     "granitemoe_swa": Tested("GraniteMoeSWAForCausalLM", scores=_SINKS),
-    "layoutlmv3": Tested("LayoutLMv3Model", scores=_DENSE, heads=False, note=_BY_USE),
+    "layoutlmv3": Tested("LayoutLMv3Model", scores=_DENSE, pruning=False, note=_BY_USE),
     "llama": Tested("LlamaForCausalLM"),
     "longt5": Tested(
-        "LongT5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ[1:], heads=False, note=_STOCK_LAYERS
+        "LongT5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ[1:], pruning=False, note=_STOCK_LAYERS
     ),
     "marian": Tested("MarianModel", head_masks=_SEQ2SEQ),
     "mimo_v2_flash": Tested("MiMoV2FlashForCausalLM", scores=_SINKS),
     "mistral": Tested("MistralForCausalLM"),
     "modernbert": Tested("ModernBertModel"),
-    "mpnet": Tested("MPNetModel", scores=_OFFSETS, heads=False, note=_BY_USE),
-    "mpt": Tested("MptForCausalLM", scores=_KEYS, heads=False, note=_BY_USE),
+    "mpnet": Tested("MPNetModel", scores=_OFFSETS, pruning=False, note=_BY_USE),
+    "mpt": Tested("MptForCausalLM", scores=_KEYS, pruning=False, note=_BY_USE),
     "mt5": Tested("MT5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ),
     "openai_privacy_filter": Tested("OpenAIPrivacyFilterModel", scores=_SINKS),
     "qwen2": Tested("Qwen2ForCausalLM"),
     "qwen3": Tested("Qwen3ForCausalLM"),
     "roberta": Tested("RobertaModel"),
-    "swin": Tested("SwinModel", scores=_DENSE, heads=False, note=_STAGES),
-    "swinv2": Tested("Swinv2Model", scores=_DENSE, heads=False, note=f"{_STAGES}; {_BY_USE}"),
+    "swin": Tested("SwinModel", scores=_DENSE, pruning=False, note=_STAGES),
+    "swinv2": Tested("Swinv2Model", scores=_DENSE, pruning=False, note=f"{_STAGES}; {_BY_USE}"),
     "switch_transformers": Tested("SwitchTransformersModel", scores=_OFFSETS, head_masks=_SEQ2SEQ),
     "t5": Tested("T5Model", scores=_OFFSETS, head_masks=_SEQ2SEQ),
     "t5gemma": Tested("T5GemmaModel", scores=_CAP, head_masks=_SEQ2SEQ),
@@ -92,14 +93,14 @@ TESTED: Final[dict[str, Tested]] = {
         "UMT5Model",
         scores=_OFFSETS,
         head_masks=_SEQ2SEQ,
-        heads=False,
+        pruning=False,
         note="the zeros added by cross-attention are an ordinary bias",
     ),
     "vaultgemma": Tested("VaultGemmaForCausalLM", scores=_CAP),
     "vit": Tested("ViTModel"),
     "afmoe": Tested("AfmoeForCausalLM", output_gate=_ELEMENT, fused=True),
     "bailing_hybrid": Tested(
-        "BailingHybridForCausalLM", output_gate=_HEAD, fused=True, heads=False, note=_HYBRID
+        "BailingHybridForCausalLM", output_gate=_HEAD, fused=True, pruning=False, note=_HYBRID
     ),
     "beam": Tested("BeamForCausalLM", output_gate=_ELEMENT, fused=True),
     "hrm_text": Tested(
@@ -120,13 +121,13 @@ TESTED: Final[dict[str, Tested]] = {
     "muse_spark_text": Tested(
         "MuseSparkTextModel",
         output_gate=_ELEMENT,
-        heads=False,
+        pruning=False,
         note="a norm comes between attention and the gate",
     ),
     "neomme": Tested(
         "NeoMMEModel",
         output_gate=_ELEMENT,
-        heads=False,
+        pruning=False,
         note="the values are projected out of the output before the gate",
     ),
 }
@@ -149,6 +150,15 @@ OF_A_FORM: Final[tuple[str, ...]] = (
     "voxtral_realtime_encoder", "wav2vec2", "whisper", "xlm-roberta-xl",
 )  # fmt: skip
 
+#: Others whose heads are not known in their weights, because norms, rotations or other projections are over all of
+#: them: tested are outputs under `use`, gates, closed heads and analysis.
+ATTENTION_ALONE: Final[tuple[str, ...]] = (
+    "bitnet", "blip_2_vision_model", "deepseek_v2", "diffllama", "esmc", "flex_olmo",
+    "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "instructblip_vision_model", "internvl_vision",
+    "janus_vision_model", "minicpm3", "minimax_m2", "mistral4", "olmo2", "olmo3",
+    "olmo_hybrid", "olmoe", "persimmon", "phi3", "qianfan_ocr_vision", "sam3_vit_model", "wav2vec2-conformer",
+)  # fmt: skip
+
 
 def table() -> str:
     """`TESTED` in Markdown, a line each."""
@@ -159,7 +169,7 @@ def table() -> str:
         "output gate",
         "head masks",
         "statistics",
-        "`hk.heads`",
+        "pruning",
         "",
     )
     rows = [header, ("---",) * len(header)]
@@ -173,7 +183,7 @@ def table() -> str:
                 gate,
                 ", ".join(f"`{mask}`" for mask in tested.head_masks),
                 "yes" if tested.statistics else "no",
-                "yes" if tested.heads else "no",
+                "yes" if tested.pruning else "no",
                 tested.note,
             )
         )
@@ -185,3 +195,8 @@ def table() -> str:
 def of_a_form() -> str:
     """`OF_A_FORM` in Markdown."""
     return ", ".join(f"`{name}`" for name in OF_A_FORM)
+
+
+def attention_alone() -> str:
+    """`ATTENTION_ALONE` in Markdown."""
+    return ", ".join(f"`{name}`" for name in ATTENTION_ALONE)

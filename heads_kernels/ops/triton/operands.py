@@ -279,12 +279,12 @@ def terms_of(call: Call) -> Terms:
 def _bias_of(call: Call) -> Bias | None:
     B, _, T, _ = call.sizes
     if call.offset_bias is not None:  # row i reads columns T - 1 - i and on
-        of_head, of_key = _strides(call.offset_bias)
+        of_head, of_key = strides_of(call.offset_bias)
         return Bias(call.offset_bias[:, T - 1 :], 1, 0, 0, of_head, -of_key, of_key)
     if call.bias is None:
         return None
     inner = max(bias_batches(call.bias, B)[1], 1)
-    return Bias(call.bias, inner, *_strides(call.bias))
+    return Bias(call.bias, inner, *strides_of(call.bias))
 
 
 def with_positive_scale(scale: float, *factors: Tensor | None) -> tuple[Any, ...]:
@@ -308,7 +308,7 @@ def gate_of(gate: Tensor | None) -> Gate | None:
         return None
     leading = 1 if gate.dim() == 1 else 0  # [H] has no batch
     strides = [0] * leading
-    strides += _strides(gate)
+    strides += strides_of(gate)
     return Gate(gate, *strides, *[0] * (4 - len(strides)))
 
 
@@ -329,7 +329,7 @@ def visible_of(intervals: Intervals) -> Visible:
 
 
 def _dense_of(mask: Tensor) -> Dense:
-    return Dense(mask.view(torch.uint8), *_strides(mask))
+    return Dense(mask.view(torch.uint8), *strides_of(mask))
 
 
 def _far(pairs: Tensor | None) -> int | None:
@@ -352,7 +352,7 @@ def dropout_of(seed: Tensor | None, dropout_p: float) -> Dropout | None:
     return Dropout(seed, threshold(dropout_p), 1.0 / (1.0 - dropout_p))
 
 
-def _strides(tensor: Tensor) -> list[int]:
+def strides_of(tensor: Tensor) -> list[int]:
     """Its strides, 0 where it broadcasts."""
     if 1 not in tensor.shape:
         return list(tensor.stride())

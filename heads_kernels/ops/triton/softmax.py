@@ -63,6 +63,16 @@ def online_softmax(scores, row_max, row_sum, scale_log2, terms):
 
 
 @triton.jit
+def weights_over(scores, row_max, scale_log2, terms):
+    """`2**(scale_log2 * (score - row_max))`; `row_max` is finite and broadcasts to the tile."""
+    if (terms.softcap is None) and (terms.bias is None):
+        p = tl.exp2(scores * scale_log2 - row_max * scale_log2)
+    else:
+        p = tl.exp2((scores - row_max) * scale_log2)
+    return p
+
+
+@triton.jit
 def log_sum_exp(row_max, row_sum, scale_log2, terms):
     """Natural logarithm of the sum of exponentials; -inf for a row without a visible score."""
     if (terms.softcap is None) and (terms.bias is None):

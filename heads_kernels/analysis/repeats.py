@@ -1,0 +1,104 @@
+"""Heads that look at the previous token, at an earlier copy of their token, or behind it (induction)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from heads_kernels.analysis.head_scores import HeadScores, scores_of
+from heads_kernels.analysis.positions import Band, attended
+from heads_kernels.checks import refuse
+from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.nn.attention_call import AttentionCall
+
+#: The names of the three scores.
+_WHAT: Final = ("previous token", "duplicate token", "induction")
+
+
+@dataclass(frozen=True, eq=False)
+class Repeats:
+    """The mean probability that the rows of a head give to one key, over the rows that have such a key.
+
+    Attributes:
+        previous_token: the token before the row.
+        duplicate_token: the latest earlier token with the row's own id.
+        induction: the token after that one (Elhage et al. 2021, Olsson et al. 2022).
+        rows: the number of rows with a key of each of these kinds.
+    """
+
+    previous_token: HeadScores
+    duplicate_token: HeadScores
+    induction: HeadScores
+    rows: tuple[int, int, int]
+
+
+class RepeatScores:
+    """The sums of every head of `layers` for `Repeats`.
+
+    Raises:
+        ValueError: a batch has no `input_ids`.
+    """
+
+    def __init__(self, layers: Iterable[AttentionLayer]) -> None:
+        self.layers = list(layers)
+        self.sums = {layer.index: torch.zeros(3, layer.num_heads).double() for layer in self.layers}
+        self.runs = dict.fromkeys(self.sums, torch.zeros(3).double())  # rows of each layer
+        self.batch: Any = None
+        self.keys: Tensor | None = None  # of this batch, int64 [3, B, T]; -1 where there is none
+
+    def next_batch(self, batch: Any) -> None:
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            refuse("repeats", "is True, but a batch has no 'input_ids'", "pass it in a mapping")
+        self.batch, self.keys = batch, None
+
+    def look(self, layer: AttentionLayer, call: AttentionCall, lse: Tensor, words: Tensor) -> None:
+        """Add the probabilities of a call; rows and keys are `words` `[B, T]`."""
+        if layer.index not in self.sums:
+            return
+        if self.keys is None:
+            self.keys = earlier_keys(self.batch["input_ids"].to(words.device), words)
+        ones = lse.new_ones((1, call.S, 1))
+        bands = [
+            Band(key.clamp(min=0), key + 1, ones) for key in self.keys
+        ]  # empty where key is -1
+        found = [part[..., 0].double().sum((0, 2)) for part in attended(call, lse, bands)]
+        self.sums[layer.index] = self.sums[layer.index].to(lse.device) + torch.stack(found)
+        rows = (self.keys >= 0).sum((1, 2)).double()
+        self.runs[layer.index] = self.runs[layer.index].to(rows.device) + rows
+
+    def result(self) -> Repeats:
+        shares = [self.sums[layer.index] / self.runs[layer.index][:, None] for layer in self.layers]
+        if not all(bool(each.isfinite().all()) for each in shares):
+            was = "is True, but no token of the data comes twice in an example"
+            refuse("repeats", was, "pass longer texts, or random tokens repeated once")
+        previous, duplicate, induction = (
+            scores_of(self.layers, [each[kind] for each in shares], what)
+            for kind, what in enumerate(_WHAT)
+        )
+        rows = self.runs[self.layers[0].index].long().tolist()
+        return Repeats(previous, duplicate, induction, (rows[0], rows[1], rows[2]))
+
+
+def earlier_keys(ids: Tensor, words: Tensor) -> Tensor:
+    """The key that a row of each kind of head looks at, int64 `[3, B, T]`; -1 where there is none.
+
+    Args:
+        ids: int64 `[B, T]`.
+        words: bool `[B, T]`, the tokens that are rows and keys.
+    """
+    T = ids.shape[1]
+    place = torch.arange(T, device=ids.device).expand_as(ids)
+    # Sorted by id, and by place among equals, the token before is the latest earlier copy.
+    order = torch.where(words, ids, -1).argsort(stable=True, dim=1)
+    before = torch.nn.functional.pad(order[:, :-1], (1, 0))
+    is_copy = (ids.gather(1, order) == ids.gather(1, before)) & words.gather(1, order)
+    is_copy &= words.gather(1, before)
+    is_copy[:, :1] = False
+    copy = torch.full_like(ids, -1).scatter(1, order, torch.where(is_copy, before, -1))
+    keys = torch.stack([place - 1, copy, torch.where(copy < 0, -1, copy + 1)])
+    shown = words.expand(3, -1, -1).gather(2, keys.clamp(min=0))
+    return torch.where((keys >= 0) & shown & words, keys, -1)

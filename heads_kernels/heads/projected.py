@@ -1,0 +1,108 @@
+"""The layers of a model whose heads are known in its weights, for what changes weights: pruning, conversion, files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from heads_kernels.checks import refuse
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
+from heads_kernels.heads.layout_check import misfit
+from heads_kernels.heads.layouts import (
+    LAYOUTS,
+    HeadLayout,
+    at_path,
+    check_has_parts,
+    form_of,
+    layout_of,
+)
+from heads_kernels.heads.weights import ProjectedLayer, as_converted, layer_of
+
+
+def register_layout(class_name: str, layout: HeadLayout, example: nn.Module | None = None) -> None:
+    """Let `attention_layers` find modules of the class `class_name` and its subclasses, with this layout.
+
+    The layout is verified once per class and shape, before its first use, or now with an example: a closed head is
+    compared with the same head pruned, on random input and small random weights on the CPU.
+
+    Args:
+        class_name: name of a class whose modules call the attention operators or transformers' attention function.
+        layout: of the class.
+        example: a module of the class, which is not changed.
+
+    Raises:
+        ValueError: the layout does not fit the example; it is then not registered.
+    """
+    if example is not None:
+        if class_name not in (base.__name__ for base in type(example).__mro__):
+            was = f"is a {type(example).__name__}"
+            refuse("example", was, f"pass a {class_name}, the class that the layout is of")
+        _check_fits("example", example, layout)
+    LAYOUTS[class_name] = layout
+
+
+def projected_layers(model: nn.Module) -> list[ProjectedLayer]:
+    """Those of `attention_layers(model)` whose heads are known in their weights; indices and names are the same.
+
+    They are modules of the classes in `LAYOUTS` (heads/layouts.py), to which `register_layout` adds, and transformers'
+    modules whose projections have the names of one of `FORMS`. If a pruned head of a class does not compute the same as
+    a closed head, a class in `LAYOUTS` raises an error and one found by `FORMS` is left out.
+
+    Raises:
+        ValueError: what `attention_layers` refuses; a layout does not fit its class.
+    """
+    found = _projected(model, attention_layers(model))
+    return [layer for layer in found if isinstance(layer, ProjectedLayer)]
+
+
+def with_projections(model: nn.Module, layers: Iterable[AttentionLayer]) -> list[ProjectedLayer]:
+    """These attention layers of a model with their projections.
+
+    Raises:
+        ValueError: the heads of a layer are not known in its weights; the message names it and says why.
+    """
+    layers = list(layers)
+    found = []
+    for layer, made in zip(layers, _projected(model, layers), strict=True):
+        if isinstance(made, str):
+            was = f"is a {type(layer.module).__name__}, {made}"
+            instead = "close heads instead (hk.heads.close), or register its layout (hk.heads.register_layout)"
+            refuse(str(layer), was, instead)
+        found.append(made)
+    return found
+
+
+def _projected(model: nn.Module, layers: Iterable[AttentionLayer]) -> list[ProjectedLayer | str]:
+    """For each layer its projections, or why they are not known, in words that follow the name of its class."""
+    layouts: dict[nn.Module, tuple[str, nn.Module, HeadLayout]] = {}
+    for name, holder in model.named_modules():
+        if (layout := layout_of(holder) or form_of(holder)) is not None:
+            inner = at_path(holder, layout.inner) if layout.inner else holder
+            layouts.setdefault(inner, (name, holder, layout))
+    return [
+        _verified(layer, *layouts[layer.module])
+        if layer.module in layouts
+        else "whose projections have no names that are known"
+        for layer in layers
+    ]
+
+
+def _verified(
+    layer: AttentionLayer, name: str, holder: nn.Module, layout: HeadLayout
+) -> ProjectedLayer | str:
+    converted = as_converted(holder, layout)
+    if converted is not layout:
+        check_has_parts(f"module {name!r}", holder, converted)
+    elif layout_of(holder) is not None:
+        _check_fits(f"module {name!r}", holder, layout)
+    elif (why := misfit(holder, layout)) is not None:
+        return f"which {why}"
+    return layer_of(holder, converted, layer.index, layer.name)
+
+
+def _check_fits(name: str, holder: nn.Module, layout: HeadLayout) -> None:
+    check_has_parts(name, holder, layout)
+    if (why := misfit(holder, layout)) is not None:
+        was = f"is a {type(holder).__name__}, which does not have the layout {layout.name!r}: it {why}"
+        refuse(name, was, "register a layout that fits (hk.heads.register_layout)")
