@@ -271,11 +271,16 @@ def _forced(kernel: str, tiles: Tiles) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def _replaced(function: Callable[..., Any]) -> Iterator[None]:
-    """`function(original, ...)` in the place of `tiles_for` in every launcher module."""
+    """`function(original, ...)` in the place of `tiles_for` in every launcher module.
+
+    The kernels in Gluon that would stand for those of Triton stand aside.
+    """
     with contextlib.ExitStack() as stack:
         for module in _launchers():
             original = module.tiles_for
             stack.enter_context(patch.object(module, "tiles_for", partial(function, original)))
+            if hasattr(module, "warp_tiles"):
+                stack.enter_context(patch.object(module, "warp_tiles", lambda *_: None))
         yield
 
 

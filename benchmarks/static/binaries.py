@@ -51,9 +51,9 @@ TARGETS: Final = {
 }
 
 _MATRIX_INSTRUCTIONS: Final = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_mfma)")
-#: A product of tiles, and one whose operands have 16 bits.
-_PRODUCT: Final = "tt.dot "
-_NARROW_PRODUCT: Final = re.compile(r"tt\.dot .*: tensor<\w+x(bf16|f16)>")
+#: A product of tiles, and one whose operands have 16 bits; Gluon's are those of warpgroups.
+_PRODUCT: Final = re.compile(r"tt\.dot |ttng\.warp_group_dot ")
+_NARROW_PRODUCT: Final = re.compile(r"(tt\.dot|ttng\.warp_group_dot) .*: \S+<\w+x(bf16|f16)\b")
 #: What ptxas says where `wgmma` instructions are serialized (C7514 to C7519): each waits for the one before.
 _LOSS: Final = "Potential Performance Loss"
 
@@ -188,13 +188,14 @@ def _held_back() -> Iterator[Any]:
 def _read(name: str, target: str, options: str, compiled: Any, with_loops: bool) -> Kernel:
     found_loops: list[Loop] = []
     log = getattr(compiled.metadata, "ptxas_log", "")  # AMD's have none
+    source = compiled.asm.get("ttir") or compiled.asm["ttgir"]  # Gluon's is the latter
     if "amdgcn" in compiled.asm:
         code = compiled.asm["amdgcn"]
         registers = _number(r"\.vgpr_count:\s+(\d+)", code)
         spilled = _number(r"\.private_segment_fixed_size:\s+(\d+)", code)
     else:
         code = compiled.asm["ptx"]
-        if with_loops and _PRODUCT in compiled.asm["ttir"]:  # others have no loop of interest
+        if with_loops and _PRODUCT.search(source):  # others have no loop of interest
             machine_code = disassembled(compiled.asm["cubin"])
             found_loops = loops(parse(machine_code)[compiled.metadata.name])
         registers = _number(r"Used (\d+) registers", log)
@@ -206,9 +207,18 @@ def _read(name: str, target: str, options: str, compiled: Any, with_loops: bool)
         name, target, options, compiled.hash,
         registers=registers, spilled=spilled, shared=compiled.metadata.shared,
         matrix=tuple(sorted(found.items())),
-        narrow_products=_NARROW_PRODUCT.search(compiled.asm["ttir"]) is not None,
-        serialized=serialized, warps=compiled.metadata.num_warps, loops=tuple(found_loops),
+        narrow_products=_NARROW_PRODUCT.search(source) is not None,
+        serialized=serialized, warps=_multiplying(compiled), loops=tuple(found_loops),
     )  # fmt: skip
+
+
+def _multiplying(compiled: Any) -> int:
+    """The warps of a program that run its loops: of specialized ones those in groups of four, which multiply."""
+    parts = re.findall(r"partition\d+\(.*num_warps\((\d+)\)", compiled.asm.get("ttgir", ""))
+    if not parts:
+        return int(compiled.metadata.num_warps)
+    first = _number(r'"ttg.num-warps" = (\d+)', compiled.asm["ttgir"])
+    return first + sum(int(warps) for warps in parts if int(warps) >= 4)
 
 
 def _number(pattern: str, text: str) -> int:

@@ -66,6 +66,20 @@ class Loop:
         """Instructions of the hot path that store or load a register in memory of the thread."""
         return sum(each.name in ("STL", "LDL") for each in self.hot)
 
+    @property
+    def overlap(self) -> tuple[int, int]:
+        """Exponentials (MUFU) that run while a product of a warpgroup is under way, and all of the hot path.
+
+        They stand behind a wait that leaves a product (`WARPGROUP.DEPBAR.LE gsb0, 0x1`) and before the next wait.
+        """
+        under_way, counts = False, [0, 0]
+        for each in self.hot:
+            if each.opcode.startswith("WARPGROUP.DEPBAR"):
+                under_way = not each.operands.endswith(" 0x0")
+            counts[0] += under_way and each.name == "MUFU"
+            counts[1] += each.name == "MUFU"
+        return counts[0], counts[1]
+
 
 def parse(text: str) -> dict[str, Code]:
     """The kernels in what `nvdisasm -c` prints, by their name in the object."""

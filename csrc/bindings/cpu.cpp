@@ -28,7 +28,9 @@ void run(hk::ForwardParams& params, int threads) {
 // attention, with entmax if there is `alpha`.
 void attention_forward(const py::tuple& call, const py::tuple& results, int threads) {
   hk::ForwardParams params;
-  const Sizes n = set_attention(params, read_call(call, dlpack::kCpu));
+  const CallArguments arguments = read_call(call, dlpack::kCpu);
+  const Sizes n = set_attention(params, arguments);
+  params.closed_grad = arguments.closed_grad;
   set_outputs(params, n, results, dlpack::kCpu);
   run(params, threads);
 }

@@ -94,6 +94,7 @@ struct ForwardParams : AttentionParams {
   // [B, H, T] in the compute type; absent if not requested. Entmax: [2, B, H, T], the largest score
   // of each row and how far its threshold is above it.
   Tensor lse;
+  bool closed_grad = true;  // whether the gate's gradient needs `attended` of closed rows
 };
 
 // Absent gradients are not computed.

@@ -427,7 +427,7 @@ inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, c
 }
 
 // Prepares everything in a query tile except `query_rows`, and stores its rows of the gate's
-// gradient. Returns false if the head is closed or no row sees a key.
+// gradient. Returns false if the head or all rows are closed, or no row sees a key.
 template <typename Real, typename Operand, typename Operator>
 inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
                          BackwardTile<Real, Operand>& tile,
@@ -435,10 +435,12 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const bool closed = op.gate.closed(head.b, head.h);
-  if (closed && gradients.dsinks)
+  const bool none = closed || (op.skips_rows &&
+                               op.gate.closed_rows(head.b, head.h, visible.first, visible.count));
+  if (none && gradients.dsinks)
     std::fill_n(static_cast<Real*>(gradients.dsinks) + visible.first, visible.count, Real(0));
-  if (closed && !gradients.dgate) return false;
-  if (closed && !(closed_grad && visible.any)) {
+  if (none && !gradients.dgate) return false;
+  if (none && !(closed_grad && visible.any)) {
     std::fill_n(static_cast<Real*>(gradients.dgate) + visible.first, visible.count, Real(0));
     return false;
   }

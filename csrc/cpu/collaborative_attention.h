@@ -22,6 +22,7 @@ struct CollaborativeAttention {
   const AttentionParams& params;
   Gate<Real> gate;
   bool skips_closed = true;  // whether closed heads are not computed
+  bool skips_rows = false;   // whether the backward pass skips tiles whose rows are all closed
   int64_t B, H, T, S, D, Dv, query_tiles;
   int64_t heads_per_key;  // all
   int64_t heads_per_value;
@@ -144,6 +145,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
             this->query_tiles, 1, tiles_in_cache(BackwardTile<Real, Operand>::bytes(*this)))),
         groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {
     this->skips_closed = !p.closed_grad;
+    this->skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;
   }
 
   int64_t value_heads() const { return this->H / this->heads_per_value; }

@@ -71,7 +71,10 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
             continue;
           }
           const VisibleRows<Real> visible(params.mask, at.b, at.h, at.first_row, op.T, op.S);
-          if (!visible.any) {
+          // The gradient of their gate needs `attended`.
+          const bool skips_rows = !(params.attended && params.closed_grad);
+          if (!visible.any ||
+              (skips_rows && op.gate.closed_rows(at.b, at.h, at.first_row, visible.count))) {
             store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,
                              visible.count, op.Dv);
             continue;

@@ -1,6 +1,7 @@
 // The gate of a head's output: its values after the activation, per head, token or element.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "common/params.h"
@@ -59,6 +60,14 @@ struct Gate {
     double value = 0;
     load_row(&value, at(b, h, 0), dtype, 1);
     return value == 0;
+  }
+
+  // Whether an identity gate per token is exactly 0 at all `count` rows from `first`.
+  bool closed_rows(int64_t b, int64_t h, int64_t first, int64_t count) const {
+    if (!data || per_head || elementwise || activation != Activation::kIdentity) return false;
+    double values[BLOCK_M];
+    load_row(values, at(b, h, first), dtype, count, stride[2]);
+    return std::all_of(values, values + count, [](double value) { return value == 0; });
   }
 
   // The distance from head h to the next of H heads that is not closed; 0 if there is none.

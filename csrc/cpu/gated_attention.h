@@ -14,6 +14,7 @@ struct GatedAttention {
   const AttentionParams& params;
   Gate<Real> gate;
   bool skips_closed = true;  // whether closed heads are not computed
+  bool skips_rows = false;   // whether the backward pass skips tiles whose rows are all closed
   int64_t B, H, Hk, T, S, D, Dv, query_tiles;
   int64_t heads_per_key;      // query heads that share a key head
   int64_t kept_tiles;         // tiles of scores that entmax keeps of a query tile
@@ -84,6 +85,13 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   explicit GatedAttentionBackward(const BackwardParams& p)
       : GatedAttention<Real, Operand>(p), backward(p) {
     this->skips_closed = !p.closed_grad;
+    this->skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;
+  }
+
+  // Whether a tile has a dQ other than 0.
+  bool computes(const TilePlace& at, const VisibleRows<Real>& visible) const {
+    return visible.any && !this->gate.closed(at.b, at.h) &&
+           !(this->skips_rows && this->gate.closed_rows(at.b, at.h, at.first_row, visible.count));
   }
 
   // Accumulators of dK and dV of `keys` keys.
@@ -108,7 +116,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
       const bool sees_part =
           std::max(range.begin, visible.hull_lo) < std::min(range.end, visible.hull_hi);
       if (!with_rows && !sees_part) continue;
-      if (with_dquery && (!visible.any || this->gate.closed(at.b, at.h)))
+      if (with_dquery && !computes(at, visible))
         store_zeros<Real>(rows_at(p.dquery, at.b, at.h), at.first_row, visible.count, this->D);
       const HeadGradients gradients = head_gradients<Real>(*this, p, at.b, at.h, with_rows);
       BackwardTile<Real, Operand>& tile =

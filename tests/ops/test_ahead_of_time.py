@@ -84,6 +84,45 @@ def test_float32_kernels(kernel_cache: Path) -> None:
     hold(["sm_90"], works("heads, D 64"), "float32", kernel_cache)
 
 
+#: One work in CI, of the kernel in Gluon; every width and feature before a release.
+IN_GLUON = works("gate of heads, D 128")[:1]
+OTHERS_IN_GLUON = works(
+    "gate of heads, D 64", "gate of heads, D 96", "gate of heads, D 256", "softcap, sinks, D 128"
+)
+OTHERS_IN_GLUON += works(
+    ": plain, D 128", "gate of rows, sinks, D 128", "elements, D 128", "dense mask, D 128"
+)
+
+
+@pytest.mark.parametrize(
+    "works", [IN_GLUON, pytest.param(OTHERS_IN_GLUON, marks=pytest.mark.release)]
+)
+def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cache: Path) -> None:
+    """Of specialized warps: in the loops over full and over partial tiles of the first consumer.
+
+    The first spills nothing, the second at most 4 instructions, of addresses beside the cells of a mask.
+
+    What leads to the second consumer, a table of jumps, is not followed; its code is that of the first.
+
+    ptxas may put the softmax behind the product that it should run beside: then none of the exponentials would be under
+    it. Of 66 for a tile of 128 keys two are those of a row's sums.
+    """
+    gated = [work for work in works if work.name.startswith("gated")]
+    found = ahead_of_time.compile_all(
+        ["sm_90"], gated, ["bfloat16"], kernel_cache, processes=1, with_loops=True
+    )
+    kernels = [one for one in found if one.kernel.name == "triton.gluon_forward"]
+    assert kernels
+    for one in kernels:
+        assert not one.broken()
+        assert not one.kernel.serialized
+        assert one.kernel.warps == 8
+        for loop, most in zip(one.kernel.loops, (0, 4), strict=True):
+            under_way, every = loop.overlap
+            assert loop.spills <= most, one
+            assert under_way * 66 >= every * 60, one
+
+
 def test_what_breaks_a_bound_is_told() -> None:
     good = ahead_of_time.Kernel(
         "gated_attention.forward", "sm_90", "", registers=128, shared=1 << 15,

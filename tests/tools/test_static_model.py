@@ -72,6 +72,21 @@ def test_the_hot_path_is_a_full_tile_with_aligned_copies() -> None:
     assert kinds == {"control": 6, "alu": 2, "shared": 1, "tensor": 1, "mufu": 1}
 
 
+def test_exponentials_under_a_product() -> None:
+    def loop(*words: str) -> sass.Loop:
+        lines = [word.partition(" ") for word in words]
+        hot = tuple(sass.Instruction(name, rest, False, None) for name, _, rest in lines)
+        return sass.Loop(len(hot), hot, 0)
+
+    wait = "WARPGROUP.DEPBAR.LE gsb0, "
+    products = ("HGMMA.64x128x16", "HGMMA.64x64x16")
+    assert loop(
+        *products, f"{wait}0x1", "MUFU.EX2", "MUFU.EX2", f"{wait}0x0", "MUFU.EX2"
+    ).overlap == (2, 3)
+    assert loop(*products, f"{wait}0x0", "MUFU.EX2", "MUFU.RCP").overlap == (0, 2)
+    assert loop("MUFU.EX2", f"{wait}0x1", "FADD").overlap == (0, 1)
+
+
 def test_cycles_of_instructions() -> None:
     def cycles(line: str, target: str = "sm_90", warps: int = 4) -> dict[str, int]:
         taken = pipes.cycles(sass_of(line).instructions, pipes.PARTS[target], warps)

@@ -37,11 +37,11 @@ def tiles_in(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
 
     All four dimensions are described, so that heads and batches may have any (`describable`) strides.
     """
-    strides = [*_outer_strides(rows), 1]
+    strides = [*outer_strides(rows), 1]
     return TensorDescriptor(rows, list(rows.shape), strides, [1, 1, block, columns])
 
 
-def _outer_strides(rows: Tensor) -> list[int]:
+def outer_strides(rows: Tensor) -> list[int]:
     """The strides of batches, heads and rows; 8, which suits descriptors, where there is one only."""
     outer = zip(rows.shape[:3], rows.stride()[:3], strict=True)
     return [8 if size == 1 else stride for size, stride in outer]

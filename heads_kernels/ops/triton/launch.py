@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from heads_kernels.ops.triton.operands import POINTERS
 from heads_kernels.ops.triton.tiles import Tiles
@@ -73,7 +72,7 @@ def _collect_facts(values: tuple[Any, ...], facts: list[object]) -> None:
             facts += ptr.dtype, ptr.data_ptr() & 15, *value[1:]
         elif isinstance(value, tuple):
             _collect_facts(value, facts)
-        elif kind is TensorDescriptor:
-            facts += value.base.dtype, *value.block_shape
-        else:
+        elif isinstance(value, Tensor):
             facts += value.dtype, value.data_ptr() & 15
+        else:  # a descriptor of Triton or Gluon
+            facts += value.base.dtype, *value.block_shape

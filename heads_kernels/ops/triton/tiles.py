@@ -106,12 +106,12 @@ class TileConstants:
 @functools.cache
 def tile_constants(
     tiles: Tiles, D: int, Dv: int, *, mixes: bool = False, gate: str = "none", activation: str = "identity",
-    needs_key: bool = False, needs_value: bool = False,
+    needs_key: bool = False, needs_value: bool = False, width: int = 0,
 ) -> TileConstants:  # fmt: skip
-    """The description of kernels with these tiles for heads of these widths."""
-    block_d = tiles.block_d if mixes else padded(D)
+    """The description of kernels with these tiles for heads of these widths; `width`: of all tiles, unless it is 0."""
+    block_d = tiles.block_d if mixes else width or padded(D)
     chunks = chunks_of(D, block_d) if mixes else 0
-    numbers = (tiles.block_m, tiles.block_n, block_d, padded(Dv), D, Dv, chunks, tiles.block_slice,
+    numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice,
         tiles.partial_stages, gate, activation, needs_key, needs_value)  # fmt: skip
     return TileConstants(*map(tl.constexpr, numbers))
 
@@ -130,6 +130,18 @@ def tiles_for(
     gpu, kind = _named(like.device.index) if like.is_cuda else ("", _kind_of_target())
     short = like.shape[-2] <= SHORT_QUERY and kernel.endswith((".forward", ".queries"))
     return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms, short, descriptors)
+
+
+def warp_tiles(kernel: str, like: Tensor, width: int) -> Tiles | None:
+    """The tiles of the kernel in Gluon that stands for `kernel` where heads have this width; None where none does.
+
+    `num_stages` is how many tiles of keys, and of values, are in shared memory, `num_warps` that of each consumer.
+    """
+    if TRITON_INTERPRETED or like.dtype.itemsize != 2:
+        return None
+    kind = _named(like.device.index)[1] if like.is_cuda else _kind_of_target()
+    rows = _SPECIALIZED.get(kind, {}).get(kernel, {})
+    return next((tiles for widest, tiles in sorted(rows.items()) if width <= widest), None)
 
 
 def padded(width: int) -> int:
@@ -402,6 +414,18 @@ _HALF["sm_100"] = _HALF["sm_90"] | {
     "collaborative_attention.keys, wide": {
         64: Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2)
     },
+}
+
+#: The same for the kernels in Gluon that stand for others (`gluon_forward`): a consumer has 64 rows, and all else fits
+#: into shared memory. Without its row here, the kernel of the table above runs.
+_SPECIALIZED: Final[dict[str, dict[str, dict[int, Tiles]]]] = {
+    "sm_90": {
+        "gated_attention.forward": {
+            64: Tiles(128, 128, num_warps=4, num_stages=3),
+            128: Tiles(128, 128, num_warps=4, num_stages=2),
+            256: Tiles(128, 64, num_warps=4, num_stages=2),
+        }
+    }
 }
 
 #: The same for float32 on every kind.

@@ -63,14 +63,7 @@ def tiles_seen(visible, place, tile, lo, hi, T, BLOCK: tl.constexpr):
 @triton.jit
 def tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK: tl.constexpr):
     """The same by intervals alone."""
-    sees = lo < hi
-    start = tl.min(tl.where(sees, lo, 2147483647)) // BLOCK
-    end = tl.cdiv(tl.max(hi), BLOCK)
-    # Rows that are not there are not stored: they need no mask.
-    there = rows < T
-    full_start = tl.cdiv(tl.max(tl.where(there, lo, 0)), BLOCK)
-    full_end = tl.min(tl.where(there, hi, 2147483647)) // BLOCK
-    start = tl.minimum(start, end)
+    start, full_start, full_end, end = tiles_of_ranges(lo, hi, rows, T, BLOCK)
     if visible.key_visible is not None:
         # Full tiles end at the first hidden key.
         hole = full_end * BLOCK
@@ -80,7 +73,20 @@ def tiles_in_ranges(visible, b, lo, hi, rows, T, BLOCK: tl.constexpr):
             seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
             hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys)))
         full_end = hole // BLOCK
-    return _ordered(start, full_start, full_end, end)
+    return ordered(start, full_start, full_end, end)
+
+
+@triton.jit
+def tiles_of_ranges(lo, hi, rows, T, BLOCK: tl.constexpr):
+    """The four numbers of `Visits`, not in order, of rows with ranges `lo`, `hi` in which no key is hidden."""
+    sees = lo < hi
+    start = tl.min(tl.where(sees, lo, 2147483647), 0) // BLOCK
+    end = tl.cdiv(tl.max(hi, 0), BLOCK)
+    # Rows that are not there are not stored: they need no mask.
+    there = rows < T
+    full_start = tl.cdiv(tl.max(tl.where(there, lo, 0), 0), BLOCK)
+    full_end = tl.min(tl.where(there, hi, 2147483647), 0) // BLOCK
+    return tl.minimum(start, end), full_start, full_end, end
 
 
 @triton.jit
@@ -122,11 +128,11 @@ def tiles_that_see(visible, b, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl
     end = tl.cdiv(tl.maximum(stop, 0), BLOCK)
     start = tl.minimum(first // BLOCK, end)
     full_end = tl.where(whole, tl.maximum(full_stop, 0) // BLOCK, 0)
-    return _ordered(start, tl.cdiv(full_first, BLOCK), full_end, end)
+    return ordered(start, tl.cdiv(full_first, BLOCK), full_end, end)
 
 
 @triton.jit
-def _ordered(start, full_start, full_end, end):
+def ordered(start, full_start, full_end, end):
     """The same with `start <= full_start <= full_end <= end`; no full tile is left where they cross."""
     full_start = tl.minimum(tl.maximum(full_start, start), end)
     full_end = tl.maximum(tl.minimum(full_end, end), full_start)
@@ -139,7 +145,7 @@ def tiles_of_split(visits, split, splits):
     share = tl.cdiv(visits.end - visits.start, splits)
     first = tl.minimum(visits.start + split * share, visits.end)
     end = tl.minimum(first + share, visits.end)
-    return _ordered(first, visits.full_start, visits.full_end, end)
+    return ordered(first, visits.full_start, visits.full_end, end)
 
 
 @triton.jit

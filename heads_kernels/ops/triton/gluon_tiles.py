@@ -1,0 +1,177 @@
+"""Tiles of kernels in Gluon: which ones a program visits, who asks for them and who looks at them first.
+
+Consumers (`gluon_forward`) read rings of tiles of keys and values in shared memory, full tiles first, then partial.
+Two workers bring them: `producer` of one warp, and `inspector` of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from heads_kernels.ops.triton.operands import Place
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    listed_tiles,
+    ordered,
+    partial_count,
+    partial_tile,
+    ranges,
+    tiles_of_ranges,
+)
+
+# Older names until Triton 3.7.
+load_tiles: Final = (
+    tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+)
+store_tiles: Final = (
+    tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+)
+
+#: Query rows of a consumer: the fewest that four warps multiply.
+CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)
+#: Keys looked at together for a hidden one. Heuristic: 8 a thread, as of `visible`.
+_SCAN: gl.constexpr = gl.constexpr(1024)
+
+
+class Shared(NamedTuple):
+    """Shared memory, in a kernel: tiles, and barriers."""
+
+    query: Any  # [2, 1, 1, ROWS, BLOCK_D], a tile for each consumer; then its output
+    key: Any  # [STAGES, 1, 1, BLOCK_N, BLOCK_D]
+    value: Any  # [STAGES, 1, 1, BLOCK_N, BLOCK_DV]
+    poison: Any  # float32 [STAGES, BLOCK_N], of partial tiles
+    query_ready: Any  # [2]
+    key_ready: Any  # [STAGES], as the others
+    key_free: Any
+    value_landed: Any
+    value_ready: Any
+    value_free: Any
+    turns: Any  # [2]
+
+
+@gluon.jit
+def place_of(sizes, together, TILE: gl.constexpr, ROWS: gl.constexpr):
+    """The place of a program among `together` heads that are in work at once; `sizes.T` rows have tiles."""
+    tiles = gl.cdiv(sizes.T, TILE.block_m)
+    heads = gl.num_programs(0) // tiles
+    first = gl.program_id(0) // (together * tiles) * together
+    beside = gl.minimum(heads - first, together)
+    program = gl.program_id(0) - first * tiles
+    pair = first + program % beside
+    b, h = pair // sizes.H, pair % sizes.H
+    first_row = (tiles - 1 - program // beside) * TILE.block_m
+    return Place(
+        b, h, h // sizes.group, first_row, first_row + gl.arange(0, TILE.block_m, layout=ROWS)
+    )
+
+
+@gluon.jit
+def visits_of(visible, place, T, S, TILE: gl.constexpr, ROWS: gl.constexpr):
+    """The tiles of keys that the rows of `place` see; see `visible`."""
+    BLOCK_N: gl.constexpr = TILE.block_n
+    if visible.lists is not None:
+        visits = listed_tiles(visible, place.b, place.h, place.first // TILE.block_m, T)
+    else:
+        lo, hi = ranges(visible, place.b, place.at, T, S)
+        start, full_start, full_end, end = tiles_of_ranges(lo, hi, place.at, T, BLOCK_N)
+        if visible.key_visible is not None:
+            # Full tiles end at the first hidden key.
+            hole = full_end * BLOCK_N
+            at = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys
+            for scan in range(full_start * BLOCK_N, gl.minimum(full_end, end) * BLOCK_N, _SCAN):
+                keys = scan + gl.arange(0, _SCAN, layout=ROWS)
+                seen = gl.load(at + keys, mask=keys < hole, other=1) != 0
+                hole = gl.minimum(hole, gl.min(gl.where(seen, 2147483647, keys), 0))
+            full_end = hole // BLOCK_N
+        visits = ordered(start, full_start, full_end, end)
+    return visits
+
+
+@gluon.jit
+def first_key(visible, place, index, visits, TILE: gl.constexpr):
+    """The first key of the tile that is visited at `index`: full tiles come first."""
+    own = place.first // TILE.block_m
+    full = visits.full_end - visits.full_start
+    if index < full:
+        number = full_tile(visible, place.b, place.h, own, visits.full_start + index)
+    else:
+        number = partial_tile(visible, place.b, place.h, own, index - full, visits)
+    return number * TILE.block_n
+
+
+@gluon.jit
+def producer(
+    query_tiles, key_tiles, value_tiles, shared, visible, place, visits, TILE: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Ask for the query, and for the tiles of keys and values as their places become free."""
+    ROWS: gl.constexpr = CONSUMER_ROWS
+    KEY_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_d
+    VALUE_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_dv
+    b, h, hk = place.b, place.h, place.hk
+    full = visits.full_end - visits.full_start
+    count = full + partial_count(visits)
+    if count > 0:
+        for who in gl.static_range(2):
+            ready = shared.query_ready.index(who)
+            mbarrier.expect(ready, 2 * ROWS * TILE.block_d)
+            load_tiles(
+                query_tiles, [b, h, place.first + who * ROWS, 0], ready, shared.query.index(who)
+            )
+    for index in range(count):
+        stage = index % STAGES
+        free = (index // STAGES + 1) & 1
+        first = first_key(visible, place, index, visits, TILE)
+        mbarrier.wait(shared.key_free.index(stage), free)
+        ready = shared.key_ready.index(stage)
+        mbarrier.expect(ready, KEY_BYTES)
+        load_tiles(key_tiles, [b, hk, first, 0], ready, shared.key.index(stage))
+        mbarrier.wait(shared.value_free.index(stage), free)
+        if index < full:
+            ready = shared.value_ready.index(stage)
+            mbarrier.expect(ready, VALUE_BYTES)
+            load_tiles(value_tiles, [b, hk, first, 0], ready, shared.value.index(stage))
+        else:
+            landed = shared.value_landed.index(stage)
+            mbarrier.expect(landed, VALUE_BYTES)
+            load_tiles(value_tiles, [b, hk, first, 0], landed, shared.value.index(stage))
+
+
+@gluon.jit
+def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
+    """Of partial tiles: 0 for values that are not finite, and NaN as the `poison` of their keys.
+
+    The product reads values of keys that a row does not see, and 0 times NaN is NaN. Poison is added to the scores of
+    the rows that do see the key (`softmax.poison`). Most tiles are finite: only sums of `0 * value` are formed of them.
+    """
+    # Parts of 8 rows and 64 features: 8 numbers a thread.
+    PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    OF_KEYS: gl.constexpr = gl.SliceLayout(1, PART)
+    BLOCK_N: gl.constexpr = TILE.block_n
+    BLOCK_DV: gl.constexpr = TILE.block_dv
+    full = visits.full_end - visits.full_start
+    for index in range(full, full + partial_count(visits)):
+        stage = index % STAGES
+        mbarrier.wait(shared.value_landed.index(stage), ((index - full) // STAGES) & 1)
+        tile = shared.value.index(stage).reshape([BLOCK_N, BLOCK_DV])
+        poison = shared.poison.index(stage)
+        sums = gl.zeros([8, 64], gl.float32, layout=PART)
+        for first in gl.static_range(0, BLOCK_N, 8):
+            poison.slice(first, 8).store(gl.zeros([8], gl.float32, layout=OF_KEYS))
+            for column in gl.static_range(0, BLOCK_DV, 64):
+                part = tile.slice(first, 8).slice(column, 64, dim=1)
+                sums += part.load(PART).to(gl.float32) * 0.0
+        if gl.max(gl.max(gl.where(sums == 0.0, 0, 1), 1), 0) != 0:
+            for first in gl.static_range(0, BLOCK_N, 8):
+                of_keys = gl.zeros([8], gl.float32, layout=OF_KEYS)
+                for column in gl.static_range(0, BLOCK_DV, 64):
+                    part = tile.slice(first, 8).slice(column, 64, dim=1)
+                    values = part.load(PART).to(gl.float32)
+                    of_keys += gl.sum(values - values, 1)
+                    part.store(gl.where((values - values) == 0.0, values, 0.0).to(tile.dtype))
+                poison.slice(first, 8).store(of_keys)
+            fence_async_shared()
+        mbarrier.arrive(shared.value_ready.index(stage), count=1)
