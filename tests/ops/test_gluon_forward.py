@@ -73,6 +73,7 @@ OWN = (
     GatedCase("wide", 1, 1, 130, 150, D=256, Dv=256, mask=masks.holes, gate="BHT"),
     GatedCase("odd widths", 2, 2, 260, 260, D=96, Dv=72, mask=masks.padded(260, 101), sinks=True),
     GatedCase("window", 1, 2, 300, 300, D=64, Dv=64, mask=masks.fixed(Mask(window=(70, 90)))),
+    GatedCase("windows", 1, 2, 300, 300, D=64, Dv=64, mask=masks.fixed(Mask(window=[(70, 0), (-1, 0)]))),
     GatedCase("blocks", 2, 4, 150, 420, D=64, Dv=64, Hk=2, mask=masks.dense_blocks, gate="BHT"),
     GatedCase("softcap", 1, 2, 140, 200, D=64, Dv=64, softcap=2.0, sinks=True, is_causal=True),
     GatedCase("projected", 2, 4, 129, 129, D=64, Dv=64, layout="transposed", is_causal=True),
@@ -167,6 +168,7 @@ def test_which_calls_it_serves() -> None:
     refused: tuple[dict[str, Any], ...] = (
         {"T": 16}, {"S": 511}, {"D": 32, "Dv": 32}, {"Dv": 128}, {"D": 100, "Dv": 100}, {"dropout_p": 0.1},
         {"bias": "HTS"}, {"offsets": 9}, {"layout": "sliced"},
+        {"mask": masks.fixed(Mask(window=(70, 0), first_keys=4))},
     )  # fmt: skip
     for changes in refused:
         assert not chosen(**changes), changes
