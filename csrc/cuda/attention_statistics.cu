@@ -263,7 +263,7 @@ struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
     const int first_key = at.tile * kBlock;
     const Head head = {at.b, at.head, T_rows, S};
     const int64_t first_index = (int64_t{at.b} * H + at.head) * T_rows;
-    const Visible visible(p.mask, at.b, at.h, T_rows, S);
+    const Visible visible(p.mask, at.b, at.head, T_rows, S);
     const TileList list =
         tiles_that_see<kThreads, kBlock, kBlock>(visible, first_key, on_chip.scratch);
     if (mixes && list.count()) on_chip.features.template set<kThreads>(p.mixing, at.head);
