@@ -8,7 +8,7 @@ pytest-timeout ends a worker whose kernel hangs.
 Without a GPU these tests run on CPU tensors, where the process was started for it: with TRITON_INTERPRET=1 Triton's
 interpreter, corrected, runs the kernels of `triton`, with HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in
 the order HK_SCHEDULE (the module in the folder HK_EMULATED, where that is set). They have the backend's name as a mark.
-Of the cases, and of tests that `make test` leaves out, `make check` runs one of five in the interpreter and one of four
+Of the cases, and of tests that `make test` leaves out, `make check` runs one of seven in the interpreter and one of six
 in the emulator, and on other backends one of four of float16's; the rest has the mark `release`. `make test` runs the
 mark `tiny`: tiny cases in float32.
 """
@@ -119,8 +119,8 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 #: Of backends that serve CPU tensors only in processes that were started for it: whether this one was, how, and one of
 #: how many cases `make check` runs there, by the hash of their names.
 STARTED_FOR = {
-    "triton": (TRITON_INTERPRETED, "TRITON_INTERPRET=1", 5),
-    "cuda": (CUDA_EMULATED, "HEADS_KERNELS_EMULATE_CUDA=1", 4),
+    "triton": (TRITON_INTERPRETED, "TRITON_INTERPRET=1", 7),
+    "cuda": (CUDA_EMULATED, "HEADS_KERNELS_EMULATE_CUDA=1", 6),
 }
 
 #: One of how many cases `make check` runs in float16 on the other backends, by the hash of their names.
