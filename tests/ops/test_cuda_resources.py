@@ -74,5 +74,6 @@ def test_every_part_has_every_kernel(kernels: list[Kernel]) -> None:
         "AttentionRows",
         "BiasGradient",
         "GatedDecode",
+        "Received",
         "Statistics",
     }
