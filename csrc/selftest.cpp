@@ -163,6 +163,7 @@ struct Call {
 
   ForwardParams forward(bool save) {
     ForwardParams p{in.params(threads), {}, {}, {}};
+    p.closed_grad = in.closed_grad;
     p.out = make_like("out", in.dout);
     if (save && !in.gated.empty()) p.attended = make_like("attended", in.dout);
     if (save && in.alpha.tensor) p.lse = make("lse", in.compute, {2, in.B, in.H, in.T});

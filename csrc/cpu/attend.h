@@ -383,6 +383,8 @@ inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real toke
     gate.elements(head.b, head.h, i, head.Dv, scratch);
     for (int64_t w = 0; w < head.Dv; w += kLanes<Real>)
       store<Real>(row + w, load(row + w) * load(scratch + w));
+  } else if (gate && token == Real(0)) {
+    std::fill_n(row, head.Dv, Real(0));  // as of a tile of such rows, which is not computed
   } else if (gate) {
     for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * token);
   }

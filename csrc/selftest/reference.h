@@ -90,8 +90,12 @@ class Reference {
     statistics(at, keys, score, p, sum_exp, off);
     if (in.collaborative) off += 2 * u_pair * u_pair * largest;
 
-    const bool closed = in.closed(b, h);  // then lse and attended are unspecified
-    lse.add(at, sum_exp, closed ? kInfinity : off);
+    const bool closed = in.closed(b, h);
+    // Of closed rows lse and attended are unspecified, and so is the gradient of a gate per token
+    // without closed_grad.
+    const bool unread = !closed && !in.closed_grad && !in.elementwise() &&
+                        in.activation == Activation::kIdentity && in.gate_at(b, h, i, 0) == 0;
+    lse.add(at, sum_exp, closed || unread ? kInfinity : off);
     for (int64_t j : keys) {
       const double kept = p[j] * in.kept(b, h, i, j);
       for (int64_t w = 0; w < Dv; ++w) {
@@ -104,10 +108,11 @@ class Reference {
       const double gate = in.gate_at(b, h, i, w), g = keys.empty() ? 0 : grad[at * Dv + w];
       const double p_off = off + u_pair;
       const double sum_off = 2 * p_off * size[w] + u_storage * std::abs(sum[w]);
-      attended.add(at * Dv + w, sum[w], closed ? kInfinity : p_off * size[w]);
+      attended.add(at * Dv + w, sum[w], closed || unread ? kInfinity : p_off * size[w]);
       if (!closed) out.add(at * Dv + w, gate * sum[w], p_off * std::abs(gate) * size[w]);
       if (!closed || in.closed_grad)
-        dgate.add(in.elementwise() ? at * Dv + w : at, g * sum[w], std::abs(g) * sum_off);
+        dgate.add(in.elementwise() ? at * Dv + w : at, g * sum[w],
+                  unread ? kInfinity : std::abs(g) * sum_off);
       dsum[w] = gate * g;
       delta += dsum[w] * sum[w];
       delta_size += std::abs(dsum[w]) * size[w], delta_off += std::abs(dsum[w]) * sum_off;
