@@ -43,7 +43,8 @@ def patch(
 
     All other heads compute their own outputs, and gradients pass through the patched ones' replacements. Blocks may be
     nested, and the inner one sees what the outer one gives; a block acts on the thread that entered it alone. Under
-    `torch.compile` the block breaks the graph. With activation checkpointing call `backward` in the block.
+    `torch.compile` the block breaks the graph. Do not checkpoint activations: what the backward pass computes again,
+    perhaps on another thread, is not replaced.
 
     Args:
         model: with attention layers (`attention_layers`); a transformers model after
@@ -55,11 +56,12 @@ def patch(
 
     Raises:
         TypeError, ValueError: a layer or head does not exist; a replacement is of another kind, or does not fit the
-            output; the attention function of a transformers model is not this package's; in the forward pass, a layer
-            runs without calling `edit_heads`.
+            output; the attention function of a transformers model is not this package's, or it checkpoints activations;
+            in the forward pass, a layer runs without calling `edit_heads`.
     """
     _check_rows(rows)
     there = attention_layers(model)
+    _check_computed_once(model)
     if not isinstance(heads, Mapping):
         was = f"is a {type(heads).__name__}"
         refuse("heads", was, "pass {layer: {head: replacement}}", TypeError)
@@ -93,8 +95,8 @@ def outputs(
     Raises:
         TypeError, ValueError: as in `patch`.
     """
-    there = attention_layers(model)
-    chosen = choose_layers(there, layers)
+    chosen = choose_layers(attention_layers(model), layers)
+    _check_computed_once(model)
     found: dict[int, list[Tensor]] = {layer.index: [] for layer in chosen if layer.num_heads}
 
     def recording(runs: list[Tensor]) -> Edit:
@@ -108,6 +110,15 @@ def outputs(
         [(layer, recording(found[layer.index])) for layer in chosen if layer.index in found]
     ):
         yield found
+
+
+def _check_computed_once(model: nn.Module) -> None:
+    """Refuse a model of transformers whose layers are computed again in the backward pass, outside of the block."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) and module.training:
+            kind = type(module).__name__
+            was = f"checkpoints activations ({kind}): the backward pass computes them without the block"
+            refuse("model", was, "call gradient_checkpointing_disable(), or eval()")
 
 
 @contextmanager

@@ -200,6 +200,17 @@ def test_a_module_that_reads_no_edits_is_refused() -> None:
         model(torch.randn(2, 5, 16))
 
 
+def test_checkpointed_activations_are_refused() -> None:
+    model = hk.integrations.transformers.use(build("bert")).train()
+    model.gradient_checkpointing_enable()
+    for block in (hk.heads.patch(model, {0: {0: "zero"}}), hk.heads.outputs(model)):
+        with pytest.raises(ValueError, match="checkpoints activations"), block:
+            pass
+    model.eval()
+    with hk.heads.patch(model, {0: {0: "zero"}}):
+        outputs(model)
+
+
 def test_stock_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="use"), hk.heads.patch(build("bert"), {0: {0: "zero"}}):
         pass
