@@ -401,7 +401,7 @@ inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& 
   const VisibleRows<Real>& visible = tile.visible;
   const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
   transpose(tile.out, BLOCK_M, scratch.rows, stride, padded, visible.columns);
-  alignas(64) Real tokens[BLOCK_M];
+  alignas(64) Real tokens[BLOCK_M] = {};
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
   for (int m = 0; m < visible.count; ++m) {
     if (outputs.threshold)

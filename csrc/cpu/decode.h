@@ -111,7 +111,7 @@ class Decoder {
         store<Real>(out + d, load(out + d) + load(row + d) * share);
     }
     const Head<Real> head = op_.head(b, h);
-    alignas(64) Real token[L];
+    alignas(64) Real token[L] = {};
     if (op_.gate && !op_.gate.elementwise) op_.gate.tokens(b, h, i, 1, token);
     finish_row(head, op_.gate, token[0], outputs_of<Real>(op_, p_, b, h), i, reference, sum, out,
                workspace.take<Real>(width));
