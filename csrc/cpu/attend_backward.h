@@ -451,12 +451,13 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const bool closed = op.gate.closed(head.b, head.h);
-  const bool none = closed || (op.skips_rows &&
-                               op.gate.closed_rows(head.b, head.h, visible.first, visible.count));
-  if (none && gradients.dsinks)
+  const bool skipped =
+      closed ||
+      (op.skips_rows && op.gate.closed_rows(head.b, head.h, visible.first, visible.count));
+  if (skipped && gradients.dsinks)
     std::fill_n(static_cast<Real*>(gradients.dsinks) + visible.first, visible.count, Real(0));
-  if (none && !gradients.dgate) return false;
-  if (none && !(closed_grad && visible.any)) {
+  if (skipped && !gradients.dgate) return false;
+  if (skipped && !(closed_grad && visible.any)) {
     std::fill_n(static_cast<Real*>(gradients.dgate) + visible.first, visible.count, Real(0));
     return false;
   }

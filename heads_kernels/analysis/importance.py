@@ -79,7 +79,7 @@ def importance(
 
     "patching" estimates the change of the loss of a corrupted input x if the head has the output of the clean one, as
     `hk.heads.patch` gives it: a batch is a pair of batches (clean, corrupted) of equal sizes, and `loss` is called with
-    each. It takes two passes forward and one backward for all heads.
+    each: it returns losses, not outputs. It takes two passes forward and one backward for all heads.
 
     Existing gates stay in effect: a closed head scores 0 by every method except "confidence". Heads have their current
     numbers. For a layer that runs several times in a pass (ALBERT), derivatives are summed over its runs, and a head is
@@ -171,9 +171,7 @@ _ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 
 def _by_gradients(task: _Task) -> list[Tensor]:
-    if any(parameter.is_inference() for parameter in task.model.parameters()):
-        was = "has weights of inference mode, through which no gradient goes"
-        refuse("model", was, "load it outside of torch.inference_mode, or use 'leave_one_out'")
+    _check_passes_gradients(task.model)
     sums, examples, signs = task.zeros(), 0, torch.Generator().manual_seed(0)
     with evaluation(task.model), torch.enable_grad():
         for batch in each_batch(task.data, "importance", task.progress):
@@ -204,7 +202,14 @@ def _slopes(value: Tensor, ones: list[Tensor], signs: torch.Generator) -> list[T
     ]
 
 
+def _check_passes_gradients(model: nn.Module) -> None:
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        was = "has weights of inference mode, through which no gradient goes"
+        refuse("model", was, "load it outside of torch.inference_mode, or use 'leave_one_out'")
+
+
 def _by_patching(task: _Task) -> list[Tensor]:
+    _check_passes_gradients(task.model)
     sums, examples, signs = task.zeros(), 0, torch.Generator().manual_seed(0)
     with evaluation(task.model):
         for pair in each_batch(task.data, "importance", task.progress):
@@ -223,6 +228,9 @@ def _by_patching(task: _Task) -> list[Tensor]:
             with edited(edits), torch.enable_grad():
                 value = task.run(corrupted)
             examples += _check_value(value, [len(factor) for _, factor in steps])
+            if value.dim() > 1:
+                was = f"gave outputs {list(value.shape)}, whose change has no sign"
+                refuse("loss", was, "return losses [B] or their sum for 'patching'")
             slopes = _slopes(value, [factor for _, factor in steps], signs)
             for (index, _), slope in zip(steps, slopes, strict=True):
                 sums[index] += slope.sum((0, 1)).cpu().double()

@@ -60,11 +60,14 @@ class RepeatScores:
         if layer.index not in self.sums:
             return
         if self.keys is None:
-            self.keys = earlier_keys(self.batch["input_ids"].to(words.device), words)
+            ids = self.batch["input_ids"].to(words.device)
+            if ids.shape != words.shape:
+                was = f"has 'input_ids' {list(ids.shape)}, but {layer} runs on {list(words.shape)} tokens"
+                refuse("data", was, "pass whole sequences, without a cache")
+            self.keys = earlier_keys(ids, words)
         ones = lse.new_ones((1, call.S, 1))
-        bands = [
-            Band(key.clamp(min=0), key + 1, ones) for key in self.keys
-        ]  # empty where key is -1
+        # Where there is no key, -1, the band is empty.
+        bands = [Band(key.clamp(min=0), key + 1, ones) for key in self.keys]
         found = [part[..., 0].double().sum((0, 2)) for part in attended(call, lse, bands)]
         self.sums[layer.index] = self.sums[layer.index].to(lse.device) + torch.stack(found)
         rows = (self.keys >= 0).sum((1, 2)).double()

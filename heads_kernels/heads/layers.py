@@ -51,7 +51,7 @@ class AttentionLayer:
 
     @property
     def weight(self) -> Tensor:
-        """The first parameter of its module, with whose device gates go; an empty tensor if it has none."""
+        """The first parameter of its module, whose device gates are made on; an empty tensor if it has none."""
         return next(self.module.parameters(), torch.empty(0))
 
     @property

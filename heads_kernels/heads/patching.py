@@ -57,7 +57,7 @@ def patch(
     Raises:
         TypeError, ValueError: a layer or head does not exist; a replacement is of another kind, or does not fit the
             output; the attention function of a transformers model is not this package's, or it checkpoints activations;
-            in the forward pass, a layer runs without calling `edit_heads`.
+            in the forward pass, a layer runs without calling `edit_heads`; after it, a layer did not run.
     """
     _check_rows(rows)
     there = attention_layers(model)
@@ -66,6 +66,7 @@ def patch(
         was = f"is a {type(heads).__name__}"
         refuse("heads", was, "pass {layer: {head: replacement}}", TypeError)
     edits = []
+    ran: set[int] = set()  # indices of layers
     for key, chosen in heads.items():
         layer = find_layer(there, key, "heads")
         if not isinstance(chosen, Mapping):
@@ -74,9 +75,12 @@ def patch(
         for head, replacement in chosen.items():
             _check_replacement(f"heads[{key!r}][{head!r}]", layer, head, replacement)
         if chosen:
-            edits.append((layer, _replacing(str(layer), dict(chosen), rows)))
+            edits.append((layer, _replacing(layer, dict(chosen), rows, ran)))
     with edited(edits):
         yield
+    for layer, _ in edits:
+        if layer.index not in ran:
+            refuse(str(layer), "did not run in the block", "run the model there, or leave it out")
 
 
 @contextmanager
@@ -181,16 +185,22 @@ class _Slot:
 
 
 # ---------------------------------------------------------------------- replacements
-def _replacing(name: str, chosen: dict[int, Replacement], rows: slice | Tensor | None) -> Edit:
+def _replacing(
+    layer: AttentionLayer,
+    chosen: dict[int, Replacement],
+    rows: slice | Tensor | None,
+    ran: set[int],
+) -> Edit:
+    """The edit of a layer, which adds its index to `ran`."""
     numbers = list(chosen)
 
     def replace(heads: Tensor, call: AttentionCall) -> Tensor:
+        ran.add(layer.index)
         B, T, _, Dv = heads.shape
         made = []
         for head, replacement in chosen.items():
-            own = heads[:, :, head]
-            new = _values(f"{name}: head {head}", replacement, own, call)
-            made.append(own if new is None else new.expand(B, T, Dv))
+            new = _values(f"{layer}: head {head}", replacement, heads[:, :, head], call)
+            made.append(new.expand(B, T, Dv))
         values = torch.stack(made, 2)
         if rows is not None:
             inside = _inside(rows, B, T, heads.device)
@@ -242,18 +252,11 @@ def _check_replacement(name: str, layer: AttentionLayer, head: Any, replacement:
         if not replacement.is_floating_point() or replacement.dim() > 3:
             was = f"is a tensor of {replacement.dtype} with {replacement.dim()} dimensions"
             refuse(name, was, "pass a floating tensor that broadcasts to [B, T, Dv]")
+    elif not isinstance(replacement, str):
+        was = f"is a {type(replacement).__name__}"
+        refuse(name, was, 'pass a tensor, "mean" or "zero"', TypeError)
     elif replacement not in ("mean", "zero"):
-        was = (
-            f"is {replacement!r}"
-            if isinstance(replacement, str)
-            else f"is a {type(replacement).__name__}"
-        )
-        refuse(
-            name,
-            was,
-            'pass a tensor, "mean" or "zero"',
-            ValueError if isinstance(replacement, str) else TypeError,
-        )
+        refuse(name, f"is {replacement!r}", 'pass a tensor, "mean" or "zero"')
 
 
 def _check_rows(rows: Any) -> None:

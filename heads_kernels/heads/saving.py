@@ -275,9 +275,8 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
             check_can_share(model, layer)
             found = converted[layer.name]
             share(model, layer, found["dim"], ragged=False, slots=found.get("slots", 0))
-    named = [
-        layer for layer in find_layers(model) if layer.name in names
-    ]  # `share` replaces modules
+    # Once more: `share` replaces modules.
+    named = [layer for layer in find_layers(model) if layer.name in names]
     for layer in with_projections(model, named):
         if layer.name in converted:
             layer.module.ragged = converted[layer.name]["ragged"]

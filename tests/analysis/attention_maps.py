@@ -10,7 +10,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import Layers
+from tests.support.nn_layers import Layers, spread
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,15 @@ def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:
     return found
 
 
+def layers(**options: Any) -> Layers:
+    torch.manual_seed(0)
+    makes = hk.nn.GatedMultiheadAttention, hk.nn.CollaborativeMultiheadAttention
+    return Layers(
+        spread(makes[0](16, 4, dtype=torch.float64, **options)),
+        spread(makes[1](16, 4, 12, dtype=torch.float64)),
+    )
+
+
 def maps_of_layers(model: Layers, x: Tensor, visible: Tensor) -> Maps:
     """Of a model of `Layers`, from its weights: `visible` is `[B, T, S]`; a row is real that sees itself."""
     maps = []
@@ -111,6 +120,18 @@ def maps_of_layers(model: Layers, x: Tensor, visible: Tensor) -> Maps:
         maps.append(p)
     real = visible.diagonal(0, 1, 2)
     return Maps(torch.stack(maps), real, real)
+
+
+def padded_layers(left: bool, causal: bool) -> tuple[Layers, dict[str, Any], Maps]:
+    """`layers`, a batch for them of a whole and a padded example, and its `maps_of_layers`."""
+    model, x = layers(num_key_heads=2), torch.randn(2, 9, 16, dtype=torch.float64)
+    real = torch.tensor([[True] * 9, [True] * 6 + [False] * 3])
+    real = real.flip(1) if left else real
+    visible = real[:, None] & real[:, :, None]
+    visible = visible.tril() if causal else visible
+    with torch.no_grad():
+        maps = maps_of_layers(model, x, visible)
+    return model, {"x": x, "padding": ~real, "is_causal": causal}, maps
 
 
 def of_kind(scores: hk.analysis.HeadScores, kind: str) -> Tensor:

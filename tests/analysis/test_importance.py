@@ -191,6 +191,8 @@ def test_patching_is_the_slope_towards_the_clean_output() -> None:
 def test_patching_takes_pairs_of_equal_sizes() -> None:
     model = Layers(hk.nn.GatedMultiheadAttention(16, 4))
     x = torch.randn(3, 5, 16)
+    with pytest.raises(ValueError, match=r"loss gave outputs .* no sign"):
+        importance(model, [(x, x)], lambda model, x: model(x), method="patching")
     for data, message in (
         ([x], "data has a Tensor for a batch"),
         ([(x, x[:, :4])], r"data gives layer 0 .* outputs \[3, 5, 4, 4\] for the clean batch"),

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 
 import heads_kernels as hk
-from tests.analysis.attention_maps import Maps, maps_of_layers, stock_maps
+from tests.analysis.attention_maps import Maps, layers, padded_layers, stock_maps
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread
-
-
-def layers(**options: Any) -> Layers:
-    torch.manual_seed(0)
-    makes = hk.nn.GatedMultiheadAttention, hk.nn.CollaborativeMultiheadAttention
-    return Layers(
-        spread(makes[0](16, 4, dtype=torch.float64, **options)),
-        spread(makes[1](16, 4, 12, dtype=torch.float64)),
-    )
 
 
 def assert_received(
@@ -42,14 +32,7 @@ def assert_received(
 @pytest.mark.parametrize("last_rows", [None, 1, 4])
 @pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
 def test_modules(left: bool, causal: bool, last_rows: int | None) -> None:
-    model, x = layers(num_key_heads=2), torch.randn(2, 9, 16, dtype=torch.float64)
-    real = torch.tensor([[True] * 9, [True] * 6 + [False] * 3])
-    real = real.flip(1) if left else real
-    visible = real[:, None] & real[:, :, None]
-    visible = visible.tril() if causal else visible
-    with torch.no_grad():
-        maps = maps_of_layers(model, x, visible)
-    batch = {"x": x, "padding": ~real, "is_causal": causal}
+    model, batch, maps = padded_layers(left, causal)
     found = hk.analysis.received(model, [batch], last_rows=last_rows)
     assert [example.shape for example in found.examples[0]] == [(4, 9), (4, 6)]
     kinds = dict.fromkeys(found.kinds)

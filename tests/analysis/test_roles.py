@@ -41,6 +41,19 @@ class Planted(nn.Module):
         return output
 
 
+class Longer(nn.Module):
+    """A layer that runs on one token more than its input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = hk.nn.GatedMultiheadAttention(16, 4)
+
+    def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
+        x = torch.randn(len(input_ids), input_ids.shape[1] + 1, 16)
+        output: Tensor = self.attention(x)[0]
+        return output
+
+
 def ids(*sentences: list[int]) -> Tensor:
     return torch.tensor(sentences)
 
@@ -280,6 +293,8 @@ def test_repeats_are_sums_of_maps(family: str) -> None:
 def test_repeats_that_can_not_be_scored() -> None:
     with pytest.raises(ValueError, match="repeats is True, but no token of the data comes twice"):
         hk.analysis.roles(Planted(), [batch(ids([1, 2, 3]))], repeats=True)
+    with pytest.raises(ValueError, match=r"data has 'input_ids' .*, but layer 0 .* runs on"):
+        hk.analysis.roles(Longer(), [{"input_ids": ids([1, 2, 1])}], repeats=True)
     layer = hk.nn.GatedMultiheadAttention(16, 4)
     with pytest.raises(ValueError, match="repeats is True, but a batch has no 'input_ids'"):
         hk.analysis.roles(layer, [torch.randn(1, 4, 16)], repeats=True)

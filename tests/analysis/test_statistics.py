@@ -14,7 +14,7 @@ from heads_kernels.analysis.positions import Band, attended, own_keys
 from heads_kernels.analysis.statistics import MEASURES
 from heads_kernels.backends import CPU_MISSING
 from heads_kernels.testing import peak_memory
-from tests.analysis.attention_maps import assert_reads, maps_of_layers, of_kind, stock_maps
+from tests.analysis.attention_maps import assert_reads, layers, of_kind, padded_layers, stock_maps
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread
@@ -34,28 +34,13 @@ def assert_same(found: hk.analysis.HeadStatistics, expected: hk.analysis.HeadSta
     assert all(map(torch.equal, found.offsets, expected.offsets))
 
 
-def layers(**options: Any) -> Layers:
-    torch.manual_seed(0)
-    makes = hk.nn.GatedMultiheadAttention, hk.nn.CollaborativeMultiheadAttention
-    return Layers(
-        spread(makes[0](16, 4, dtype=torch.float64, **options)),
-        spread(makes[1](16, 4, 12, dtype=torch.float64)),
-    )
-
-
 # ---------------------------------------------------------------------- against maps in memory
 
 
 @pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
 def test_modules(left: bool, causal: bool) -> None:
-    model, x = layers(num_key_heads=2), torch.randn(2, 9, 16, dtype=torch.float64)
-    real = torch.tensor([[True] * 9, [True] * 6 + [False] * 3])
-    real = real.flip(1) if left else real
-    visible = real[:, None] & real[:, :, None]
-    visible = visible.tril() if causal else visible
-    with torch.no_grad():
-        maps = maps_of_layers(model, x, visible)
-    assert_reads(read(model, {"x": x, "padding": ~real, "is_causal": causal}), maps)
+    model, batch, maps = padded_layers(left, causal)
+    assert_reads(read(model, batch), maps)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
