@@ -16,7 +16,6 @@ mark `tiny`: tiny cases in float32.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import random
 import sys
@@ -30,6 +29,11 @@ import hypothesis
 import pytest
 import torch
 
+# isort: split
+from tests.support import emulator  # noqa: F401  before the package
+
+# isort: split
+from heads_kernels import backends
 from heads_kernels.backends import CPU_MISSING, CUDA_EMULATED, TRITON_INTERPRETED
 from heads_kernels.testing import Case
 
@@ -39,16 +43,9 @@ if TRITON_INTERPRETED:
     interpreter.correct()
 
 if CUDA_EMULATED:
-    if folder := os.environ.get("HK_EMULATED"):  # before anything imports the package's own
-        name = "heads_kernels._cuda_emulated"
-        (found,) = Path(folder).glob("_cuda_emulated.*.so")
-        spec = importlib.util.spec_from_file_location(name, found)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
     from heads_kernels import _cuda_emulated
 
+    assert not backends._CUDA_MISSING, backends._CUDA_MISSING  # or all tests would be skipped
     _cuda_emulated.use_schedule(os.environ.get("HK_SCHEDULE", "round_robin"))
 
 # No deadline: the first example of a shape may compile. 25 examples a property, and 5 in Triton's interpreter, which
