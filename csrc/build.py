@@ -62,8 +62,6 @@ NVCC = shlex.split(
 )
 # The driver is loaded at the first launch, so the module imports on machines without one.
 LINK_CUDA = shlex.split("-shared -s -lcudart_static -lrt -ldl -lpthread -Wl,--exclude-libs,ALL")
-# The kernels of csrc/cuda/*attention*.cu are compiled once for each.
-DTYPES = ("bf16", "fp16", "float")
 CHECKS = ["-DHK_CHECKS"]  # the checks of the wrappers, which only tests call
 EMULATOR = Path("build/emulator")
 
@@ -216,20 +214,10 @@ def cpu_selftest(folder: Path) -> Path:
 
 
 # ---------------------------------------------------------------------- CUDA
-def cuda_kernels(
-    compiler: list[str], dtypes: Sequence[str] = DTYPES, checks: bool = False
-) -> list[Unit]:
-    """csrc/cuda/, of which the attention kernels are compiled once per dtype; with `checks` those of its wrappers."""
-    units = []
-    if checks:
-        units.append(Unit("wrapper_checks", "csrc/selftest/wrapper_checks.cu", compiler))
-    for source in sorted(glob("csrc/cuda/*.cu")):
-        stem = Path(source).stem
-        variants = {"": []}
-        if "attention" in stem:
-            variants = {f"_{dtype}": [f"-DHK_DTYPE={dtype}"] for dtype in dtypes}
-        units += [Unit(stem + name, source, [*compiler, *own]) for name, own in variants.items()]
-    return units
+def cuda_kernels(compiler: list[str], checks: bool = False) -> list[Unit]:
+    """csrc/cuda/; with `checks` the checks of its wrappers."""
+    sources = sorted(glob("csrc/cuda/*.cu")) + ["csrc/selftest/wrapper_checks.cu"] * checks
+    return [Unit(Path(source).stem, source, compiler) for source in sources]
 
 
 def cuda_module(folder: Path, nvcc: Path) -> Path:
@@ -260,7 +248,7 @@ def emulated_module(folder: Path, dtype: str = "") -> Path:
     if dtype:
         compiler = [*compiler, f"-DHK_ONLY={dtype}"]
     bindings = Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *CHECKS, *python_includes()])
-    kernels = cuda_kernels([*compiler, "-x", "c++"], [dtype] if dtype else DTYPES, checks=True)
+    kernels = cuda_kernels([*compiler, "-x", "c++"], checks=True)
     return build(folder, "_cuda_emulated.so", [*units, bindings, *kernels], ["-shared"])
 
 

@@ -270,6 +270,6 @@ void Kernels<T>::attention_bias(const BiasParams& p, const LaunchTarget& target)
   launch<Kernel>(blocks, Kernel::shared_bytes(p.mixing ? p.mixing.size[1] : 0), p, target);
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

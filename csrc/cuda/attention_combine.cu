@@ -64,6 +64,6 @@ void Kernels<T>::attention_combine(const SplitParams& p, const LaunchTarget& tar
   });
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

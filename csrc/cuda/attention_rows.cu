@@ -139,6 +139,6 @@ void Kernels<T>::attention_rows(const RowsParams& p, const LaunchTarget& target)
   });
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

@@ -326,6 +326,6 @@ void Kernels<T>::attention_statistics(const StatisticsPass& p, const LaunchTarge
   launch<Received<T>>(p.query.size[0] * H * key_tiles, bytes, p, target);
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

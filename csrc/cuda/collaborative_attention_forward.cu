@@ -222,6 +222,6 @@ void Kernels<T>::collaborative_attention_split(const SplitParams& p, const Launc
   run_collaborative_forward<T>(p, target);
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

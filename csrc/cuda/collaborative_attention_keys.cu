@@ -288,6 +288,6 @@ void Kernels<T>::collaborative_attention_keys(const KeysParams& p, const LaunchT
   });
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

@@ -298,6 +298,6 @@ void Kernels<T>::collaborative_attention_queries(const QueriesParams& p,
   });
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

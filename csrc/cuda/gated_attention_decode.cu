@@ -257,6 +257,6 @@ void Kernels<T>::gated_attention_decode(const SplitParams& p, const LaunchTarget
   });
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

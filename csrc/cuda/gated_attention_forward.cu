@@ -173,6 +173,6 @@ void Kernels<T>::gated_attention_closed(const ClosedParams& p, const LaunchTarge
   run_gated_forward<T>(p, target);
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

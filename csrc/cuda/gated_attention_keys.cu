@@ -242,6 +242,6 @@ void Kernels<T>::gated_attention_keys(const KeysParams& p, const LaunchTarget& t
   });
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

@@ -128,6 +128,6 @@ void Kernels<T>::gated_attention_queries(const QueriesParams& p, const LaunchTar
   });
 }
 
-template struct Kernels<HK_DTYPE>;
+HK_INSTANTIATE_KERNELS
 
 }  // namespace hk::cuda

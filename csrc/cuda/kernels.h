@@ -119,7 +119,7 @@ struct bf16;
 struct fp16;
 
 // The attention kernels for operands of T: bf16, fp16, float. Each is defined in the file of its
-// name, which is compiled once per T.
+// name.
 template <typename T>
 struct Kernels {
   static void gated_attention_forward(const AttendParams&, const LaunchTarget&);
@@ -142,13 +142,20 @@ struct Kernels {
   static bool runs_wide_keys(int device);
 };
 
-// Whether the kernels for T are compiled; HK_ONLY is the one dtype of a build for tests.
+// kIsBuilt: whether the kernels for T are compiled; HK_ONLY is the one dtype of a build for tests.
+// HK_INSTANTIATE_KERNELS ends a file of kernels: its dtypes share one object, since their machine
+// code differs in few instructions and compresses together to two thirds.
 #ifdef HK_ONLY
 template <typename T>
 constexpr bool kIsBuilt = std::is_same_v<T, HK_ONLY>;
+#define HK_INSTANTIATE_KERNELS template struct Kernels<HK_ONLY>;
 #else
 template <typename T>
 constexpr bool kIsBuilt = true;
+#define HK_INSTANTIATE_KERNELS   \
+  template struct Kernels<bf16>; \
+  template struct Kernels<fp16>; \
+  template struct Kernels<float>;
 #endif
 
 template <typename T, typename F>
