@@ -89,7 +89,7 @@ bench: .venv/stamp-dev .venv/stamp-built ## accuracy and FLOPs, then time and me
 	$(PY) -m benchmarks
 
 docs: .venv/stamp-docs ## the documentation site, in build/site; a broken link fails the build
-	$(PY) -m mkdocs build --strict
+	$(PY) -m zensical build --strict --config-file mkdocs.yml
 
 format: .venv/stamp-dev ## what ruff and clang-format can fix
 	$(PY) -m ruff check --fix .
@@ -161,7 +161,7 @@ newest: .venv/stamp-built ## the tests of `make test` with the newest PyTorch, T
 	build/newest/bin/python -m pytest -n 2 --dist worksteal -m "not check and not cuda and not triton"
 
 clean: ## remove build outputs
-	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-cuda .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-cuda .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .cache
 
 # The last command of a recipe creates its stamp, so an interrupted install leaves none.
 .venv/stamp-base: constraints.txt

@@ -1,6 +1,6 @@
 """README and docs/: examples run, links to files of the repository exist, and the reference is complete.
 
-`make docs` finds broken links and anchors in docs/, and pages outside of the navigation: mkdocs builds with --strict.
+`make docs` finds broken links and anchors in docs/.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ def test_links_of_the_repository(name: str) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert not missing
+
+
+def test_navigation_is_complete() -> None:
+    listed = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
 def test_reference_is_complete() -> None:
