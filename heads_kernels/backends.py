@@ -20,7 +20,7 @@ from typing import Final, Literal
 
 import torch
 
-from heads_kernels.build_info import build_info
+from heads_kernels.build_info import PACKAGE, build_info
 from heads_kernels.call import Call
 from heads_kernels.checks import is_int
 
@@ -30,7 +30,7 @@ BackendName = Literal["cpu", "triton", "cuda", "eager"]
 
 def _cpu_missing() -> str:
     """Why the extension of the CPU kernels is not there, and what brings it; empty where it is."""
-    if find_spec("heads_kernels._cpu") is not None:
+    if find_spec(f"{PACKAGE}._cpu") is not None:
         return ""
     why = build_info().get("cpu", {}).get("missing", "nothing was")
     bring = "it compiles on Linux only"
@@ -70,7 +70,7 @@ CUDA_EMULATED: Final = os.environ.get("HEADS_KERNELS_EMULATE_CUDA") == "1"
 def _cuda_missing() -> str:
     """Why the extension of the CUDA kernels is not there; empty where it is."""
     name = "_cuda_emulated" if CUDA_EMULATED else "_cuda"
-    if find_spec(f"heads_kernels.{name}") is not None:
+    if find_spec(f"{PACKAGE}.{name}") is not None:
         return ""
     if CUDA_EMULATED:
         return "the emulated kernels are not built (python setup.py emulator)"
@@ -205,7 +205,7 @@ def _device_words(index: int) -> str:
     if index in _CAPABLE:
         return ""
     try:
-        extension = importlib.import_module("heads_kernels._cuda")
+        extension = importlib.import_module(f"{PACKAGE}._cuda")
     except ImportError as error:
         return f"heads_kernels._cuda does not load: {error}"
     in_use = torch.cuda.is_initialized() and index < torch.cuda.device_count()  # type: ignore[no-untyped-call]
@@ -280,11 +280,11 @@ class Backend:
 
 #: In order of preference.
 BACKENDS: Final = (
-    Backend("cpu", "heads_kernels.ops.cpu", cpu),
-    Backend("triton", "heads_kernels.ops.triton.backend", triton),
+    Backend("cpu", f"{PACKAGE}.ops.cpu", cpu),
+    Backend("triton", f"{PACKAGE}.ops.triton.backend", triton),
     # After Triton, except for float32 (`dispatch`). Heuristic: neither has been measured on a GPU.
-    Backend("cuda", "heads_kernels.ops.cuda", cuda),
-    Backend("eager", "heads_kernels.ops.eager", eager),
+    Backend("cuda", f"{PACKAGE}.ops.cuda", cuda),
+    Backend("eager", f"{PACKAGE}.ops.eager", eager),
 )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+#: Name of the package and namespace of its ops; the Kernel Hub loads a copy under another.
+PACKAGE: Final = __name__.partition(".")[0]
 
 
 def build_info() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from heads_kernels.build_info import PACKAGE
 from heads_kernels.checks import MAX_LENGTH, is_int, refuse, shown
 from heads_kernels.mask.arguments import (
     INTEGERS,
@@ -329,7 +330,7 @@ pytree.register_pytree_node(
     Mask,
     _flatten,
     _unflatten,
-    serialized_type_name="heads_kernels.Mask",
+    serialized_type_name=f"{PACKAGE}.Mask",
     to_dumpable_context=lambda context: context,
     from_dumpable_context=_from_json,
     flatten_with_keys_fn=_flatten_with_keys,

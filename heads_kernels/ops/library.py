@@ -17,11 +17,11 @@ from torch import Tensor
 
 from heads_kernels.after_import import after_import
 from heads_kernels.backends import find
+from heads_kernels.build_info import PACKAGE
 from heads_kernels.call import SCHEMA, Call
 from heads_kernels.checks import refuse
 from heads_kernels.parse import check_op, check_ranks
 
-NAMESPACE = "heads_kernels"
 #: The fields of a `Call` as the arguments of a torch schema.
 FIELDS: Final = ", ".join(f"{type} {name}" for name, type in SCHEMA.items())
 _COMPILED: Final = ("cpu", "cuda")
@@ -29,7 +29,7 @@ _COMPILED: Final = ("cpu", "cuda")
 
 def _library() -> torch.library.Library:
     try:
-        return torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+        return torch.library.Library(PACKAGE, "DEF")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         if "csrc/bindings/torch.cpp" not in str(error):  # where it was registered before
             raise
@@ -53,8 +53,8 @@ def define_op(
     tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
     LIBRARY.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    packet = getattr(torch.ops.heads_kernels, name)
+    torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=LIBRARY)
+    packet = getattr(getattr(torch.ops, PACKAGE), name)
     if flops is not None:
         after_import("torch.utils.flop_counter", lambda: _register_flops(packet, flops))
     return packet.default

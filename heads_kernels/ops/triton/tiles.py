@@ -33,6 +33,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from heads_kernels.backends import TRITON_INTERPRETED
+from heads_kernels.build_info import PACKAGE
 from heads_kernels.ops.buffers import SHORT_QUERY
 from heads_kernels.ops.triton.chunks import MOST_CHUNKS
 
@@ -214,7 +215,7 @@ def _kind_of_target() -> str:
 @functools.cache
 def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
     """What was measured on a GPU, by kernel, dtype and padded widths; empty where nothing was."""
-    path = resources.files("heads_kernels") / "tuned" / f"{gpu}.json"
+    path = resources.files(PACKAGE) / "tuned" / f"{gpu}.json"
     if not gpu or not path.is_file():
         return {}
     names = [field.name for field in fields(Tiles)]
