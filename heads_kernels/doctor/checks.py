@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from heads_kernels.backends import TRITON_INTERPRETED
+from heads_kernels.backends import BACKENDS, TRITON_INTERPRETED
 from heads_kernels.functional import explain
 from heads_kernels.testing import check, find
 from heads_kernels.testing.row_statistics import check_statistics
@@ -55,6 +55,17 @@ def refusal(operator: str, backend: str, device: torch.device) -> str:
         return f"no tensor can be made on {device}: {str(error).partition(chr(10))[0]}"
     operands = {_SHARED: (x[0], x[0], x, x[0, 0]), _STATISTICS: (x, x)}.get(operator, (x, x, x))
     return "; ".join(explain(operator, *operands, backend=backend).refusals.get(backend, []))
+
+
+def refusals(device: torch.device) -> Iterator[dict[str, Any]]:
+    """For each backend but the formula, why it can't run on a device, by operator."""
+    for row in BACKENDS:
+        if row.name != "eager":
+            words = {name: refusal(name, row.name, device) for name in OPERATORS}
+            yield {
+                "backend": row.name,
+                "refused": {name: why for name, why in words.items() if why},
+            }
 
 
 def run_checks(

@@ -14,8 +14,8 @@ import torch
 
 from heads_kernels.backends import BACKENDS, SIMULATED
 from heads_kernels.dispatch import VARIABLE
-from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, dtypes, refusal
-from heads_kernels.doctor.machine import device_name, devices, machine
+from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, dtypes
+from heads_kernels.doctor.machine import device_name, devices, is_exclusive, machine
 from heads_kernels.doctor.speed import SHAPES, fastest_first
 from heads_kernels.doctor.worker import ask
 
@@ -29,6 +29,8 @@ Exit status: 0; 1 where a backend that can run failed; 2 for a bad option.
 
 #: The part of the time that is for checks; times have the rest.
 _CHECKS: Final = 0.6
+#: Seconds to open a device.
+_START_S: Final = 30.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +85,8 @@ def examine(seconds: int) -> list[Examined]:
     ]  # fmt: skip
     cores = cpu_count() or 1
     at_once = max(1, min(len(jobs), cores))
+    if any(is_exclusive(each.device) for each in found):
+        at_once = 1
     shared = {
         "seconds": _CHECKS * seconds / max(1, math.ceil(len(jobs) / at_once)),
         "threads": max(1, cores // at_once),
@@ -98,11 +102,12 @@ def examine(seconds: int) -> list[Examined]:
 
 
 def _planned(device: torch.device) -> Examined:
-    """Every backend but the formula, with what speaks against it."""
-    return Examined(device, {
-        row.name: Verdict({name: why for name in OPERATORS if (why := refusal(name, row.name, device))})
-        for row in BACKENDS if row.name != "eager"
-    })  # fmt: skip
+    """Every backend but the formula, with the reasons against it."""
+    rows, end, _ = ask({"device": str(device), "seconds": _START_S})
+    if end:  # no backend can run on this device
+        names = [row.name for row in BACKENDS if row.name != "eager"]
+        rows = [{"backend": name, "refused": dict.fromkeys(OPERATORS, end)} for name in names]
+    return Examined(device, {row["backend"]: Verdict(row["refused"]) for row in rows})
 
 
 def _time(each: Examined, seconds: float) -> None:

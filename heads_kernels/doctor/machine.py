@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import platform
@@ -72,6 +73,19 @@ def devices() -> list[torch.device]:
     """The CPU, and one GPU of each name."""
     gpus = {torch.cuda.get_device_name(n): n for n in reversed(range(torch.cuda.device_count()))}
     return [torch.device("cpu"), *(torch.device("cuda", n) for n in sorted(gpus.values()))]
+
+
+def is_exclusive(device: torch.device) -> bool:
+    """Whether a GPU serves one process at a time (compute mode EXCLUSIVE_PROCESS)."""
+    if device.type != "cuda":
+        return False
+    exclusive, attribute = (
+        3,
+        20,
+    )  # CU_COMPUTEMODE_EXCLUSIVE_PROCESS, CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+    driver, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(mode), attribute, device.index)
+    return mode.value == exclusive
 
 
 def _cpu() -> str:

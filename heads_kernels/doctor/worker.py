@@ -1,4 +1,8 @@
-"""A process for the checks of one backend in one dtype, or for the times of one device: JSON, a row a line."""
+"""A process for one device: which backends refuse it, the checks of one backend in one dtype, or times.
+
+It prints JSON, a row a line. Only such processes use a GPU, so that each finds it free where a GPU serves one process
+at a time (`EXCLUSIVE_PROCESS`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from heads_kernels.doctor.checks import run_checks
+from heads_kernels.doctor.checks import refusals, run_checks
 from heads_kernels.doctor.speed import time_backends
 
 #: Seconds beyond what a worker is given: to start Python and PyTorch, and for the check under way at the end.
@@ -47,6 +51,10 @@ def main(job: dict[str, Any]) -> None:
     """Print the rows of a job, until its time is over."""
     device = torch.device(job["device"])
     until = time.monotonic() + job["seconds"]
+    if "backend" not in job and "backends" not in job:
+        for row in refusals(device):
+            print(json.dumps(row), flush=True)
+        return
     if "backends" in job:
         for row in time_backends(job["backends"], device, job["seconds"]):
             print(json.dumps(row), flush=True)

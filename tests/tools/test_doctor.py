@@ -147,6 +147,12 @@ def test_nothing_is_verified_without_time(
     assert printed.endswith(f"{VARIABLE} need not be set\n")
 
 
+def test_a_device_that_does_not_open_is_refused() -> None:
+    found = command._planned(torch.device("cuda", 99))
+    assert found.verdicts.keys() == {"cpu", "triton", "cuda"}
+    assert all(str(verdict).startswith("can't run: ") for verdict in found.verdicts.values())
+
+
 @pytest.mark.parametrize("how", ["raises"])
 @pytest.mark.usefixtures("broken")
 def test_a_backend_that_failed_is_not_in_the_line() -> None:
