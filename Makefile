@@ -25,7 +25,7 @@ QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: help test check check-suite check-cuda check-triton check-releases release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel test-cpu-wheel test-pure hub newest clean
+.PHONY: help test check check-suite check-cuda check-triton check-releases release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel test-cpu-wheel hub test-pure newest clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
