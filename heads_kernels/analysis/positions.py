@@ -19,8 +19,6 @@ from heads_kernels.ops.attention import attend_with_lse
 from heads_kernels.ops.scores import NEG_INF
 from heads_kernels.parse import parse
 
-#: Probabilities of a block of query rows, 1 MiB of float32: they stay in a cache of the second level. A block has
-
 
 def own_keys(call: AttentionCall) -> Tensor:
     """The key at the position of each row, int64 `[B or 1, T]`; it may be outside of [0, S).
