@@ -18,7 +18,7 @@ from heads_kernels.analysis.batches import (
     length,
     run,
 )
-from heads_kernels.analysis.head_scores import HeadScores, scores_of
+from heads_kernels.analysis.head_scores import HeadScores, Shares, scores_of
 from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.probes import open_gates, probed, without
@@ -291,22 +291,22 @@ def _changes(
 
 # ---------------------------------------------------------------------- by confidence and relevance
 def _by_confidence(task: _Task) -> list[Tensor]:
-    sums, rows = task.zeros(), dict.fromkeys(task.zeros(), 0)
+    means = Shares(task.layers, 1)
     excluded: dict[str, Tensor] = {}
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
         best = call.statistics(excluded.get(layer.kind)).max_prob  # [B, H, T]
         real = call.real_queries
-        sums[layer.index] += torch.where(real[:, None], best, 0).sum((0, 2)).cpu().double()
-        rows[layer.index] += int(real.sum())
+        sums = torch.where(real[:, None], best, 0).sum((0, 2), dtype=torch.float64)
+        means.add(layer, sums[None], real.sum()[None])
 
     with evaluation(task.model), torch.no_grad(), observe(task.model, look, task.names):
         for batch in each_batch(task.data, "importance", task.progress):
             excluded = excluded_keys(task.exclude_keys, batch, task.there)
             task.run(batch)
-    if not any(rows.values()):
+    if not any(bool(rows) for rows in means.rows.values()):
         refuse("data", "has no token that reaches a head", "pass batches with real ones")
-    return [each / max(rows[index], 1) for index, each in sums.items()]
+    return list(means.scores(0, task.estimator).scores)
 
 
 def _by_relevance(task: _Task) -> list[Tensor]:
