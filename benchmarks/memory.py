@@ -23,10 +23,11 @@ from benchmarks.candidates import (
 )
 from benchmarks.goals import GPU_MEMORY
 from benchmarks.measure import Row
+from benchmarks.peak import peak_memory
 from benchmarks.results import Column, Found
 from benchmarks.settings import Settings
 from benchmarks.workloads import DIRECTIONS, Direction, table
-from heads_kernels.testing import Inputs, find, peak_memory
+from heads_kernels.testing import Inputs, find
 
 _COLUMNS: Final[dict[str, Column]] = {
     "": "{case}",

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from benchmarks.peak import peak_memory
 from benchmarks.results import Found
 from benchmarks.settings import Settings
-from heads_kernels.testing import peak_memory, time_in_turn
+from heads_kernels.testing import time_in_turn
 
 #: Of shares and nats in float32, and of the largest number where that is above 1.
 TOLERANCE: Final = 1e-5

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.batches import each_batch, evaluation, run
+from heads_kernels.analysis.head_scores import as_json
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.positions import first_real
 from heads_kernels.checks import refuse
@@ -75,14 +76,10 @@ class HeadDistance:
         """The attributes as JSON types."""
         within = [None if mean != mean else mean for mean in self.within().tolist()]
         return {
-            "kind": self.kind,
-            "layers": list(self.layers),
-            "heads": [list(head) for head in self.heads],
-            "rows": self.rows,
+            **as_json(self),
             "within": within,
             "odd": self.odd(),
             "embedding": self.embedding().tolist(),
-            "matrix": self.matrix.tolist(),
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -185,6 +185,42 @@ def _ranks(values: Tensor) -> Tensor:
     below = values[:, None] > values
     equal = values[:, None] == values
     return below.sum(1) + (equal.sum(1) + 1).double() / 2
+
+
+class Shares:
+    """Sums of hits `[n, H]` and of rows `[n]` for each of `layers`, and the shares that they give."""
+
+    def __init__(self, layers: Iterable[AttentionLayer], n: int) -> None:
+        self.layers = list(layers)
+        sizes = {layer.index: layer.num_heads for layer in self.layers}
+        self.hits = {index: torch.zeros(n, H).double() for index, H in sizes.items()}
+        self.rows = {index: torch.zeros(n).double() for index in sizes}
+
+    def __contains__(self, layer: AttentionLayer) -> bool:
+        return layer.index in self.hits
+
+    def add(self, layer: AttentionLayer, hits: Tensor, rows: Tensor) -> None:
+        index = layer.index
+        self.hits[index] = self.hits[index].to(hits.device) + hits.double()
+        self.rows[index] = self.rows[index].to(hits.device) + rows.double()
+
+    def scores(self, n: int, what: str) -> HeadScores:
+        """The share of the hits in the rows, at place n; 0 where there are no rows."""
+        shares = (self.hits[x.index][n] / self.rows[x.index][n].clamp(min=1) for x in self.layers)
+        return scores_of(self.layers, shares, what)
+
+
+def as_json(value: Any) -> Any:
+    """A result of the analysis as JSON types: a dataclass is a dict of its fields, a tensor a list."""
+    if isinstance(value, HeadScores):
+        return value.to_dict()
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    if is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    return value
 
 
 def scores_of(layers: Sequence[AttentionLayer], scores: Iterable[Tensor], what: str) -> HeadScores:

@@ -18,7 +18,7 @@ from heads_kernels.analysis.batches import (
     length,
     run,
 )
-from heads_kernels.analysis.head_scores import HeadScores
+from heads_kernels.analysis.head_scores import HeadScores, Shares, scores_of
 from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.probes import open_gates, probed, without
@@ -124,12 +124,8 @@ def importance(
         if not bool(each.isfinite().all()):
             was = f"is not finite without a head of {layer}, or its gradient there is not"
             refuse("loss", was, "look for a logarithm or a square root of 0 in it")
-    result = HeadScores(
-        layers=tuple(layer.name for layer in chosen),
-        kinds=tuple(layer.kind for layer in chosen),
-        scores=scores,
-        method=f"gradient by {reduce}" if method == "gradient" else method,
-    )
+    name = f"gradient by {reduce}" if method == "gradient" else method
+    result = scores_of(chosen, scores, name)
     return result.normalised() if normalise else result
 
 
@@ -177,12 +173,12 @@ def _by_gradients(task: _Task) -> list[Tensor]:
         for batch in each_batch(task.data, "importance", task.progress):
             with probed(task.model, task.names) as probes:
                 value = task.run(batch)
-                runs = {index: probe.runs for index, probe in probes.items() if probe.ones}
-                ones = [factor for of_layer in runs.values() for factor, _ in of_layer]
+                ran = {index: probe for index, probe in probes.items() if probe.ones}
+                ones = [factor for probe in ran.values() for factor in probe.ones]
                 examples += _check_value(value, [len(factor) for factor in ones])
                 slopes = iter(_slopes(value, ones, signs))
-            for index, of_layer in runs.items():
-                terms = [torch.where(real[:, None], next(slopes), 0) for _, real in of_layer]
+            for index, probe in ran.items():
+                terms = [torch.where(real[:, None], next(slopes), 0) for real in probe.real]
                 sums[index] += _ESTIMATORS[task.estimator](torch.cat(terms, 2)).cpu().double()
     return [each / examples for each in sums.values()]
 
@@ -295,22 +291,22 @@ def _changes(
 
 # ---------------------------------------------------------------------- by confidence and relevance
 def _by_confidence(task: _Task) -> list[Tensor]:
-    sums, rows = task.zeros(), dict.fromkeys(task.zeros(), 0)
+    means = Shares(task.layers, 1)
     excluded: dict[str, Tensor] = {}
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
         best = call.statistics(excluded.get(layer.kind)).max_prob  # [B, H, T]
         real = call.real_queries
-        sums[layer.index] += torch.where(real[:, None], best, 0).sum((0, 2)).cpu().double()
-        rows[layer.index] += int(real.sum())
+        sums = torch.where(real[:, None], best, 0).sum((0, 2), dtype=torch.float64)
+        means.add(layer, sums[None], real.sum()[None])
 
     with evaluation(task.model), torch.no_grad(), observe(task.model, look, task.names):
         for batch in each_batch(task.data, "importance", task.progress):
             excluded = excluded_keys(task.exclude_keys, batch, task.there)
             task.run(batch)
-    if not any(rows.values()):
+    if not any(bool(rows) for rows in means.rows.values()):
         refuse("data", "has no token that reaches a head", "pass batches with real ones")
-    return [each / max(rows[index], 1) for index, each in sums.items()]
+    return list(means.scores(0, task.estimator).scores)
 
 
 def _by_relevance(task: _Task) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,16 +9,13 @@ from torch import Tensor
 
 from heads_kernels.backends import BACKENDS
 from heads_kernels.call import compute_dtype
-from heads_kernels.mask import Intervals, Mask, as_mask
-from heads_kernels.mask.intervals import Device
-from heads_kernels.mask.terms import Term
+from heads_kernels.mask import Mask, as_mask
+from heads_kernels.mask.terms import Bounds
 from heads_kernels.nn.attention_call import AttentionCall, blocks
 from heads_kernels.ops import formula
 from heads_kernels.ops.attention import attend_with_lse
 from heads_kernels.ops.scores import NEG_INF
 from heads_kernels.parse import parse
-
-#: Probabilities of a block of query rows, 1 MiB of float32: they stay in a cache of the second level. A block has
 
 
 def own_keys(call: AttentionCall) -> Tensor:
@@ -71,18 +67,6 @@ class Band(NamedTuple):
     features: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class _Within(Term):
-    """Row i sees keys of the band alone."""
-
-    band: Band
-    argument: str = "band"
-
-    def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        k_lo, k_hi = (x.clamp(0, S)[:, None] for x in (self.band.lo, self.band.hi))
-        return Intervals(k_lo=k_lo, k_hi=k_hi)
-
-
 def attended(call: AttentionCall, lse: Tensor, bands: list[Band]) -> list[Tensor]:
     r"""Mean features of the keys that each row attends to within bands, `[B, H, T, F]` for each band.
 
@@ -107,7 +91,8 @@ def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
     """None where eager would serve the call, which holds all its probabilities."""
     dtype = compute_dtype(call.query.dtype)
     query, key, features = (x.to(dtype) for x in (call.query, call.key, band.features))
-    mask = as_mask(call.mask, (call.B, call.H, call.T, call.S)) & Mask.of((_Within(band),))
+    rows = Bounds(band.lo[:, None], band.hi[:, None])
+    mask = as_mask(call.mask, (call.B, call.H, call.T, call.S)) & Mask.of((rows,))
     heads = call.H if call.mixing is not None else key.shape[1]
     value = features[:, None].expand(call.B, heads, -1, -1)
     query, key, value = map(call.batched, (query, key, value))

@@ -21,11 +21,6 @@ class Probe:
         self.ones: list[Tensor] = []  # [B, H, T] each
         self.real: list[Tensor] = []  # [B, T] each
 
-    @property
-    def runs(self) -> list[tuple[Tensor, Tensor]]:
-        """Factor and real rows of each run."""
-        return list(zip(self.ones, self.real, strict=True))
-
     def multiply(self, gate: nn.Module, sizes: tuple[int, int], gates: Tensor) -> Tensor:
         """A forward hook of the layer's gate: what that gives times the factor, `[B, H, T]`."""
         gates = gates[None] if gates.dim() == 1 else gates

@@ -51,12 +51,8 @@ def received(
     mode.
 
     Args:
-        model: with attention layers (`hk.heads.attention_layers`); a transformers model after
-            `hk.integrations.transformers.use(model)`.
-        data: an iterable of batches, each a mapping of keyword arguments, a tuple or list of arguments, or one argument
-            of the model.
+        model, data, progress: as in `statistics`.
         last_rows: the number of each example's last query rows that count; None: all rows.
-        progress: whether to show a progress bar on a terminal, if rich is installed.
 
     Raises:
         TypeError, ValueError: an argument is invalid; data has no batches; a layer has entmax in the place of softmax,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from heads_kernels.analysis.head_scores import HeadScores, scores_of
+from heads_kernels.analysis.head_scores import HeadScores, Shares
 from heads_kernels.analysis.positions import first_real
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer
@@ -59,14 +59,7 @@ class RelationCounts:
         names = sorted({name for sentence in self.sentences for name, _, _ in sentence})
         self.numbers = {name: 2 * number for number, name in enumerate(names)}
         self.offsets: list[Counter[int]] = [Counter() for _ in range(2 * len(names))]
-        self.layers = list(layers)
-        self.hits = {
-            layer.index: torch.zeros(len(self.offsets), layer.num_heads, dtype=torch.int64)
-            for layer in self.layers
-        }
-        self.looked = {  # pairs, once for each run
-            layer.index: torch.zeros(len(self.offsets), dtype=torch.int64) for layer in self.layers
-        }
+        self.shares = Shares(layers, len(self.offsets))  # of pairs, once for each run
         self.first, self.B = 0, 0  # the first example of this batch, and its size once it is known
         self.pairs = torch.zeros(4, 0, dtype=torch.int64)
 
@@ -75,16 +68,15 @@ class RelationCounts:
 
     def look(self, layer: AttentionLayer, call: AttentionCall, chosen: Tensor) -> None:
         """Count the hits of `chosen` `[B, H, T]`, the most probable key of each row."""
-        if layer.index not in self.hits:
+        if layer not in self.shares:
             return
         if not self.B:
             self.B = call.B
             self.pairs = self._pairs(call.real_queries)
         relation, example, row, key = self.pairs
         hits = (chosen[example, :, row] == key[:, None]).long()  # [pairs, H]
-        self.hits[layer.index] = self.hits[layer.index].to(hits.device).index_add(0, relation, hits)
-        looked = torch.bincount(relation, minlength=len(self.offsets))
-        self.looked[layer.index] = self.looked[layer.index].to(hits.device) + looked
+        sums = hits.new_zeros(len(self.offsets), call.H).index_add(0, relation, hits)
+        self.shares.add(layer, sums, torch.bincount(relation, minlength=len(self.offsets)))
 
     def _pairs(self, real: Tensor) -> Tensor:
         """Relation, example, row and key of the pairs of this batch, `[4, pairs]`."""
@@ -127,11 +119,7 @@ class RelationCounts:
     def _relation(self, name: str, number: int, direction: str) -> Relation:
         pairs = self.offsets[number].total()
         offset, count = self.offsets[number].most_common(1)[0]
-        shares = (
-            self.hits[layer.index][number] / self.looked[layer.index][number].clamp(min=1)
-            for layer in self.layers
-        )
-        accuracy = scores_of(self.layers, shares, f"accuracy of {name} {direction}")
+        accuracy = self.shares.scores(number, f"accuracy of {name} {direction}")
         return Relation(name, direction, pairs, offset, count / pairs, accuracy)
 
 
@@ -193,15 +181,12 @@ class RareWordCounts:
         self.counts = _checked_counts(counts)  # of each token id, and 0 for those beyond
         descending = self.counts.sort(descending=True).values
         self.most = int(descending[min(common, len(descending) - 1)])
-        self.layers = list(layers)
-        self.hits = {layer.index: torch.zeros(2, layer.num_heads).double() for layer in self.layers}
-        self.rows = {layer.index: torch.zeros(()).double() for layer in self.layers}
+        self.shares = Shares(layers, 2)
         # Each word of a sentence is a row, which at random chooses a target with their share of its words.
         self.expected = torch.zeros(2).double()
         self.words = self.sentences = 0
-        self.targets: Tensor | None = (
-            None  # of this batch, bool [2, B, T]: the rarest, the two rarest
-        )
+        # Of this batch, bool [2, B, T]: the rarest, the two rarest.
+        self.targets: Tensor | None = None
         self.batch: Any = None
 
     def next_batch(self, batch: Any) -> None:
@@ -213,7 +198,7 @@ class RareWordCounts:
         self, layer: AttentionLayer, call: AttentionCall, chosen: Tensor, words: Tensor
     ) -> None:
         """Count the hits of `chosen` `[B, H, T]`, the most probable key of each row; rows are `words` `[B, T]`."""
-        if layer.index not in self.hits:
+        if layer not in self.shares:
             return
         if self.targets is None:
             self.targets = self._targets(words)
@@ -221,8 +206,7 @@ class RareWordCounts:
         counted = (rows[:, None] & (chosen >= 0)).double()
         targets = self.targets[:, :, None].expand(-1, -1, call.H, -1)
         hits = targets.gather(3, chosen.clamp(min=0).expand(2, -1, -1, -1)) * counted
-        self.hits[layer.index] = self.hits[layer.index].to(hits.device) + hits.sum((1, 3))
-        self.rows[layer.index] = self.rows[layer.index].to(hits.device) + rows.sum()
+        self.shares.add(layer, hits.sum((1, 3)), rows.sum().expand(2))
 
     def _targets(self, words: Tensor) -> Tensor:
         """The rarest and the two rarest of `words` in each sentence of the batch that has a rare one."""
@@ -243,9 +227,8 @@ class RareWordCounts:
         """None where no sentence has a rare token."""
         if not self.sentences:
             return None
-        shares = [self.hits[layer.index] / self.rows[layer.index] for layer in self.layers]
-        rarest = scores_of(self.layers, [each[0] for each in shares], "to the rarest")
-        two_rarest = scores_of(self.layers, [each[1] for each in shares], "to the two rarest")
+        names = ("to the rarest", "to the two rarest")
+        rarest, two_rarest = (self.shares.scores(n, what) for n, what in enumerate(names))
         one, two = (self.expected / self.words).tolist()
         return RareWords(rarest, two_rarest, (one, two), self.sentences)
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from heads_kernels.analysis.head_scores import HeadScores, scores_of
+from heads_kernels.analysis.head_scores import HeadScores, Shares
 from heads_kernels.analysis.positions import Band, attended
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer
@@ -44,9 +44,7 @@ class RepeatScores:
     """
 
     def __init__(self, layers: Iterable[AttentionLayer]) -> None:
-        self.layers = list(layers)
-        self.sums = {layer.index: torch.zeros(3, layer.num_heads).double() for layer in self.layers}
-        self.runs = dict.fromkeys(self.sums, torch.zeros(3).double())  # rows of each layer
+        self.shares = Shares(layers, 3)
         self.batch: Any = None
         self.keys: Tensor | None = None  # of this batch, int64 [3, B, T]; -1 where there is none
 
@@ -57,7 +55,7 @@ class RepeatScores:
 
     def look(self, layer: AttentionLayer, call: AttentionCall, lse: Tensor, words: Tensor) -> None:
         """Add the probabilities of a call; rows and keys are `words` `[B, T]`."""
-        if layer.index not in self.sums:
+        if layer not in self.shares:
             return
         if self.keys is None:
             ids = self.batch["input_ids"].to(words.device)
@@ -69,21 +67,18 @@ class RepeatScores:
         # Where there is no key, -1, the band is empty.
         bands = [Band(key.clamp(min=0), key + 1, ones) for key in self.keys]
         found = [part[..., 0].double().sum((0, 2)) for part in attended(call, lse, bands)]
-        self.sums[layer.index] = self.sums[layer.index].to(lse.device) + torch.stack(found)
-        rows = (self.keys >= 0).sum((1, 2)).double()
-        self.runs[layer.index] = self.runs[layer.index].to(rows.device) + rows
+        self.shares.add(layer, torch.stack(found), (self.keys >= 0).sum((1, 2)))
 
     def result(self) -> Repeats:
-        shares = [self.sums[layer.index] / self.runs[layer.index][:, None] for layer in self.layers]
-        if not all(bool(each.isfinite().all()) for each in shares):
+        rows = self.shares.rows
+        if not all(bool(rows[x.index].all()) for x in self.shares.layers if x.num_heads):
             was = "is True, but no token of the data comes twice in an example"
             refuse("repeats", was, "pass longer texts, or random tokens repeated once")
         previous, duplicate, induction = (
-            scores_of(self.layers, [each[kind] for each in shares], what)
-            for kind, what in enumerate(_WHAT)
+            self.shares.scores(kind, what) for kind, what in enumerate(_WHAT)
         )
-        rows = self.runs[self.layers[0].index].long().tolist()
-        return Repeats(previous, duplicate, induction, (rows[0], rows[1], rows[2]))
+        one, two, three = rows[self.shares.layers[0].index].long().tolist()
+        return Repeats(previous, duplicate, induction, (one, two, three))
 
 
 def earlier_keys(ids: Tensor, words: Tensor) -> Tensor:

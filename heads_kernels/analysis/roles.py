@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.batches import ExcludeKeys, each_batch, evaluation, excluded_keys, run
-from heads_kernels.analysis.head_scores import ROWS, HeadScores, scores_of, short_name, text_table
+from heads_kernels.analysis.head_scores import (
+    ROWS,
+    HeadScores,
+    as_json,
+    scores_of,
+    short_name,
+    text_table,
+)
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.positions import add_counts, offset_counts
 from heads_kernels.analysis.relations import (
@@ -139,37 +146,7 @@ class HeadRoles:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types: all shares, and the heads that have a role by the default thresholds."""
-        rare = self.rare_words
-        return {
-            "offset": [offset.tolist() for offset in self.offset],
-            "offset_share": self.offset_share.to_dict(),
-            "relations": [
-                {
-                    "name": of.name,
-                    "direction": of.direction,
-                    "pairs": of.pairs,
-                    "offset": of.offset,
-                    "baseline": of.baseline,
-                    "accuracy": of.accuracy.to_dict(),
-                }
-                for of in self.relations
-            ],
-            "rare_words": rare
-            and {
-                "rarest": rare.rarest.to_dict(),
-                "two_rarest": rare.two_rarest.to_dict(),
-                "chance": list(rare.chance),
-                "sentences": rare.sentences,
-            },
-            "repeats": self.repeats
-            and {
-                "previous_token": self.repeats.previous_token.to_dict(),
-                "duplicate_token": self.repeats.duplicate_token.to_dict(),
-                "induction": self.repeats.induction.to_dict(),
-                "rows": list(self.repeats.rows),
-            },
-            "roles": [asdict(role) for role in self._found()],
-        }
+        return {**as_json(self), "roles": as_json(self._found())}
 
 
 def _each(scores: HeadScores) -> Iterable[tuple[str, int, float]]:

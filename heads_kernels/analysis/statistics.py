@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.batches import ExcludeKeys, each_batch, evaluation, excluded_keys, run
-from heads_kernels.analysis.head_scores import HeadScores, grid, scores_of
+from heads_kernels.analysis.head_scores import HeadScores, Shares, grid
 from heads_kernels.analysis.observe import Observer, observe
 from heads_kernels.analysis.positions import Band, add_counts, attended, offset_counts, own_keys
 from heads_kernels.checks import refuse
@@ -120,21 +120,25 @@ def statistics(
     chosen = choose_layers(there, layers)
     names = [layer.name for layer in chosen]
     sets = _checked(token_sets)
-    sums = {layer.index: _Sums(layer, len(sets)) for layer in chosen}
+    measures = [*MEASURES, *(f"to {name}" for name in sets)]
+    means = Shares(chosen, len(measures))
+    offsets = {x.index: torch.zeros(x.num_heads, 1, dtype=torch.int64) for x in chosen}
     with torch.no_grad(), evaluation(model):
         for batch in each_batch(data, "statistics", progress):
             excluded = excluded_keys(exclude_keys, batch, there)
             members = {name: _members(name, ids, batch, there) for name, ids in sets.items()}
-            with observe(model, _observer(sums, excluded, members), names):
+            with observe(model, _observer(means, offsets, excluded, members), names):
                 run(model, batch)
-    measures = [*MEASURES, *(f"to {name}" for name in sets)]
-    means = zip(*(each.means() for each in sums.values()), strict=True)
-    found = [scores_of(chosen, each, what) for what, each in zip(measures, means, strict=True)]
+    for layer in chosen:
+        if layer.num_heads and not means.rows[layer.index].any():
+            was = f"has no token that reaches {layer}"
+            refuse("data", was, "pass batches with real ones, or name the others in layers")
+    found = [means.scores(n, what) for n, what in enumerate(measures)]
     return HeadStatistics(
         **dict(zip(MEASURES, found, strict=False)),
         to_tokens=dict(zip(sets, found[len(MEASURES) :], strict=True)),
-        offsets=tuple(each.offsets.cpu() for each in sums.values()),
-        rows=tuple(int(each.rows) for each in sums.values()),
+        offsets=tuple(each.cpu() for each in offsets.values()),
+        rows=tuple(int(each[0]) for each in means.rows.values()),
     )
 
 
@@ -156,32 +160,9 @@ def _members(
         raise type(error)(f"token_sets[{name!r}], as in exclude_keys: {error}") from None
 
 
-class _Sums:
-    """Sums over the rows of a layer: `[measures, H]`, the counts of offsets, and the number of rows."""
-
-    def __init__(self, layer: AttentionLayer, sets: int) -> None:
-        self.layer = layer
-        self.total = torch.zeros(len(MEASURES) + sets, layer.num_heads, dtype=torch.float64)
-        self.offsets = torch.zeros(layer.num_heads, 1, dtype=torch.int64)
-        self.rows = torch.zeros((), dtype=torch.int64)
-
-    def add(self, measures: list[Tensor], offsets: Tensor, rows: Tensor) -> None:
-        """Add `measures`, `[B, H, T]` each, in the rows that are True in `rows` `[B, T]`."""
-        kept = rows[:, None]
-        added = [torch.where(kept, x, 0).sum((0, 2), dtype=torch.float64) for x in measures]
-        self.total = self.total.to(rows.device) + torch.stack(added)
-        self.offsets = add_counts(self.offsets.to(rows.device), offsets)
-        self.rows = self.rows.to(rows.device) + rows.sum()
-
-    def means(self) -> Tensor:
-        if self.layer.num_heads and not self.rows:
-            was = f"has no token that reaches {self.layer}"
-            refuse("data", was, "pass batches with real ones, or name the others in layers")
-        return self.total / self.rows.clamp(min=1)
-
-
 def _observer(
-    sums: dict[int, _Sums],
+    means: Shares,
+    offsets: dict[int, Tensor],
     excluded: Mapping[str, Tensor],
     members: Mapping[str, Mapping[str, Tensor]],
 ) -> Observer:
@@ -192,7 +173,10 @@ def _observer(
         found = call.statistics(excluded.get(layer.kind))
         sets = [_set(name, member.get(layer.kind), call) for name, member in members.items()]
         measures = [found.max_prob, found.entropy, *_shares(call, found.lse, sets)]
-        sums[layer.index].add(measures, offset_counts(call, found.argmax, rows), rows)
+        sums = [torch.where(rows[:, None], x, 0).sum((0, 2), dtype=torch.float64) for x in measures]
+        means.add(layer, torch.stack(sums), rows.sum().expand(len(sums)))
+        before, counts = offsets[layer.index], offset_counts(call, found.argmax, rows)
+        offsets[layer.index] = add_counts(before.to(counts.device), counts)
 
     return look
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import operator
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from heads_kernels.analysis.figures import check_figure_path, write_figure
 from heads_kernels.analysis.head_scores import short_name, text_table
 from heads_kernels.checks import refuse
-from heads_kernels.convert.counts import break_even, count_flops, count_parameters
 from heads_kernels.convert.curves import Curves
-from heads_kernels.convert.rotary import RotaryHeads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,23 +57,20 @@ class Report:
         length: int = 128,
     ) -> Report:
         """The report of `factors` of `heads`, with errors under `moments`; Hk key heads, None means H."""
-        sizes = {"D_in": heads.D_in, "D_k": heads.D_k, "H": heads.H, "D_in_k": heads.D_in_k}
+        sizes = replace(heads.sizes, Hk=Hk)
         Ds, used = factors.dim, factors.executed_features
-        bias, rotary = heads.has_bias, isinstance(heads, RotaryHeads)
         return cls(
             dim=Ds,
             features=tuple(factors.features),
             executed_features=used,
             weight_error=heads.error(factors),
             score_error=None if moments is None else heads.error(factors, moments),
-            parameters_before=count_parameters(**sizes, Hk=Hk, bias=bias),
-            parameters=count_parameters(**sizes, Ds=Ds, bias=bias, rotary=rotary),
+            parameters_before=sizes.parameters(),
+            parameters=sizes.parameters(Ds),
             length=length,
-            flops_before=count_flops(length, **sizes, Hk=Hk),
-            flops=count_flops(length, **sizes, Ds=Ds, Hk=Hk, executed_features=used, rotary=rotary),
-            break_even=break_even(
-                heads.D_in, heads.D_k, Ds, heads.H, Hk=Hk, executed_features=used
-            ),
+            flops_before=sizes.flops(length),
+            flops=sizes.flops(length, Ds, used),
+            break_even=sizes.break_even(Ds, used),
         )
 
 

@@ -10,7 +10,6 @@ from typing import Final, TypeAlias
 import torch
 
 from heads_kernels.checks import check_size, is_real, refuse
-from heads_kernels.convert.counts import count_parameters
 from heads_kernels.convert.features import Spectrum
 from heads_kernels.convert.rotary import AnyHeads
 
@@ -87,10 +86,7 @@ class Wanted:
         if self.params is not None:
             return _in_groups(heads, _in_rows(heads, spectra, self.params))
         if isinstance(self.dim, int):
-            params = sum(
-                count_parameters(each.D_in, each.D_k, each.H, self.dim, D_in_k=each.D_in_k)
-                for each in heads
-            )
+            params = sum(each.sizes.parameters(self.dim) for each in heads)
             return _in_groups(heads, _in_rows(heads, spectra, params))
         assert self.dim is not None
         dims = list(self.dim.values() if isinstance(self.dim, Mapping) else self.dim)
@@ -114,7 +110,7 @@ def _in_rows(heads: Sequence[AnyHeads], spectra: Sequence[Spectrum], params: int
     with less than a row.
     """
     dims = allot(heads, spectra, params, None)
-    costs = [each.D_in + each.D_in_k + each.H for each in heads]
+    costs = [each.sizes.of_feature for each in heads]
     missing = [spectrum.rank - dim for spectrum, dim in zip(spectra, dims, strict=True)]
     over = [
         dim % _ROW if dim > _ROW and lacks > 0 else 0
@@ -147,13 +143,13 @@ def allot(
     Raises:
         ValueError: `params` is too small for one feature per layer.
     """
-    first = sum(count_parameters(x.D_in, x.D_k, x.H, 1, D_in_k=x.D_in_k) for x in layers)
+    first = sum(each.sizes.parameters(1) for each in layers)
     gains, costs, owners = [], [], []
     for n, (heads, spectrum) in enumerate(zip(layers, spectra, strict=True)):
         squares = spectrum.values.flatten().sort(descending=True).values.square()
         gains.append(heads.scale**2 * squares[1 : spectrum.rank].cpu())
         owners.append(torch.full_like(gains[-1], n, dtype=torch.int64))
-        costs.append(torch.full_like(owners[-1], heads.D_in + heads.D_in_k + heads.H))
+        costs.append(torch.full_like(owners[-1], heads.sizes.of_feature))
     gain, cost = torch.cat(gains), torch.cat(costs)
     order = (gain / cost).argsort(descending=True, stable=True)
     if params is not None:

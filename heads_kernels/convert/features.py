@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from heads_kernels.call import MIXING_CHUNK
+from heads_kernels.call import MIXING_CHUNK, active_widths
 from heads_kernels.checks import check_size, refuse
 
 METHODS: Final = ("cp", "ragged")
@@ -64,6 +64,29 @@ class Spectrum:
     def _cuts(self) -> Tensor:
         rising = self.values.flatten().sort().values.square().cumsum(0)
         return torch.cat([rising.flip(0), rising.new_zeros(1)])
+
+
+class SharedFeatures:
+    """What factors tell of their `mixing` `[H, R]`, each column of which weighs `group` features."""
+
+    mixing: Tensor
+    group: ClassVar[int] = 1
+
+    @property
+    def dim(self) -> int:
+        """Ds."""
+        return self.group * self.mixing.shape[1]
+
+    @property
+    def features(self) -> list[int]:
+        """Number of features that each head uses."""
+        used: list[int] = (self.group * self.mixing.count_nonzero(1)).tolist()
+        return used
+
+    @property
+    def executed_features(self) -> int:
+        """Features that the scores of all heads use, in whole chunks."""
+        return int(active_widths(self.mixing.repeat_interleave(self.group, 1)).sum())
 
 
 def chunked(counts: list[int], chunk: int = MIXING_CHUNK) -> list[int]:

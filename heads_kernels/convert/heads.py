@@ -9,9 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from heads_kernels.call import MIXING_CHUNK, active_widths
+from heads_kernels.call import MIXING_CHUNK
 from heads_kernels.checks import refuse
+from heads_kernels.convert.counts import Sizes
 from heads_kernels.convert.features import (
+    SharedFeatures,
     Spectrum,
     balanced,
     check_fit,
@@ -56,40 +58,15 @@ class Heads:
     group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        for name, form in (("query", "[H, D, D_in]"), ("key", "[H, D, D_in_k]")):
-            checked = weights_of(name, getattr(self, name), form, 3)
-            object.__setattr__(self, name, checked)
-        H, D = self.query.shape[:2]
-        if self.key.shape[:2] != (H, D):
-            was = f"has {self.key.shape[0]} heads of width {self.key.shape[1]}"
-            refuse("key", was, f"query has {H} of width {D}; repeat keys that heads share")
-        if self.query_bias is not None:
-            bias = weights_of("query_bias", self.query_bias, "[H, D]", 2)
-            if bias.shape != (H, D):
-                refuse("query_bias", f"has shape {list(bias.shape)}", f"pass [H, D] = [{H}, {D}]")
-            object.__setattr__(self, "query_bias", bias)
-        check_factor(self.scale)
+        query, key, bias, _ = parse_weights(self.query, self.key, self.scale, self.query_bias)
+        for name, tensor in (("query", query), ("key", key), ("query_bias", bias)):
+            object.__setattr__(self, name, tensor)
 
     @property
-    def H(self) -> int:
-        return self.query.shape[0]
-
-    @property
-    def D_k(self) -> int:
-        """The concatenated width of all heads, `H D`."""
-        return self.query.shape[0] * self.query.shape[1]
-
-    @property
-    def D_in(self) -> int:
-        return self.query.shape[2]
-
-    @property
-    def D_in_k(self) -> int:
-        return self.key.shape[2]
-
-    @property
-    def has_bias(self) -> bool:
-        return self.query_bias is not None
+    def sizes(self) -> Sizes:
+        """What parameters and FLOPs are counted by."""
+        H, D, D_in = self.query.shape
+        return Sizes(D_in, self.key.shape[2], H * D, H, bias=self.query_bias is not None)
 
     def spectrum(self, moments: Moments | None = None, method: str = "ragged") -> HeadSpectrum:
         """What the features of `"ragged"` add to the scores; those of `"cp"` add more.
@@ -179,7 +156,7 @@ class Heads:
         what a whole row shares, for queries' inputs that are independent of the keys'.
         """
         # In closed form: |C_q^1/2 (T_h - T~_h) C_k^1/2|^2 and the square of the content weights at the mean query.
-        expected = [self.H, self.D_in, self.D_in_k]
+        expected = [len(self.query), self.query.shape[2], self.key.shape[2]]
         found = [len(factors.mixing), factors.query.shape[1], factors.key.shape[1]]
         if found != expected:
             was = f"have [H, D_in, D_in_k] = {found}"
@@ -210,9 +187,10 @@ class Heads:
         """
         if moments is None:
             return query, key
-        if moments.widths != (self.D_in, self.D_in_k):
+        widths = self.query.shape[2], self.key.shape[2]
+        if moments.widths != widths:
             was = f"are of inputs of widths {moments.widths}"
-            refuse("moments", was, f"those of the layer are {(self.D_in, self.D_in_k)}")
+            refuse("moments", was, f"those of the layer are {widths}")
         if not moments.count > 0:
             refuse("moments", "are of no tokens", "add a batch with real tokens")
         if not all(bool(each.isfinite().all()) for each in moments.sums):
@@ -234,9 +212,9 @@ class Heads:
     def _products(self, moments: Moments | None) -> Products:
         rows = self._whiten(moments, self.query.flatten(0, 1), self.key.flatten(0, 1))
         query, key = (x @ x.T for x in rows)
-        own = (query * key).reshape(self.H, self.D_k // self.H, self.H, -1)  # [H, D, H, D]
-        whole = float(own.diagonal(dim1=0, dim2=2).sum())
-        return Products(query, key, self.H, whole, ridge=1e-12)
+        H, D = self.query.shape[:2]
+        whole = float((query * key).view(H, D, H, D).diagonal(dim1=0, dim2=2).sum())
+        return Products(query, key, H, whole, ridge=1e-12)
 
     def _factors(
         self, moments: Moments | None, query: Tensor, key: Tensor, mixing: Tensor
@@ -304,7 +282,7 @@ class HeadSpectrum(Spectrum):
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
+class Factors(SharedFeatures):
     r"""The projections of a collaborative layer, float64 (Cordonnier et al. 2020, eq. 7 and 12).
 
     .. math:: score_h(x, y) = scale \cdot ((query \, x \circ mixing_h) \cdot (key \, y) + content_h \cdot y)
@@ -315,6 +293,8 @@ class Factors:
         mixing: `[H, Ds]`; the largest entry of a feature is 1, and its rows of `query` and `key` have equal norms.
         content: `[H, D_in_k]`: `content_bias` of the operator is `content` times the keys' inputs.
         scale: that of the original layer.
+        dim, features, executed_features: Ds; how many features each head uses; how many the scores of all heads use, in
+            whole chunks.
     """
 
     query: Tensor
@@ -323,25 +303,34 @@ class Factors:
     content: Tensor
     scale: float
 
-    @property
-    def dim(self) -> int:
-        """Ds."""
-        return self.mixing.shape[1]
 
-    @property
-    def features(self) -> list[int]:
-        """Number of features that each head uses."""
-        used: list[int] = self.mixing.count_nonzero(1).tolist()
-        return used
+def parse_weights(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The weights and biases of heads, checked, in float64 and without gradient."""
+    query = _floating("query", query, "[H, D, D_in]", 3)
+    key = _floating("key", key, "[H, D, D_in_k]", 3)
+    H, D = query.shape[:2]
+    if key.shape[:2] != (H, D):
+        was = f"has {key.shape[0]} heads of width {key.shape[1]}"
+        refuse("key", was, f"query has {H} of width {D}; repeat keys that heads share")
+    biases = []
+    for name, bias in (("query_bias", query_bias), ("key_bias", key_bias)):
+        if bias is not None:
+            bias = _floating(name, bias, "[H, D]", 2)
+            if bias.shape != (H, D):
+                refuse(name, f"has shape {list(bias.shape)}", f"pass [H, D] = [{H}, {D}]")
+        biases.append(bias)
+    if not math.isfinite(scale) or scale == 0:
+        refuse("scale", f"is {scale}", "pass the factor of the layer's scores")
+    return query, key, biases[0], biases[1]
 
-    @property
-    def executed_features(self) -> int:
-        """Features that the scores of all heads use, in whole chunks."""
-        return int(active_widths(self.mixing).sum())
 
-
-def weights_of(name: str, tensor: Tensor, form: str, rank: int) -> Tensor:
-    """`tensor` in float64 and without gradient."""
+def _floating(name: str, tensor: Tensor, form: str, rank: int) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         was = f"has dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"is {tensor!r}"
         refuse(name, was, f"pass a floating tensor {form}", TypeError)
@@ -350,9 +339,3 @@ def weights_of(name: str, tensor: Tensor, form: str, rank: int) -> Tensor:
     if not bool(torch.isfinite(tensor).all()):
         refuse(name, "holds NaN or infinity", "correct these weights, or leave the layer out")
     return tensor.detach().double()
-
-
-def check_factor(scale: float) -> None:
-    """Refuse what cannot be the factor of a layer's scores."""
-    if not math.isfinite(scale) or scale == 0:
-        refuse("scale", f"is {scale}", "pass the factor of the layer's scores")

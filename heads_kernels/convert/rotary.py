@@ -9,9 +9,11 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from heads_kernels.call import MIXING_CHUNK, active_widths
+from heads_kernels.call import MIXING_CHUNK
 from heads_kernels.checks import refuse
+from heads_kernels.convert.counts import Sizes
 from heads_kernels.convert.features import (
+    SharedFeatures,
     Spectrum,
     balanced,
     check_fit,
@@ -19,7 +21,7 @@ from heads_kernels.convert.features import (
     ratio,
     separate,
 )
-from heads_kernels.convert.heads import Factors, Heads, check_factor, weights_of
+from heads_kernels.convert.heads import Factors, Heads, parse_weights
 from heads_kernels.convert.least_squares import Fit, Products
 from heads_kernels.convert.moments import Moments, Sums, causal_covariance, covariance_of_all, gram
 
@@ -67,46 +69,22 @@ class RotaryHeads:
             TypeError, ValueError: a tensor is not floating, does not fit the others or is not finite; `scale` is not a
                 finite number other than 0.
         """
-        check_factor(scale)
+        if isinstance(query, Tensor) and query.dim() == 3 and query.shape[1] % 2:
+            was = f"has heads of width {query.shape[1]}"
+            refuse("query", was, "pass an even width: features rotate in pairs")
+        found = parse_weights(query, key, scale, query_bias, key_bias)
         sides = []
-        for name, given, given_bias in (("query", query, query_bias), ("key", key, key_bias)):
-            weight = weights_of(name, given, "[H, D, width], D even", 3)
-            H, D = weight.shape[:2]
-            bias = weight.new_zeros(H, D)
-            if given_bias is not None:
-                bias = weights_of(f"{name}_bias", given_bias, "[H, D]", 2)
-            if D % 2:
-                refuse(
-                    name, f"has heads of width {D}", "pass an even width: features rotate in pairs"
-                )
-            if bias.shape != (H, D):
-                refuse(f"{name}_bias", f"has shape {list(bias.shape)}", f"pass [{H}, {D}]")
-            sides.append(torch.complex(*torch.cat((weight, bias[..., None]), 2).chunk(2, 1)))
-        if sides[0].shape[:2] != sides[1].shape[:2]:
-            was = f"has heads [H, D / 2] = {list(sides[1].shape[:2])}, query {list(sides[0].shape[:2])}"
-            refuse("key", was, "make them equal; repeat keys that heads share")
+        for weight, bias in zip(found[:2], found[2:], strict=True):
+            column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
+            sides.append(torch.complex(*torch.cat((weight, column[..., None]), 2).chunk(2, 1)))
         return cls(sides[0], sides[1], scale)
 
     @property
-    def H(self) -> int:
-        return self.query.shape[0]
-
-    @property
-    def D_k(self) -> int:
-        """The concatenated width of all heads, `2 H F`."""
-        return 2 * self.query.shape[0] * self.query.shape[1]
-
-    @property
-    def D_in(self) -> int:
-        return self.query.shape[2] - 1
-
-    @property
-    def D_in_k(self) -> int:
-        return self.key.shape[2] - 1
-
-    @property
-    def has_bias(self) -> bool:
-        return bool(self.query[..., -1].any() or self.key[..., -1].any())
+    def sizes(self) -> Sizes:
+        """What parameters and FLOPs are counted by."""
+        H, F, width = self.query.shape
+        bias = bool(self.query[..., -1].any() or self.key[..., -1].any())
+        return Sizes(width - 1, self.key.shape[2] - 1, 2 * H * F, H, bias=bias, rotary=True)
 
     def spectrum(self, moments: RotaryMoments | None = None, method: str = "ragged") -> Spectrum:
         """What the features of a method add to the scores; with `"cp"` no features add more.
@@ -188,7 +166,7 @@ class RotaryHeads:
                 for own, pairs in ((self.query, query), (self.key, key))
             ]
             (own_query, query_pairs), (own_key, key_pairs) = (
-                each.tensor_split([self.H]) for each in sides
+                each.tensor_split([len(self.query)]) for each in sides
             )
             product = own_query[:, :, None] * own_key.conj()[:, None]
             whole += float(product.abs().square().sum())
@@ -323,7 +301,7 @@ class RotaryMoments(Sums):
 
 
 @dataclass(frozen=True, eq=False)
-class RotaryFactors:
+class RotaryFactors(SharedFeatures):
     r"""The projections of a collaborative layer whose shared features rotate in pairs, float64.
 
     .. math:: score_h(x_t, y_s) = scale \cdot Re \sum_r mixing_{hr} \, query_r(x_t)
@@ -336,6 +314,8 @@ class RotaryFactors:
         mixing: `[H, R]`, the weight of a pair in a head, for both of its features; the largest of a pair is 1.
         scale: that of the original layer.
         error: root mean square of what the scores are off by, relative to the scores, as `RotaryMoments` counts them.
+        dim, features, executed_features: Ds; how many features each head uses; how many the scores of all heads use, in
+            whole chunks.
     """
 
     frequency: Tensor
@@ -345,21 +325,7 @@ class RotaryFactors:
     scale: float
     error: float
 
-    @property
-    def dim(self) -> int:
-        """Ds."""
-        return 2 * self.mixing.shape[1]
-
-    @property
-    def features(self) -> list[int]:
-        """Number of features that each head uses."""
-        used: list[int] = (2 * self.mixing.count_nonzero(1)).tolist()
-        return used
-
-    @property
-    def executed_features(self) -> int:
-        """Features that the scores of all heads use, in whole chunks."""
-        return int(active_widths(self.mixing.repeat_interleave(2, 1)).sum())
+    group: ClassVar[int] = 2
 
     def places(self, frequencies: int) -> tuple[Tensor, int]:
         """Where a module that rotates heads of `2 frequencies` features has each feature, int64 `[Ds]`, and the number

@@ -19,10 +19,10 @@ from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call
 from heads_kernels.functional import attention_statistics
 from heads_kernels.offset_bias import diagonals
+from heads_kernels.ops import eager
 from heads_kernels.ops.statistics import AttentionStatistics
 from heads_kernels.parse import parse
 from heads_kernels.testing.inputs import Inputs
-from heads_kernels.testing.plain import plain
 from heads_kernels.testing.rounding import unit
 
 _NAMES: Final = inspect.signature(attention_statistics).parameters
@@ -83,7 +83,7 @@ def _score_error(p: Call, dtype: torch.dtype) -> Tensor:
 def _judge(
     got: AttentionStatistics, want: AttentionStatistics, exact: Call, e: Tensor
 ) -> tuple[list[str], float]:
-    probabilities = plain(exact).probabilities
+    probabilities = eager.row_probabilities(exact)
     assert exact.row_weights is not None
     received = exact.row_weights.abs()[..., None] * probabilities  # [B, H, T, S]
     of_sum = unit(torch.float32) * exact.T**0.5

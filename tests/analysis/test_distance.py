@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from benchmarks.peak import peak_memory
 from heads_kernels.backends import CPU_MISSING
-from heads_kernels.testing import peak_memory
 from tests.analysis.attention_maps import maps_of_layers
 from tests.support import tiny_models
 from tests.support.alike import assert_alike, rounding

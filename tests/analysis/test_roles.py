@@ -128,7 +128,9 @@ def test_a_syntactic_head_and_its_baseline() -> None:
     ]
     nsubj = named["nsubj", "to head"]
     assert (nsubj.pairs, nsubj.offset, nsubj.baseline) == (3, 1, 2 / 3)
-    assert_alike(nsubj.accuracy.scores[0], torch.tensor([1.0, 2 / 3, 0.0, 0.0]).double())
+    assert_alike(
+        nsubj.accuracy.scores[0], torch.tensor([1.0, 2 / 3, 0.0, 0.0], dtype=torch.float64)
+    )
     back = named["nsubj", "to dependent"]
     assert (back.pairs, back.offset, back.baseline) == (3, -1, 2 / 3)
     assert not back.accuracy.scores[0].any()
@@ -144,7 +146,7 @@ def test_accuracy_of_a_layer_that_runs_twice_is_the_mean_of_its_runs() -> None:
     arguments = tiny_models.batch(model)
     pairs = [{"x": [(head, row) for row in range(9) for head in range(9)]}, {}, {}]
     [to_head, to_dependent] = hk.analysis.roles(model, [arguments], relations=pairs).relations
-    every_key_once = torch.full((1, 4), 1 / 9).double()
+    every_key_once = torch.full((1, 4), 1 / 9, dtype=torch.float64)
     assert_alike(to_head.accuracy.table(), every_key_once)
     assert to_dependent.accuracy.table().max() <= 1
 

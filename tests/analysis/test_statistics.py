@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from benchmarks.peak import peak_memory
 from heads_kernels.analysis.positions import Band, attended, own_keys
 from heads_kernels.analysis.statistics import MEASURES
 from heads_kernels.backends import CPU_MISSING
-from heads_kernels.testing import peak_memory
 from tests.analysis.attention_maps import assert_reads, layers, of_kind, padded_layers, stock_maps
 from tests.support import tiny_models
 from tests.support.alike import assert_alike

@@ -43,7 +43,12 @@ def convert(model: nn.Module, dim: int | None = None, method: str = "ragged") ->
     """All layers with `dim` features of their heads, or with all."""
     for layer in projected_layers(model):
         heads = read_heads(layer)
-        put(model, layer, heads.fit(dim or heads.D_k, method=method), ragged=method == "ragged")
+        put(
+            model,
+            layer,
+            heads.fit(dim or heads.sizes.D_k, method=method),
+            ragged=method == "ragged",
+        )
     record_in_config(model)
     return model
 

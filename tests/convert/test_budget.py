@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.convert import Heads, Moments
-from heads_kernels.convert.counts import count_parameters
+from heads_kernels.convert.counts import Sizes
 from heads_kernels.convert.curves import captured_energy
 from heads_kernels.convert.dims import allot
 from tests.convert.random_heads import normal
@@ -106,10 +106,7 @@ def calibrated() -> Moments:
 
 
 def parameters(layers: list[Heads], dims: tuple[int, ...]) -> int:
-    return sum(
-        count_parameters(D_in, heads.D_k, heads.H, dim, D_in_k=D_in_k)
-        for heads, dim in zip(layers, dims, strict=True)
-    )
+    return sum(heads.sizes.parameters(dim) for heads, dim in zip(layers, dims, strict=True))
 
 
 @pytest.mark.parametrize("with_moments", [False, True])
@@ -160,7 +157,7 @@ def test_a_feature_that_costs_more_has_to_bring_more() -> None:
     torch.manual_seed(0)
     narrow = random_heads()
     wide = Heads(narrow.query, torch.nn.functional.pad(narrow.key, (0, 500)), narrow.scale)
-    dims = solved([narrow, wide], params=count_parameters(D_in, 12, H, 8, D_in_k=510) + 400)
+    dims = solved([narrow, wide], params=Sizes(D_in, 510, 12, H).parameters(8) + 400)
     assert dims[0] == H * D > dims[1]
 
 

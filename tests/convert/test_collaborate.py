@@ -18,7 +18,7 @@ from torch import nn
 import heads_kernels as hk
 from heads_kernels.call import active_widths
 from heads_kernels.convert import Conversion, Curves, calibrate, collaborate, curves, plot
-from heads_kernels.convert.counts import break_even, count_parameters
+from heads_kernels.convert.counts import Sizes
 from heads_kernels.convert.dims import allot
 from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import projected_layers
@@ -161,7 +161,7 @@ def test_the_average_is_kept(name: str, method: str) -> None:
     whole = sum(p.numel() for p in model.parameters())
     found = collaborate(model, 17, method=method, calibration=data)
     width = E if name == "torch" else 32
-    asked = len(found.layers) * count_parameters(width, 32, 4, 17, D_in_k=width)
+    asked = len(found.layers) * Sizes(width, width, 32, 4).parameters(17)
     assert query_and_key_parameters(model) <= asked
     assert query_and_key_parameters(model) == sum(report.parameters for report in found.reports)
     assert found.parameters_before == whole
@@ -171,7 +171,7 @@ def test_the_average_is_kept(name: str, method: str) -> None:
 @pytest.mark.parametrize(("method", "share"), [("cp", 0.3), ("ragged", 0.9)])
 def test_budget_of_parameters(method: str, share: float) -> None:
     model = build("bert")
-    before = 2 * count_parameters(32, 32, 4, D_in_k=32)
+    before = 2 * Sizes(32, 32, 32, 4).parameters()
     params = int(share * before)
     collaborate(model, params=params, method=method, calibration=[batch(model)])
     assert query_and_key_parameters(model) <= params
@@ -313,7 +313,7 @@ def test_bars(
 # ---------------------------------------------------------------------- what is warned of
 def test_more_flops_at_the_length() -> None:
     """From about the break-even length on; a warning that is an error changes nothing."""
-    border = round(break_even(E, E, 12, H))
+    border = round(Sizes(E, E, E, H).break_even(12))
     quiet(torch_encoder(), [12, 12], length=border // 2)
     message = (
         rf"At T = {2 * border} 2 of 2 converted layers have more FLOPs than before .* "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from heads_kernels.convert import Heads
-from heads_kernels.convert.counts import break_even, count_flops, count_parameters
+from heads_kernels.convert.counts import Sizes
 
 #: Of Cordonnier et al. 2020, table 2 and the sizes between them, and table 1: millions of parameters of the model,
 #: layers, sizes of a layer before, after, and millions after.
@@ -34,8 +35,11 @@ def test_published_tables(
 ) -> None:
     millions, layers = model
     D_in, H = (512, 8) if model is TRANSLATION_BASE else (768, 12)
-    sizes = {"D_in": D_in, "D_in_k": D_in, "H": H}
-    change = count_parameters(**sizes, **after) - count_parameters(**sizes, **before)
+    counts = []
+    for sizes in (before, after):
+        of = Sizes(D_in, D_in, sizes["D_k"], H)
+        counts.append(of.parameters(sizes.get("Ds")))
+    change = counts[1] - counts[0]
     assert round(millions + layers * change / 1e6, 2) == expected
 
 
@@ -43,43 +47,44 @@ def test_parameters_are_those_of_the_tensors() -> None:
     H, D, D_in, D_in_k = 3, 8, 12, 10
     query, key = torch.nn.Linear(D_in, H * D), torch.nn.Linear(D_in_k, H * D)
     own = sum(p.numel() for p in [*query.parameters(), *key.parameters()])
-    assert count_parameters(D_in, H * D, H, D_in_k=D_in_k) == own
+    sizes = Sizes(D_in, D_in_k, H * D, H)
+    assert sizes.parameters() == own
     without = query.weight.numel() + key.weight.numel()
-    assert count_parameters(D_in, H * D, H, D_in_k=D_in_k, bias=False) == without
+    assert replace(sizes, bias=False).parameters() == without
     weights = query.weight.view(H, D, D_in), key.weight.view(H, D, D_in_k)
-    factors = Heads(*weights, D**-0.5, query.bias.view(H, D)).fit(9)
+    heads = Heads(*weights, D**-0.5, query.bias.view(H, D))
+    assert heads.sizes == sizes
+    factors = heads.fit(9)
     tensors = factors.query, factors.key, factors.mixing, factors.content
-    expected = sum(x.numel() for x in tensors)
-    assert count_parameters(D_in, H * D, H, 9, D_in_k=D_in_k) == expected
+    assert sizes.parameters(9) == sum(x.numel() for x in tensors)
 
 
 # ---------------------------------------------------------------------- break-even
-BERT = (768, 768, 12)
+BERT = Sizes(768, 768, 768, 12)
 
 
 @pytest.mark.parametrize(("Ds", "length"), [(512, 73), (384, 154), (256, 341), (96, 2688)])
 def test_break_even_is_where_the_counts_cross(Ds: int, length: int) -> None:
     """Mixing and content left out, as the formula does."""
-    D_in, D_k, H = BERT
+    D_in, H = BERT.D_in, BERT.H
 
     def cheaper(T: int) -> bool:
-        before = count_flops(T, D_in, D_k, H, D_in_k=D_in)
-        after = count_flops(T, D_in, D_k, H, Ds, D_in_k=D_in)
         mixing, content = T * H * Ds, 2 * T * D_in * H + H * T * T
-        return after - mixing - content < before
+        return BERT.flops(T, Ds) - mixing - content < BERT.flops(T)
 
-    assert break_even(D_in, D_k, Ds, H) == length
+    assert BERT.break_even(Ds) == length
     assert cheaper(length - 1)
     assert not cheaper(length + 1)
 
 
 def test_break_even_without_either_side() -> None:
-    assert break_even(64, 64, 64, 4) == 0  # dense mixing of as many features: nothing is saved
-    assert break_even(64, 64, 80, 4) == 0
+    sizes = Sizes(64, 64, 64, 4)
+    assert sizes.break_even(64) == 0  # dense mixing of as many features: nothing is saved
+    assert sizes.break_even(80) == 0
     # the same layer: never dearer
-    assert break_even(64, 64, 64, 4, executed_features=64) == math.inf
-    assert break_even(64, 64, 80, 4, executed_features=60) == 0
-    assert break_even(64, 64, 32, 4, executed_features=96) == round(2 * 64 * 32 / 32)
+    assert sizes.break_even(64, 64) == math.inf
+    assert sizes.break_even(80, 60) == 0
+    assert sizes.break_even(32, 96) == round(2 * 64 * 32 / 32)
 
 
 # ---------------------------------------------------------------------- FLOPs
@@ -105,12 +110,10 @@ def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None) -> None:
     if Ds is not None:
         found.append(T * H * Ds)  # one product for each element of each head's query
         found.append(counted(lambda: y @ torch.randn(D_in_k, H)) + H * T * T)
-    assert count_flops(T, D_in, H * D, H, Ds, D_in_k=D_in_k) == sum(found)
+    assert Sizes(D_in, D_in_k, H * D, H).flops(T, Ds) == sum(found)
 
 
 def test_ragged_heads_take_their_share() -> None:
-    D_in, D_k, H = BERT
     T, Ds = 64, 256
-    whole = count_flops(T, D_in, D_k, H, Ds, D_in_k=D_in)
-    disjoint = count_flops(T, D_in, D_k, H, Ds, D_in_k=D_in, executed_features=Ds)
-    assert whole - disjoint == (2 * T * T + T) * (H - 1) * Ds
+    saved = BERT.flops(T, Ds) - BERT.flops(T, Ds, executed_features=Ds)
+    assert saved == (2 * T * T + T) * (BERT.H - 1) * Ds

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
 from heads_kernels.convert import collaborate
-from heads_kernels.convert.counts import count_parameters
+from heads_kernels.convert.counts import Sizes
 from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import projected_layers
 from heads_kernels.heads.reshape import check_can_share
@@ -121,7 +121,7 @@ def test_parts_and_their_training(name: str) -> None:
         for projection in (layer.query, layer.key):
             assert isinstance(projection.linear, SharedProjection)
             own += projection.linear.parameters()
-        counted = count_parameters(layer.query.inputs, 32, 4, 12, D_in_k=layer.key.inputs)
+        counted = Sizes(layer.query.inputs, layer.key.inputs, 32, 4).parameters(12)
         assert sum(parameter.numel() for parameter in own) == counted
         before |= {part: part.detach().clone() for part in own if part.requires_grad}
     first = projected_layers(model)[0]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.convert import RotaryFactors, RotaryHeads, RotaryMoments
-from heads_kernels.convert.counts import count_parameters
+from heads_kernels.convert.counts import Sizes
+from heads_kernels.convert.dims import allot
 from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import projected_layers
 from tests.convert.converted_models import convert, in_use
@@ -149,7 +150,7 @@ def test_bad_arguments_are_refused() -> None:
     for name, arguments in {
         "key holds NaN or infinity": (good, good / 0, 1.0),
         "query has heads of width 3": (normal(2, 3, 5), good, 1.0),
-        "key has heads": (good, normal(1, 4, 3), 1.0),
+        "key has 1 heads": (good, normal(1, 4, 3), 1.0),
         "key_bias has shape": (good, good, 1.0, None, normal(2, 3)),
         "scale is 0": (good, good, 0),
     }.items():
@@ -179,6 +180,13 @@ def test_one_slot_of_features_is_told_from_a_cache() -> None:
     assert places.tolist() == [0, F, 1, F + 1, 2, F + 2, 3, F + 3]
 
 
+def test_a_budget_counts_the_parameters_of_rotary_heads() -> None:
+    """Mixing has one weight for a pair of features, and there are no content weights."""
+    heads = random_heads()
+    for dim in (2, 9):
+        assert allot([heads], [heads.spectrum()], heads.sizes.parameters(dim), None) == [dim]
+
+
 @pytest.mark.parametrize(("name", "method"), [("llama", "cp"), ("modernbert", "ragged")])
 def test_collaborate(name: str, method: str) -> None:
     """The whole command: features are allotted in pairs, and reports count what there is."""
@@ -198,10 +206,9 @@ def test_collaborate(name: str, method: str) -> None:
         mixing = layer.module.mixing  # both features of a pair have one weight in a head
         assert mixing.shape[1] == report.dim // 2
         size = model.config.hidden_size
-        heads = {"H": layer.num_heads, "rotary": True, "bias": layer.query.linear.bias is not None}
-        assert report.parameters == count_parameters(
-            size, size, Ds=report.dim, D_in_k=size, **heads
-        )
+        bias = layer.query.linear.bias is not None
+        sizes = Sizes(size, size, size, layer.num_heads, bias=bias, rotary=True)
+        assert report.parameters == sizes.parameters(report.dim)
     outputs(model).square().sum().backward()
     assert all(layer.module.mixing.grad.any() for layer in projected_layers(model))
     other = in_use(name)

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from heads_kernels.ops.philox import draw_seed
-from heads_kernels.testing import CASES, ENTMAX, Case, GatedCase, check, plain
+from heads_kernels.testing import CASES, ENTMAX, Case, GatedCase, check
 from tests.ops.calls import NAMES, inputs_of
 from tests.support.alike import assert_alike
+from tests.support.plain import plain
 
 #: Part of its bound that eager's own error may be. It is bounded by twice itself and the floor, so
 #: that 0.4 says: at most twice the floor.

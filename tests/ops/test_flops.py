@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import heads_kernels as hk
 from heads_kernels.call import Call
 from heads_kernels.flops import backward_flops, forward_flops
-from heads_kernels.testing import CASES, Case, Inputs, find, plain
+from heads_kernels.testing import CASES, Case, Inputs, find
 from tests.ops.calls import DIFFERENTIABLE, call, parsed
+from tests.support.plain import plain
 
 QUICK = [case for case in CASES if "model" not in case.tags]
 

@@ -17,10 +17,10 @@ from heads_kernels.testing import (
     GatedCase,
     Inputs,
     check,
-    dirty_allocator,
     masks,
 )
 from tests.ops.calls import assert_same_bits, inputs_of
+from tests.support.poison import dirty_allocator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("backend", ["triton", "cuda"])]
 

@@ -20,11 +20,11 @@ from heads_kernels.testing import (
     CollaborativeCase,
     GatedCase,
     check,
-    dirty_allocator,
     masks,
 )
 from heads_kernels.testing.masks import Sizes
 from tests.ops.calls import parsed, serve
+from tests.support.poison import dirty_allocator
 
 #: The module of each backend that splits keys, as it names `buffers.key_splits`.
 MODULES = {"triton": "heads_kernels.ops.triton.forward", "cuda": "heads_kernels.ops.cuda"}

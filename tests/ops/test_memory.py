@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import heads_kernels as hk
-from heads_kernels.testing import peak_memory
+from benchmarks.peak import peak_memory
 from tests.ops.calls import DIFFERENTIABLE, tensors
 
 T = 4096

@@ -14,17 +14,11 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.backends import BACKENDS
-from heads_kernels.testing import (
-    CASES,
-    ENTMAX,
-    Case,
-    dirty_allocator,
-    find,
-    hide,
-    surrounded,
-)
+from heads_kernels.testing import CASES, ENTMAX, Case, find
+from heads_kernels.testing.case import surrounded
 from tests.ops.calls import NAMES, assert_same_bits, call, inputs_of
 from tests.support.alike import assert_alike, rounding
+from tests.support.poison import dirty_allocator, hide
 
 QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
 MASKED = [case for case in QUICK if case.is_causal or case.mask is not None]

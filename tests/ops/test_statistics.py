@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from benchmarks.peak import peak_memory
 from heads_kernels.batch import expand_bias
-from heads_kernels.testing import CASES, Case, peak_memory, plain, row_statistics
+from heads_kernels.testing import CASES, Case, row_statistics
 from tests.ops.calls import NAMES, assert_same_bits, call, parsed, serve, tensors
 from tests.support.alike import assert_alike
+from tests.support.plain import plain
 
 BACKENDS = NAMES
 QUICK = [case for case in CASES if "model" not in case.tags and not case.dropout_p]

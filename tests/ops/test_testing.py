@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import peak
 from heads_kernels.ops import formula, scores
 from heads_kernels.testing import (
     COLLABORATIVE,
@@ -20,17 +21,15 @@ from heads_kernels.testing import (
     accuracy,
     check,
     compare,
-    dirty_allocator,
     find,
-    memory,
-    peak_memory,
-    plain,
     reference,
-    surrounded,
     time_in_turn,
 )
 from heads_kernels.testing.accuracy import _chance
+from heads_kernels.testing.case import surrounded
 from heads_kernels.testing.rounding import unit
+from tests.support.plain import plain
+from tests.support.poison import dirty_allocator
 
 SMALL = find("gated_attention", "closed_batch_heads")
 
@@ -221,7 +220,7 @@ def test_fast_callables_are_repeated() -> None:
 @pytest.mark.parametrize("resettable", [True, False])
 def test_peak_memory(resettable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not resettable:
-        monkeypatch.setattr(memory, "_resettable", lambda: False)
+        monkeypatch.setattr(peak, "_resettable", lambda: False)
 
     def use() -> Tensor:
         scratch = torch.ones(32 << 20, dtype=torch.uint8)
@@ -230,16 +229,16 @@ def test_peak_memory(resettable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
     use()
     for _ in range(2):
-        peak = peak_memory(use)
-        assert peak.result == 4 << 20
+        found = peak.peak_memory(use)
+        assert found.result == 4 << 20
         # The result may be in pages that the C library had not returned: 4 MiB less.
-        assert peak.extra == pytest.approx(32 << 20, abs=6 << 20)
-        assert peak.how == ("sampled" if not resettable else peak.how)
+        assert found.extra == pytest.approx(32 << 20, abs=6 << 20)
+        assert found.how == ("sampled" if not resettable else found.how)
 
 
 def test_a_view_counts_its_storage_once() -> None:
     x = torch.ones(1 << 20)
-    assert peak_memory(lambda: (x[:5], x[5:], {"again": x})).result == 4 << 20
+    assert peak.peak_memory(lambda: (x[:5], x[5:], {"again": x})).result == 4 << 20
 
 
 # ---------------------------------------------------------------------- poison

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heads_kernels.analysis.lrp import rules
+from heads_kernels.call import Call
 from heads_kernels.checks import refuse
-from heads_kernels.nn.attention_call import AttentionCall, blocks
+from heads_kernels.nn.attention_call import blocks
+from heads_kernels.ops import eager, scores
 from heads_kernels.ops import gate as gates
 
 #: Computes the relevance of a function's inputs from that of its output.
@@ -72,9 +74,9 @@ def gate_step(heads: Tensor, gate: Tensor, activation: str) -> Step:
 
 
 @torch.enable_grad()
-def attention_step(call: AttentionCall, given: dict[str, Any], full: bool) -> Step:
-    """The step of attention before its gate; `given` are the arguments of the attention function, by name."""
-    B, H, T, S, Dv = call.B, call.H, call.T, call.S, call.value.shape[-1]
+def attention_step(call: Call, full: bool) -> Step:
+    """The step of attention before its gate; unless `full`, probabilities are constants."""
+    B, H, T, S = call.sizes
 
     def per_head(x: Tensor) -> Tensor:
         """`[B, H, ...]`: heads that share x each get a copy, whose relevance autograd adds up."""
@@ -82,30 +84,33 @@ def attention_step(call: AttentionCall, given: dict[str, Any], full: bool) -> St
         copies = H // max(x.shape[1], 1)
         return x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)
 
-    value = per_head(given["value"])
+    def probabilities(rows: slice) -> Tensor:
+        return eager.row_probabilities(scores.of_rows(call, rows.start, rows.stop))
+
+    value = per_head(call.value)
     if not full:
         rows = blocks(T, B * H * S)
-        return [value], lambda R: [rules.attention_values(call.probabilities, value, R, rows)]
-    query, key = per_head(given["query"]), per_head(given["key"])
-    content_bias, D = given.get("content_bias"), query.shape[-1]
+        return [value], lambda R: [rules.attention_values(probabilities, value, R, rows)]
+    inputs = [per_head(call.query), per_head(call.key), value]
+    if call.content_bias is not None:
+        inputs.append(call.content_bias)
 
     def to_all(relevance: Tensor) -> Sequence[Tensor]:
-        mixed, keys = query.to(relevance.dtype), key
+        query, key = inputs[0].to(relevance.dtype), inputs[1]
         if call.mixing is not None:
-            mixed = mixed * call.mixing[:, None]
-        if content_bias is not None:  # as one more feature, which is 1 in every query
-            mixed = functional.pad(mixed, (0, 1), value=1.0)
-            keys = torch.cat((key, content_bias[..., None]), -1)
-        rows = blocks(T, B * H * S * Dv)
-        features = blocks(Dv, B * H * S * rows[0].stop)
-        parts = mixed * call.scale, keys, value
-        found = rules.attention(call.probabilities, *parts, relevance, rows, features)
+            query = query * call.mixing[:, None]
+        if call.content_bias is not None:  # as one more feature, which is 1 in every query
+            query = functional.pad(query, (0, 1), value=1.0)
+            key = torch.cat((key, call.content_bias[..., None]), -1)
+        rows = blocks(T, B * H * S * call.Dv)
+        features = blocks(call.Dv, B * H * S * rows[0].stop)
+        operands = query * call.scale, key, value
+        found = rules.attention(probabilities, *operands, relevance, rows, features)
         of_query, of_key, of_value = found
-        of_all = [of_query[..., :D], of_key[..., :D], of_value]
-        return of_all if content_bias is None else [*of_all, of_key[..., D]]
+        parts = [of_query[..., : call.D], of_key[..., : call.D], of_value]
+        return parts if call.content_bias is None else [*parts, of_key[..., call.D]]
 
-    inputs = [query, key, value]
-    return (inputs if content_bias is None else [*inputs, content_bias]), to_all
+    return inputs, to_all
 
 
 # ---------------------------------------------------------------------- the table

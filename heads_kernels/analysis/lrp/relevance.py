@@ -1,26 +1,61 @@
-"""Layer-wise relevance propagation from the output of a model to the heads of every layer."""
+"""Layer-wise relevance propagation from the output of a model to the heads of every layer.
+
+Relevance is the gradient of autograd: its graph is the tape, and the rules are the backward passes.
+
+While a model runs, gradients are off, and a mode sees its functions. From the first attention on it calls functions of
+what carries relevance so that autograd records them:
+
+- A function with a rule becomes one node, whose backward pass takes the relevance of its output for the relevance of
+  its inputs. Attention is such a node, with another one for its gate, and so are whole modules for which there is a
+  rule. What a rule needs is closed over, so that no Jacobian is stored.
+- Views, and functions that copy elements, keep the backward pass of autograd: a copy hands its relevance back to its
+  original, a constant's is lost, and that of a tensor used several times adds up.
+- Of any other function only the result is watched: an error names the function if relevance arrives there.
+
+The gradient with respect to heads is then their relevance. As every gradient it has the dtype of its tensor; rules
+compute in float32, or float64 for float64.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from heads_kernels.analysis.batches import each_batch, evaluation, run
-from heads_kernels.analysis.head_scores import HeadScores
-from heads_kernels.analysis.lrp.functions import carries
-from heads_kernels.analysis.lrp.tape import RelevanceTape, rule_of_module
+from heads_kernels.analysis.head_scores import HeadScores, scores_of
+from heads_kernels.analysis.lrp.functions import (
+    RULES,
+    Back,
+    attention_step,
+    carries,
+    gate_step,
+    module_step,
+    refusing,
+)
 from heads_kernels.analysis.observe import observe
-from heads_kernels.call import compute_dtype
+from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layers import attention_layers, choose_layers
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
+from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.ops.attention import attention_op
 
 #: `output(model, batch)`: scores `[B, C]` or `[B, T, C]`, or such a tensor and the initial relevance of its elements.
 Output: TypeAlias = Callable[[Any, Any], Any]
+
+#: Output elements are copies of input elements, or constants. The same holds for views, which need no name.
+_COPYING: Final = {
+    "__getitem__", "bfloat16", "cat", "clone", "concat", "contiguous", "double", "flatten", "flip", "float", "gather",
+    "half", "hstack", "index_select", "masked_fill", "pad", "repeat", "repeat_interleave", "reshape", "roll", "stack",
+    "take_along_dim", "tile", "to", "type", "type_as", "vstack", "where",
+}  # fmt: skip
+#: The relevance of an example at the output. Shares do not depend on it; in float16 this keeps small parts above 0.
+_TOTAL: Final = 2.0**14
 
 
 @torch.inference_mode(False)
@@ -78,10 +113,12 @@ def relevance(
     with evaluation(model), torch.no_grad():
         for batch in each_batch(data, "relevance", progress):
             batch = tree_map_only(Tensor, Tensor.detach, batch)  # the graph is the tape
-            tape = RelevanceTape(attention == "full")
-            of_modules = register_module_forward_hook(rule_of_module)  # type: ignore[arg-type]
+            tape = _Tape(attention == "full")
+            of_modules = register_module_forward_hook(_rule_of_module)  # type: ignore[arg-type]
             with of_modules, observe(model, tape.see), tape:
-                found = _logits(run(model, batch)) if output is None else output(model, batch)
+                found = run(model, batch) if output is None else output(model, batch)
+            if output is None:
+                found = getattr(found, "logits", found)
             for scores, start in _starts(found, tape):
                 found_heads = tape.heads(scores, start)
                 for index in sums.keys() & found_heads:
@@ -92,19 +129,11 @@ def relevance(
                 count += int(start.flatten(1).any(1).sum())
     if not count:
         refuse("data", "has no example that counts", "give some element of the output relevance")
-    return HeadScores(
-        layers=tuple(layer.name for layer in chosen),
-        kinds=tuple(layer.kind for layer in chosen),
-        scores=tuple(each / count for each in sums.values()),
-        method="lrp" if attention == "constant" else "lrp, full attention",
-    )
+    method = "lrp" if attention == "constant" else "lrp, full attention"
+    return scores_of(chosen, (each / count for each in sums.values()), method)
 
 
-def _logits(found: Any) -> Any:
-    return getattr(found, "logits", found)
-
-
-def _starts(found: Any, tape: RelevanceTape) -> Iterator[tuple[Tensor, Tensor]]:
+def _starts(found: Any, tape: _Tape) -> Iterator[tuple[Tensor, Tensor]]:
     """The output and its initial relevance: once, or for each position that counts."""
     scores, start = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     layout = "scores [B, C] or [B, T, C], or a pair of those and their relevance"
@@ -129,7 +158,7 @@ def _starts(found: Any, tape: RelevanceTape) -> Iterator[tuple[Tensor, Tensor]]:
         yield scores, alone
 
 
-def _largest(scores: Tensor, tape: RelevanceTape) -> Tensor:
+def _largest(scores: Tensor, tape: _Tape) -> Tensor:
     """1 at the largest score of every example that has a token, or of every position that is a token."""
     start = torch.zeros_like(scores, dtype=compute_dtype(scores.dtype))
     start.scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
@@ -149,3 +178,128 @@ def _check_start(start: Any, scores: Tensor) -> None:
         refuse("relevance of the output", f"has shape {list(start.shape)}", instead)
     if not bool(((start >= 0) & start.isfinite()).all()):
         refuse("relevance of the output", "has numbers that are negative or not finite", instead)
+
+
+# ---------------------------------------------------------------------- the tape
+class _Rule(torch.autograd.Function):
+    """The output of a function, with `back` for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, back: Back, output: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.back = back
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> Any:
+        return None, None, *ctx.back(given.to(compute_dtype(given.dtype)))
+
+
+def _ruled(output: Tensor, inputs: Sequence[Any], back: Back) -> Tensor:
+    """`output`, whose relevance `back` takes to `inputs`."""
+    with torch.enable_grad():
+        ruled: Tensor = _Rule.apply(back, output.detach(), *inputs)  # type: ignore[no-untyped-call]
+    return ruled
+
+
+def _refuse(output: Tensor, name: str, why: str) -> None:
+    """Raise an error if relevance arrives at this output."""
+    output.register_hook(refusing(name, why))  # type: ignore[no-untyped-call]
+
+
+def _rule_of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+    """A forward hook of all modules: what those of `module_step` compute inside is replaced by their rule."""
+    if not args or not carries(args[0]):
+        return None
+    step = module_step(module, args[0], output)
+    return None if step is None else _ruled(output, *step)
+
+
+class _Tape(TorchFunctionMode):
+    """Context manager in which autograd records what a model computes from its heads to its output, by the rules.
+
+    Gradients must be off: operators are visible only where autograd does not record them.
+
+    Args:
+        full: whether relevance goes through probabilities to query and key; else they are constants.
+
+    Attributes:
+        rows: bool `[B, T]` by (B, T): the real tokens in the last attention of these sizes.
+    """
+
+    def __init__(self, full: bool) -> None:
+        super().__init__()
+        self.full = full
+        self.rows: dict[tuple[int, int], Tensor] = {}
+        self._heads: list[tuple[int, Tensor]] = []  # index of the layer, and `[B, H, T, Dv]`
+        self._layer: AttentionLayer | None = None  # whose attention is the next
+
+    def see(self, layer: AttentionLayer, call: AttentionCall) -> None:
+        """An observer: the next attention is that of `layer`."""
+        call.check_softmax("relevance")
+        self._layer = layer
+        self.rows[call.B, call.T] = call.real_queries
+
+    def heads(self, output: Tensor, relevance: Tensor) -> dict[int, Tensor]:
+        """The relevance of each head, `{index of the layer: [B, H]}`, up to a factor of each example.
+
+        For a layer that runs several times it is the sum.
+        """
+        total = relevance.sum(tuple(range(1, relevance.dim())), keepdim=True)
+        start = torch.where(total > 0, relevance / total * _TOTAL, 0.0).to(output.dtype)
+        heads = [each for _, each in self._heads]
+        parts = torch.autograd.grad(output, heads, start, retain_graph=True, materialize_grads=True)
+        found = dict[int, Tensor]()
+        for (index, _), part in zip(self._heads, parts, strict=True):
+            found[index] = found.get(index, 0) + part.to(relevance.dtype).sum((2, 3))
+        return found
+
+    # ------------------------------------------------------------------ recording
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is attention_op and self._layer is not None:
+            out, *rest = func(*args)
+            return self._attend(Call(*args[: len(Call._fields)]), out), *rest
+        name = _name_of(func)
+        carried = [x for x in tree_leaves((args, options)) if carries(x)]
+        if not carried:
+            return func(*args, **options)
+        if name == "__setitem__" or (name.endswith("_") and name[-2] != "_"):
+            refusing(name, "which changes a tensor in place")(carried[0])
+        if name in RULES:
+            inputs, back = RULES[name](*args, **options)
+            if len(carried) > sum(map(carries, inputs)):
+                inputs, back = carried, refusing(name, "with another argument depending on heads")
+            return _ruled(func(*args, **options), inputs, back)
+        with torch.enable_grad():
+            result = func(*args, **options)
+        if name not in _COPYING:
+            storages = {x.untyped_storage().data_ptr() for x in carried}
+            for x in filter(carries, tree_leaves(result)):
+                if x.untyped_storage().data_ptr() not in storages:
+                    _refuse(x, name, "which has no rule")
+        return result
+
+    def _attend(self, call: Call, out: Tensor) -> Tensor:
+        """Record the attention of the layer that was seen, and its gate as a separate function."""
+        assert self._layer is not None
+        inputs, back = attention_step(call, self.full)
+        # Inputs that depend on no heads are leaves of the graph, so that it has the first attention as well.
+        inputs = [x if carries(x) else x.detach().requires_grad_() for x in inputs]
+        heads = _ruled(out, inputs, back)
+        self._heads.append((self._layer.index, heads))
+        self._layer = None
+        if self.full and any(map(carries, (call.bias, call.offset_bias, call.sinks))):
+            _refuse(heads, "attention", "whose bias depends on heads")
+        if call.gate is None:
+            return heads
+        return _ruled(out, *gate_step(heads, call.gate, call.gate_activation))
+
+
+def _name_of(function: Any) -> str:
+    """`add` for all of its forms; `T` for the getter of `Tensor.T`; `namespace::op` for an op."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function._schema.name
+    name: str = function.__name__
+    return str(function.__self__.__name__) if name == "__get__" else name

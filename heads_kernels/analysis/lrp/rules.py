@@ -14,6 +14,9 @@ Ding et al. 2017 and Bach et al. 2015 (eq. 60 with both factors 1/2, which cance
 token, in attention for every example and head. The scaling has no epsilon, so that it keeps even very small sums.
 Relevance is never negative; that of a tensor that is used several times is the sum over its uses.
 
+Functions take the relevance of outputs and return that of their inputs, in the shape of the inputs and the dtype of
+`relevance`. They keep its sum over each row; in attention over each example and head, of all operands together.
+
 No Jacobian is stored: z is computed in tiles, or summed in closed form where its signs allow it.
 """
 
@@ -48,9 +51,6 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, relevance: Tenso
         inputs: `[..., n]`.
         weight: `[m, n]`; `bias`: `[m]` or None.
         relevance: `[..., m]`.
-
-    Returns:
-        `[..., n]` in the dtype of `relevance`; the sum of each row is kept.
     """
     n = inputs.shape[-1]
     flat = relevance.reshape(-1, relevance.shape[-1])
@@ -77,9 +77,6 @@ def norm(
         inputs: `[..., n]`; `relevance` likewise.
         weight, bias: `[n]`, or None.
         eps: what is added to the variance.
-
-    Returns:
-        As `inputs`, in the dtype of `relevance`; the sum of each row is kept.
     """
     n = inputs.shape[-1]
     flat = relevance.reshape(-1, n)
@@ -114,9 +111,6 @@ def rms_norm(inputs: Tensor, outputs: Tensor, eps: float, relevance: Tensor) -> 
     Args:
         inputs, outputs: `[..., n]`; `relevance` likewise.
         eps: what is added to the mean square.
-
-    Returns:
-        As `inputs`, in the dtype of `relevance`; the sum of each row is kept.
     """
     squares, size = inputs.to(relevance.dtype).square(), outputs.to(relevance.dtype).abs()
     w = squares / (squares.sum(-1, keepdim=True) + squares.shape[-1] * eps)
@@ -173,9 +167,6 @@ def attention_values(
         value: `[B, H, S, Dv]`.
         relevance: `[B, H, T, Dv]`.
         blocks: slices that make up the rows 0 to T - 1.
-
-    Returns:
-        As `value`, in the dtype of `relevance`; the sum of each example and head is kept.
     """
     both = torch.cat((value, -value), -1).to(relevance.dtype).clamp(min=0)  # [B, H, S, 2 Dv]
     moved = torch.zeros_like(both)
@@ -208,9 +199,6 @@ def attention(
         key: `[B, H, S, D]`.
         value, relevance, probabilities, blocks: as in `attention_values`.
         features: slices that make up the features 0 to Dv - 1: a tile is `[B, H, rows, S, features]`.
-
-    Returns:
-        The relevance of query, key and value; the sum of each example and head is kept, over all three together.
     """
     q, k, v = (x.to(relevance.dtype) for x in (query, key, value))
     found = q_found, k_found, v_found = tuple(map(torch.zeros_like, (q, k, v)))

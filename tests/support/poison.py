@@ -1,4 +1,4 @@
-"""Memory that must not be read: NaN around tensors, in hidden elements, and in memory allocated next."""
+"""Memory that must not be read: NaN in hidden elements, and in memory allocated next."""
 
 from __future__ import annotations
 
@@ -9,29 +9,6 @@ from torch import Tensor
 
 from heads_kernels.batch import expand_bias
 from heads_kernels.testing.inputs import Inputs
-
-#: Guard rows before and after, and guard elements left and right of every row. Odd, so that the
-#: first element of a row is not aligned to a vector, and wide enough that one vector too many (16
-#: float32) still lands in NaN.
-GUARD_ROWS = 1
-GUARD_WIDTH = 17
-
-
-def surrounded(tensor: Tensor, fill: float = float("nan")) -> Tensor:
-    """The same values as a slice of a larger storage full of `fill`, which reveals reads outside.
-
-    The last dimension keeps stride 1; the tensor is the same in every other respect, and a leaf.
-    """
-    if tensor.dim() == 0:
-        return tensor.detach().clone()
-    rows = tensor.shape[-2] if tensor.dim() > 1 else 1
-    width = tensor.shape[-1]
-    shape = (*tensor.shape[:-2], rows + 2 * GUARD_ROWS, width + 2 * GUARD_WIDTH)
-    storage = tensor.new_full(shape, fill)
-    inner = storage[..., GUARD_ROWS : GUARD_ROWS + rows, GUARD_WIDTH : GUARD_WIDTH + width]
-    inner = inner if tensor.dim() > 1 else inner[0]
-    inner.copy_(tensor.detach())
-    return inner
 
 
 def dirty_allocator(like: Tensor, largest: int = 1 << 20) -> None:
