@@ -103,3 +103,8 @@ def tensors(
     else:
         shapes = {"query": (B, H, T, D), "key": (B, Hk, S, D)}
     return {name: torch.randn(s, dtype=dtype).requires_grad_(grad) for name, s in shapes.items()}
+
+
+def good(operator: str) -> dict[str, Any]:
+    """Small arguments that are served, made anew."""
+    return dict(tensors(operator, dtype=torch.float32))

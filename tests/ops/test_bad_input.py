@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ import heads_kernels as hk
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.library import load
-from tests.ops.bad_calls import B, Bad, D, Dv, H, Hk, S, T, f32, good
-from tests.ops.calls import NAMES, parsed, serve
+from tests.ops.calls import NAMES, good, parsed, serve
+
+B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
+Bad = dict[str, Any]
+f32 = torch.zeros
 
 GATED, COLLABORATIVE, STATISTICS = (
     ("gated_attention",),

@@ -65,27 +65,6 @@ def test_tokens_first_are_the_call(operator: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_bits_depend_neither_on_threads_nor_on_the_batch(
-    operator: str, dtype: torch.dtype, tokens_first: bool
-) -> None:
-    call = getattr(hk, operator)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            tensors, options = _call(operator, dtype, 4, tokens_first)
-            results.append(call(**tensors, **options, backend="cpu"))
-        assert all(torch.equal(results[0], other) for other in results[1:])
-        tensors, options = _call(operator, dtype, 2, tokens_first)
-        assert torch.equal(results[0][:2], call(**tensors, **options, backend="cpu"))
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("operator", OPERATORS)

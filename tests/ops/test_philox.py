@@ -46,24 +46,6 @@ def test_every_element_reads_its_own_word(seed: int, S: int) -> None:
     assert torch.equal(got, keeps(seed, 0.4, 2, 3, 5, S))
 
 
-def test_an_element_does_not_depend_on_the_sizes() -> None:
-    seed = seed_of(99)
-    small = keep_mask(seed, 0.5, 1, 2, 3, 5, CPU)
-    large = keep_mask(seed, 0.5, 2, 3, 8, 13, CPU)
-    assert torch.equal(large[:1, :2, :3, :5], small)
-
-
-def test_a_part_draws_what_the_whole_draws() -> None:
-    whole = keep_mask(seed_of(99), 0.5, 2, 3, 8, 13, CPU)
-    part = keep_mask(seed_of(99, b=1, h=1, i=3, j=8), 0.5, 1, 2, 4, 5, CPU)
-    assert torch.equal(whole[1:, 1:, 3:7, 8:], part)
-
-
-@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
-def test_empty(sizes: tuple[int, int, int, int]) -> None:
-    assert keep_mask(seed_of(1), 0.5, *sizes, CPU).shape == sizes
-
-
 def test_threshold() -> None:
     assert threshold(0.0) == 0
     assert threshold(0.5) == 2**31

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
 from heads_kernels.dispatch import choose
@@ -26,7 +25,7 @@ from tests.ops.calls import (
     serve,
     tensors,
 )
-from tests.ops.functions import B, D, Dv, H, S, T, fixed_seed, function, with_offsets
+from tests.ops.functions import B, Dv, H, S, T, fixed_seed, function, with_offsets
 
 # ---------------------------------------------------------------------- opcheck
 OPCHECKS = {
@@ -128,15 +127,6 @@ def test_an_op_refuses_what_it_does_not_read(
         attention_op(*fields, False, backend) if has_value else statistics_op(*fields, backend)
 
 
-@pytest.mark.parametrize("backend", NAMES)
-def test_dropout_needs_a_seed(backend: str) -> None:
-    arguments = tensors("gated_attention", dtype=torch.float32)
-    serve("gated_attention", backend, **arguments)
-    fields = parsed("gated_attention", **arguments, dropout_p=0.5)
-    with pytest.raises((TypeError, ValueError), match="seed"):
-        attention_op(*fields, False, backend)
-
-
 # ---------------------------------------------------------------------- gradients
 GRADCHECKS: dict[str, tuple[dict[str, int], tuple[int, ...] | None, dict[str, Any]]] = {
     "plain": ({}, None, {}),
@@ -195,19 +185,6 @@ def test_create_graph_and_second_order(operator: str, backend: str) -> None:
             torch.autograd.grad(b.sum(), values, retain_graph=True)
 
 
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_no_graph_without_need(operator: str, backend: str) -> None:
-    arguments = tensors(operator)
-    assert not call(operator, backend, **arguments).requires_grad
-    arguments["value"].requires_grad_()
-    with torch.no_grad():
-        assert not call(operator, backend, **arguments).requires_grad
-    out = call(operator, backend, **arguments)
-    out.sum().backward()
-    assert arguments["value"].grad is not None
-    assert arguments["query"].grad is None
-
-
 # ---------------------------------------------------------------------- checkpointing and autocast
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_checkpoint_with_dropout(operator: str, backend: str) -> None:
@@ -258,22 +235,6 @@ def test_autocast_statistics(backend: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = call("attention_statistics", backend, **arguments, received=True)
     assert_same_bits(backend, got, want)
-
-
-# ---------------------------------------------------------------------- FLOP counts
-
-
-@pytest.mark.parametrize("form", OPERATORS)
-@pytest.mark.parametrize(
-    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
-)
-def test_flop_counter_statistics(backend: str, form: str) -> None:
-    arguments = tensors(form)
-    del arguments["value"]
-    for received, products in ((None, 1), (True, 2)):
-        with FlopCounterMode(display=False) as counted:
-            call("attention_statistics", backend, **arguments, received=received)
-        assert counted.get_total_flops() == products * 2 * B * H * T * S * D
 
 
 # ---------------------------------------------------------------------- other devices and derivatives
