@@ -41,14 +41,6 @@ def test_the_lowest_heads() -> None:
         assert SOME.lowest(count, keep_at_least=keep) == expected
 
 
-def test_the_lowest_heads_are_what_prune_and_close_take() -> None:
-    model = nn.ModuleList(hk.nn.GatedMultiheadAttention(12, 3) for _ in range(2))
-    lowest = scores([1.0, 2.0, 3.0], [5.0, 4.0, 0.0], name="{}").lowest(3)
-    hk.heads.close(model, lowest)
-    assert hk.heads.closed(model) == {"0": [0, 1], "1": [2]}
-    assert hk.heads.prune(model, lowest) == lowest
-
-
 def test_rank_correlation() -> None:
     """1 - 6 sum d^2 / n (n^2 - 1) where no ranks are equal; Pearson's of mean ranks where some are."""
     first = scores([1.0, 2.0, 3.0], [4.0, 5.0])

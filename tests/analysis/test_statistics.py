@@ -102,15 +102,6 @@ def test_rows_behind_a_cache() -> None:
     assert_same(read(model, (x, [4, 1, 3, 1])), read(model, (x, [9])))
 
 
-def test_float_masks_of_models() -> None:
-    """MarkupLM hides padding by -10000; test_observe.py has other numbers."""
-    model = use(tiny_models.build("bert").double())
-    arguments = tiny_models.batch(model)
-    real = arguments["attention_mask"]
-    added = (1.0 - real[:, None, None].double()) * -1e4
-    assert_same(read(model, {**arguments, "attention_mask": added}), read(model, arguments))
-
-
 def test_places_are_exact_in_half_precision() -> None:
     model = Layers(hk.nn.GatedMultiheadAttention(16, 4)).bfloat16()
     for weight in model.parameters():
@@ -119,13 +110,6 @@ def test_places_are_exact_in_half_precision() -> None:
     distance = (places[:, None] - places).abs().mean().double()
     found = read(model, torch.randn(1, 600, 16).bfloat16()).distance.table()
     assert_alike(found, distance.expand(1, 4), dtype=torch.float32)
-
-
-def test_weights_of_inference_mode_are_read_too() -> None:
-    with torch.inference_mode():
-        model = hk.nn.GatedMultiheadAttention(8, 2)
-    assert read(model, torch.randn(2, 3, 8)).rows == (6,)
-    assert all(weight.requires_grad for weight in model.parameters())
 
 
 # ---------------------------------------------------------------------- memory
