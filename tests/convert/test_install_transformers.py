@@ -22,7 +22,6 @@ from heads_kernels.convert import collaborate
 from heads_kernels.convert.counts import count_parameters
 from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import projected_layers
-from heads_kernels.heads.reshape import check_can_share
 from heads_kernels.heads.saving import record_in_config
 from heads_kernels.integrations.transformers import from_pretrained, release
 from heads_kernels.nn.shared import SharedProjection
@@ -384,13 +383,6 @@ def test_layers_that_cannot_be_read() -> None:
     for make, refusal in UNREAD:
         with pytest.raises(ValueError, match=refusal):
             read_heads(projected_layers(make())[0])
-
-
-def test_models_that_run_another_attention_are_refused() -> None:
-    model = build("bert", "sdpa")
-    layer = projected_layers(model)[0]
-    with pytest.raises(ValueError, match=r"attn_implementation is 'sdpa' .*: call .*use\(model\)"):
-        check_can_share(model, layer)
 
 
 class Fused(House):

@@ -204,15 +204,6 @@ def test_whole_and_empty_rows(real: Tensor) -> None:
 
 
 # ---------------------------------------------------------------------- heads
-@pytest.mark.parametrize("name", ["bert", "albert", "bart", "llama"])
-def test_head_masks(name: str) -> None:
-    model = use(build(name))
-    found = unpadded(build(name))
-    H = model.config.num_attention_heads
-    for mask in (torch.rand(H), torch.rand(2, H)):
-        expected = with_gradients(model, head_mask=mask)
-        assert_alike(with_gradients(found, head_mask=mask), expected)
-    assert all(packed_layers(found))
 
 
 @pytest.mark.parametrize("kind", ["fixed", "hard concrete", "per sample", "closed", "pruned"])
@@ -263,27 +254,6 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     if reentrant:
         found.enable_input_require_grads()
     assert_alike(with_gradients(found, use_cache=False), expected)
-    assert all(packed_layers(found))
-
-
-def test_training_mode_and_random_numbers_are_left_alone() -> None:
-    model = use(build("bert"), unpad=True).train()
-    model.encoder.layer[0].attention.eval()
-    modes = [module.training for module in model.modules()]
-    torch.manual_seed(5)
-    first = model(**batch(model)).last_hidden_state
-    assert [module.training for module in model.modules()] == modes
-    torch.manual_seed(5)
-    assert torch.equal(model(**batch(model)).last_hidden_state, first)
-
-
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_half_precision(name: str) -> None:
-    """Under autocast, and of the model."""
-    model, found = use(build(name)), unpadded(build(name))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert_alike(outputs(found).float(), outputs(model).float(), dtype=torch.bfloat16)
-    assert_alike(outputs(found.bfloat16()), outputs(model.bfloat16()))
     assert all(packed_layers(found))
 
 
