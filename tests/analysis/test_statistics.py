@@ -1,4 +1,4 @@
-"""Statistics of heads against maps in memory: test_stock_maps.py has the families."""
+"""Statistics of heads, and what tokens receive, against maps in memory: test_stock_maps.py has the families."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from heads_kernels.analysis.positions import Band, attended, own_keys
 from heads_kernels.analysis.statistics import MEASURES
 from heads_kernels.backends import CPU_MISSING
 from heads_kernels.testing import peak_memory
-from tests.analysis.attention_maps import assert_reads, layers, of_kind, padded_layers, stock_maps
+from tests.analysis.attention_maps import (
+    assert_reads,
+    assert_received,
+    layers,
+    of_kind,
+    padded_layers,
+    stock_maps,
+)
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread
@@ -139,6 +146,33 @@ def test_memory_is_bounded_where_eager_alone_serves(monkeypatch: pytest.MonkeyPa
     p = (0.3 * query[:, :, rows] @ key.mT).softmax(-1)
     expected = (p * (torch.arange(4096) <= rows[:, None])).sum(-1)
     assert_alike(found[0][:, :, rows, 0], expected)
+
+
+# ---------------------------------------------------------------------- what tokens receive
+@pytest.mark.parametrize("last_rows", [None, 1, 4])
+@pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
+def test_received_of_modules(left: bool, causal: bool, last_rows: int | None) -> None:
+    model, batch, maps = padded_layers(left, causal)
+    found = hk.analysis.received(model, [batch], last_rows=last_rows)
+    assert [example.shape for example in found.examples[0]] == [(4, 9), (4, 6)]
+    kinds = dict.fromkeys(found.kinds)
+    assert_received(found, maps, next(iter(kinds)), last_rows)
+
+
+def test_received_refuses() -> None:
+    model, x = layers(), torch.randn(2, 6, 16, dtype=torch.float64)
+    with pytest.raises(ValueError, match="last_rows is 0; pass an int of at least 1"):
+        hk.analysis.received(model, [x], last_rows=0)
+
+    class Steps(Layers):
+        def forward(self, x: Tensor) -> None:
+            cache = hk.nn.KeyValueCache()
+            for part in x.split(3, 1):
+                self.layers[0](part, is_causal=True, cache=cache)
+
+    steps = Steps(spread(hk.nn.GatedMultiheadAttention(16, 4, dtype=torch.float64)))
+    with pytest.raises(ValueError, match=r"data has a pass in which .* runs on different tokens"):
+        hk.analysis.received(steps, [x])
 
 
 # ---------------------------------------------------------------------- bad input
