@@ -143,20 +143,6 @@ def test_refusals(operator: str, kind: type[Exception], bad: Bad, start: str) ->
             run(**arguments)
 
 
-def test_mask_arguments() -> None:
-    """What a mask can tell before it meets a call."""
-    with pytest.raises(ValueError, match=r"causal is 'diagonal'; use False, True .*lower_right"):
-        hk.Mask(causal="diagonal")  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"key_mask has dtype torch.int64; pass a bool tensor \[B, S\]"
-    ):
-        hk.Mask(key_mask=torch.ones(B, S, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"key_lengths has dtype torch.float32; pass an integer"):
-        hk.Mask(key_lengths=torch.ones(B))
-    with pytest.raises(ValueError, match=r"window is \(1, -2\); pass \(left, right\)"):
-        hk.Mask(window=(1, -2))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_scale_is_judged_in_the_compute_dtype(dtype: torch.dtype) -> None:
     query, key, value = torch.zeros(3, 1, 1, 4, 8, dtype=dtype)

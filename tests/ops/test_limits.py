@@ -102,13 +102,6 @@ def test_explain_refuses_as_the_call_does() -> None:
         hk.explain("attention_statistics", **good("attention_statistics"), exclude_keys="all")
 
 
-def test_explain_of_an_unknown_operator() -> None:
-    with pytest.raises(
-        ValueError, match=r"operator is 'attention'; use one of 'gated_attention', "
-    ):
-        hk.explain("attention")
-
-
 # ---------------------------------------------------------------------- refusals of a backend
 @pytest.mark.parametrize(("operator", "backend"), EVERY)
 def test_an_explicit_backend_never_falls_back(operator: str, backend: str) -> None:
@@ -129,16 +122,6 @@ def test_an_explicit_backend_never_falls_back(operator: str, backend: str) -> No
             run(**arguments, backend=backend)
         assert all(reason in str(raised.value) for reason in reasons)
         run(**arguments)  # somebody serves it
-
-
-@pytest.mark.parametrize("operator", [*BOTH, "entmax_attention", "attention_statistics"])
-def test_no_fused_kernel_takes_strided_rows_silently(operator: str) -> None:
-    """The reason names the tensor, its stride and what would do."""
-    arguments = good(operator)
-    arguments["key"] = torch.stack([arguments["key"]] * 2, -1)[..., 0]
-    for name, reasons in hk.explain(operator, **arguments).refusals.items():
-        if name == "cpu" and "not built" not in reasons[0]:
-            assert reasons == ["key has stride 2 in its last dimension; it needs 1 (.contiguous())"]
 
 
 # ---------------------------------------------------------------------- served, though it looks bad
