@@ -20,8 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import heads_kernels as hk
 from heads_kernels import backends, dispatch
 from heads_kernels.ops import direct
-from tests.ops.calls import tensors
-from tests.ops.functions import B, D, Dv, H, S, T
+from tests.ops.calls import B, D, Dv, H, S, T, tensors
 
 pytestmark = pytest.mark.skipif(backends.CPU_MISSING != "", reason=backends.CPU_MISSING)
 
