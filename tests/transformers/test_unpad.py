@@ -52,11 +52,16 @@ def unpadded(model: Any) -> Any:
 
 #: Families whose attention counts positions between tokens: with padding between real ones they run padded.
 COUNTING = {"mistral", "modernbert", "mpnet", "t5"}
-#: Models, and heads that their layers lost; shared queries and keys where the changes say so.
-KINDS: list[tuple[str, str]] = [
-    *((name, "stock") for name in ("albert", "bart", "bert", "gpt2", "llama", *sorted(COUNTING))),
-    ("albert", "both"), ("bert", "converted"), ("bert", "pruned"), ("gpt2", "both"), ("t5", "converted"),
-    ("t5", "pruned"), ("bart", "both"), ("llama", "pruned"),
+#: Models, what was changed in their layers (heads lost, queries and keys shared), and where the padding is.
+KINDS: list[tuple[str, str, str]] = [
+    *(
+        (name, "stock", kind)
+        for name in ("albert", "bart", "bert", "gpt2", "llama", *sorted(COUNTING))
+        for kind in ("left", "right", "holes")
+    ),
+    ("albert", "both", "left"), ("bert", "converted", "holes"), ("bert", "pruned", "right"),
+    ("gpt2", "both", "holes"), ("t5", "converted", "left"), ("t5", "pruned", "right"), ("bart", "both", "right"),
+    ("llama", "pruned", "left"),
 ]  # fmt: skip
 
 
@@ -68,8 +73,7 @@ def changed(name: str, change: str) -> Any:
     return unpooled(model)
 
 
-@pytest.mark.parametrize("kind", ["left", "right", "holes"])
-@pytest.mark.parametrize(("name", "change"), KINDS)
+@pytest.mark.parametrize(("name", "change", "kind"), KINDS)
 def test_training_steps(name: str, change: str, kind: str) -> None:
     """All gradients, before and after an optimiser changes the weights in place."""
     model = changed(name, change)
