@@ -116,29 +116,11 @@ def test_scores_and_values() -> None:
     assert gated().flops() == forward_flops(B * H * T * S, D, Dv)
 
 
-def test_ragged_mixing_costs_the_shared_width_once() -> None:
-    """Disjoint supports at chunk borders: 2 N M Ds for the scores of all heads together."""
-    mixing = torch.zeros(H, Ds)
-    for h, (lo, hi) in enumerate([(0, 16), (16, 16), (16, 48), (48, 64)]):
-        mixing[h, lo:hi] = 1.0
-    ragged = collaborative(mixing)
-    assert ragged.flops() == B * (2 * T * S * Ds + 2 * T * S * H * Dv)
-    assert ragged.score_widths().tolist() == [16, 0, 32, 16]
-    assert ragged.flops(dense=True) == collaborative(torch.ones(H, Ds)).flops()
-
-
 def test_a_chunk_counts_whole_and_the_last_may_be_narrow() -> None:
     mixing = torch.zeros(3, 40)
     mixing[0, 17], mixing[1, 39], mixing[2] = 1.0, torch.nan, 1.0
     shared = torch.empty(1, 2, 40), torch.empty(1, 3, 40), torch.empty(1, 3, 3, 5)
     assert parsed("collaborative_attention", *shared, mixing).score_widths().tolist() == [16, 8, 40]
-
-
-def test_causal_is_the_lower_triangle() -> None:
-    problem = gated(is_causal=True)
-    assert problem.flops() == forward_flops(B * H * T * (T + 1) // 2, D, Dv)
-    square = parsed("gated_attention", *(torch.empty(1, 1, 1000, 8),) * 3, is_causal=True)
-    assert square.flops() / square.flops(dense=True) == pytest.approx(0.5, abs=1e-3)
 
 
 # ---------------------------------------------------------------------- gates and gradients

@@ -52,20 +52,6 @@ def test_threshold() -> None:
     assert threshold(1.0 - 2**-53) == 2**32 - 1
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
-def test_share_kept(p: float) -> None:
-    kept = keep_mask(seed_of(2024), p, 2, 4, 128, 128, CPU).double()
-    deviation = (p * (1 - p) / kept.numel()) ** 0.5
-    assert abs(kept.mean().item() - (1 - p)) <= 4.5 * deviation
-    # and neighbours in every dimension know nothing of each other
-    for dimension in range(4):
-        n = kept.shape[dimension]
-        first = kept.narrow(dimension, 0, n - 1) - kept.mean()
-        second = kept.narrow(dimension, 1, n - 1) - kept.mean()
-        covariance = (first * second).mean().item()
-        assert abs(covariance) <= 4.5 * p * (1 - p) / first.numel() ** 0.5 + 1e-12
-
-
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_the_mask_that_an_operator_draws(
     operator: str, backend: str, monkeypatch: pytest.MonkeyPatch
