@@ -27,7 +27,7 @@ try:
 except ImportError:
     sys.exit("python -m benchmarks needs rich: pip install 'heads_kernels[bench]', or make bench")
 
-from benchmarks import plot, run
+from benchmarks import figures, run
 from benchmarks.report import Report, make_console
 from benchmarks.results import Results, keep, this_machine
 from benchmarks.settings import Form, Settings, on_threads, word
@@ -119,9 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plot() -> int:
     console = make_console()
     try:
-        for path in plot.draw():
+        for path in figures.draw():
             console.print(f"drawn: {path}")
-    except plot.CannotPlot as error:
+    except figures.CannotPlot as error:
         console.print(f"[bold red]no plot[/]: {escape(str(error))}")
         return 1
     return 0

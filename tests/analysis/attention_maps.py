@@ -157,3 +157,19 @@ def assert_reads(found: hk.analysis.HeadStatistics, maps: Maps, kind: str = "enc
     for of_head, own in zip(offsets.unbind(2), counts, strict=True):
         chosen = of_head[:, maps.rows].flatten() + N
         assert torch.equal(own, torch.bincount(chosen, minlength=2 * N + 1))
+
+
+def assert_received(
+    found: hk.analysis.HeadReceived, maps: Maps, kind: str, last_rows: int | None = None
+) -> None:
+    """Means over the real rows, or the last of them; of a layer that runs several times over its runs too."""
+    of_kind = [each for each, name in zip(found.examples, found.kinds, strict=True) if name == kind]
+    runs = len(maps.maps) // len(of_kind)
+    for examples, of_layer in zip(of_kind, maps.maps.unflatten(0, (-1, runs)).mean(1), strict=True):
+        assert len(examples) == len(maps.rows)
+        for b, example in enumerate(examples):
+            rows = maps.rows[b].nonzero()[:, 0]
+            rows = rows if last_rows is None else rows[-last_rows:]
+            expected = of_layer[b][:, rows].mean(1)[:, maps.keys[b]]
+            assert_alike(example, expected, dtype=torch.float32)  # as rotary angles are
+            assert_alike(example.sum(1), torch.ones(len(example), dtype=example.dtype))

@@ -41,14 +41,6 @@ def test_the_lowest_heads() -> None:
         assert SOME.lowest(count, keep_at_least=keep) == expected
 
 
-def test_the_lowest_heads_are_what_prune_and_close_take() -> None:
-    model = nn.ModuleList(hk.nn.GatedMultiheadAttention(12, 3) for _ in range(2))
-    lowest = scores([1.0, 2.0, 3.0], [5.0, 4.0, 0.0], name="{}").lowest(3)
-    hk.heads.close(model, lowest)
-    assert hk.heads.closed(model) == {"0": [0, 1], "1": [2]}
-    assert hk.heads.prune(model, lowest) == lowest
-
-
 def test_rank_correlation() -> None:
     """1 - 6 sum d^2 / n (n^2 - 1) where no ranks are equal; Pearson's of mean ranks where some are."""
     first = scores([1.0, 2.0, 3.0], [4.0, 5.0])
@@ -135,24 +127,3 @@ def test_statistics_are_grids_with_units() -> None:
     units += [f"to_{name} (probability)" for name in ("self", "previous", "next", "first")]
     assert [block.split("\n")[0] for block in text.split("\n\n")[1:]] == units
     assert f"{found.entropy.scores[1][1]:.3g}" in text
-
-
-def test_schedules_and_caches_say_what_they_hold() -> None:
-    model, x = Layers(), torch.randn(2, 5, 12)
-    cache, cross = hk.nn.KeyValueCache(8), hk.nn.KeyValueCache()
-    assert repr(cache) == "KeyValueCache(empty, max_length=8)"
-    with torch.no_grad():
-        model.encoder(x, is_causal=True, cache=cache)
-        model.encoder(x, torch.randn(2, 7, 12), cache=cross)
-    held = "float32[2, S, 3, 4] and float32[2, S, 3, 4]"
-    assert repr(cache) == f"KeyValueCache(length=5 of 8, self-attention, {held})"
-    assert "length=7, encoder-decoder attention" in repr(cross)
-    hk.heads.gate(model, hk.nn.HardConcrete)
-    schedule = hk.heads.GateSchedule(model, open_heads={"decoder": 1, "encoder": 2}, steps=10)
-    schedule.step()
-    assert repr(schedule) == (
-        "GateSchedule(open heads: decoder: 1 of 2, encoder: 2 of 3; steps: 1 of 10, "
-        "warmup=0.5, rate=0.01, keep_at_least=0)"
-    )
-    whole = hk.heads.GateSchedule(model, open_heads=4, steps=10)
-    assert "open heads: model: 4 of 5; steps: 0 of 10" in repr(whole)

@@ -312,20 +312,6 @@ def test_one_head_is_left_out_beside_gates_that_depend_on_the_example() -> None:
     assert not layer.head_gate._forward_hooks
 
 
-def test_weights_of_inference_mode_have_no_gradients() -> None:
-    with torch.inference_mode():
-        layer = hk.nn.GatedMultiheadAttention(8, 2)
-    data = [torch.randn(2, 3, 8)]
-
-    def loss(model: Any, batch: Tensor) -> Tensor:
-        return model(batch)[0].square().sum((1, 2))
-
-    for method in ("gradient", "fisher"):
-        with pytest.raises(ValueError, match=r"model has weights of inference mode"):
-            importance(layer, data, loss, method=method)
-    assert importance(layer, data, loss, method="leave_one_out").scores[0].any()
-
-
 # ---------------------------------------------------------------------- bad input
 def other_loss(model: Any, arguments: dict[str, Tensor]) -> Tensor:
     """With a gradient, but not of the model's heads."""

@@ -126,6 +126,8 @@ def test_rows_of_cross_attention_are_the_decoders_whatever_is_looked_at() -> Non
     assert [layer.index for layer in chosen] == some
     assert [torch.equal(call.real_queries, REAL) for call in seen] == [True, True]
     assert all(layer.module.__dict__.get("observer") is None for layer in layers)
+    every = [name for name, _ in calls_of(model, **arguments)]
+    assert sorted(every) == sorted(layer.name for layer in layers)
 
 
 def test_rows_of_cross_attention_are_never_the_encoders() -> None:

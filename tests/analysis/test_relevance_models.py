@@ -79,14 +79,6 @@ def test_a_family_that_is_refused() -> None:
 # ---------------------------------------------------------------------- other ways
 
 
-def test_converted_heads_keep_their_relevance() -> None:
-    model = use(build("gpt2"))
-    expected = relevance(model, [batch(model)], token_two).table()
-    hk.convert.collaborate(model, dim=32, progress=False)
-    found = relevance(model, [batch(model)], token_two).table()
-    assert_alike(found, expected, dtype=torch.float32)
-
-
 def test_t5_in_half_precision_clamps_its_hidden_states() -> None:
     model = use(build("t5")).half()
     found = relevance(model, [batch(model)], token_two).table()

@@ -193,19 +193,6 @@ def test_numbers_are_those_of_the_readings(bert: Path, text: Path) -> None:
     assert_alike(got, torch.stack([(each * whole).sum(1).mean() for each in some]))
 
 
-def test_layers_and_positions_of_other_models(text: Path, tmp_path: Path) -> None:
-    """A layer that runs twice; RoBERTa, whose 64 positions take 62 tokens where padding is token 1."""
-    inputs = loaded(saved(tmp_path / "albert", "albert", special=True), text)
-    assert len(panels.statistics(inputs)["values"]["confidence"]) == 1
-    assert panels.maps(inputs)["layers"] == panels.distance(inputs)["layers"] == [0, 1]
-    long = tmp_path / "long.txt"
-    long.write_text("the cat sat on the mat " * 20)
-    roberta = saved(tmp_path / "roberta", "roberta", special=True, pad_token_id=1)
-    inputs = loaded(roberta, long)
-    assert len(inputs.ids[0]) == 62
-    panels.statistics(inputs)
-
-
 def test_energy_of_converted_layers(bert: Path, text: Path, tmp_path: Path) -> None:
     """That of the others; a model without others says why there is none."""
     for layers, whole in (([1], False), ([0, 1], True)):
@@ -216,18 +203,6 @@ def test_energy_of_converted_layers(bert: Path, text: Path, tmp_path: Path) -> N
         found = panels.energy(loaded(converted, text))
         assert ("collaborative" in found["refused"]) == whole
         assert len(found.get("halves", [])) == 2 - len(layers)
-
-
-def test_rarest_word_needs_a_text_of_many_words(
-    bert: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where 2 words count as common, this text has enough."""
-    inputs = loaded(bert, text)
-    assert panels.roles(inputs)["rarest"] is None
-    monkeypatch.setattr(panels, "COMMON", 2)
-    found = panels.roles(inputs)
-    assert 0 < found["chance"] < 1
-    assert all(0 <= share <= 1 for layer in found["rarest"] for share in layer)
 
 
 # ---------------------------------------------------------------------- interrupted

@@ -141,16 +141,6 @@ def test_a_syntactic_head_and_its_baseline() -> None:
     assert "attention  syntactic   nsubj to head     0   1.00      0.67" in repr(found)
 
 
-def test_accuracy_of_a_layer_that_runs_twice_is_the_mean_of_its_runs() -> None:
-    model = use(tiny_models.build("albert").double())
-    arguments = tiny_models.batch(model)
-    pairs = [{"x": [(head, row) for row in range(9) for head in range(9)]}, {}, {}]
-    [to_head, to_dependent] = hk.analysis.roles(model, [arguments], relations=pairs).relations
-    every_key_once = torch.full((1, 4), 1 / 9, dtype=torch.float64)
-    assert_alike(to_head.accuracy.table(), every_key_once)
-    assert to_dependent.accuracy.table().max() <= 1
-
-
 # ---------------------------------------------------------------------- rare words
 def test_a_rare_word_head() -> None:
     """Head 0 looks at the rarest word, head 1 at the second rarest; the last sentence has no rare word."""

@@ -1,4 +1,4 @@
-"""Statistics of heads against maps in memory: test_stock_maps.py has the families."""
+"""Statistics of heads, and what tokens receive, against maps in memory: test_stock_maps.py has the families."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from benchmarks.peak import peak_memory
 from heads_kernels.analysis.positions import Band, attended, own_keys
 from heads_kernels.analysis.statistics import MEASURES
 from heads_kernels.backends import CPU_MISSING
-from tests.analysis.attention_maps import assert_reads, layers, of_kind, padded_layers, stock_maps
+from tests.analysis.attention_maps import (
+    assert_reads,
+    assert_received,
+    layers,
+    of_kind,
+    padded_layers,
+    stock_maps,
+)
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread
@@ -102,15 +109,6 @@ def test_rows_behind_a_cache() -> None:
     assert_same(read(model, (x, [4, 1, 3, 1])), read(model, (x, [9])))
 
 
-def test_float_masks_of_models() -> None:
-    """MarkupLM hides padding by -10000; test_observe.py has other numbers."""
-    model = use(tiny_models.build("bert").double())
-    arguments = tiny_models.batch(model)
-    real = arguments["attention_mask"]
-    added = (1.0 - real[:, None, None].double()) * -1e4
-    assert_same(read(model, {**arguments, "attention_mask": added}), read(model, arguments))
-
-
 def test_places_are_exact_in_half_precision() -> None:
     model = Layers(hk.nn.GatedMultiheadAttention(16, 4)).bfloat16()
     for weight in model.parameters():
@@ -119,13 +117,6 @@ def test_places_are_exact_in_half_precision() -> None:
     distance = (places[:, None] - places).abs().mean().double()
     found = read(model, torch.randn(1, 600, 16).bfloat16()).distance.table()
     assert_alike(found, distance.expand(1, 4), dtype=torch.float32)
-
-
-def test_weights_of_inference_mode_are_read_too() -> None:
-    with torch.inference_mode():
-        model = hk.nn.GatedMultiheadAttention(8, 2)
-    assert read(model, torch.randn(2, 3, 8)).rows == (6,)
-    assert all(weight.requires_grad for weight in model.parameters())
 
 
 # ---------------------------------------------------------------------- memory
@@ -155,6 +146,33 @@ def test_memory_is_bounded_where_eager_alone_serves(monkeypatch: pytest.MonkeyPa
     p = (0.3 * query[:, :, rows] @ key.mT).softmax(-1)
     expected = (p * (torch.arange(4096) <= rows[:, None])).sum(-1)
     assert_alike(found[0][:, :, rows, 0], expected)
+
+
+# ---------------------------------------------------------------------- what tokens receive
+@pytest.mark.parametrize("last_rows", [None, 1, 4])
+@pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
+def test_received_of_modules(left: bool, causal: bool, last_rows: int | None) -> None:
+    model, batch, maps = padded_layers(left, causal)
+    found = hk.analysis.received(model, [batch], last_rows=last_rows)
+    assert [example.shape for example in found.examples[0]] == [(4, 9), (4, 6)]
+    kinds = dict.fromkeys(found.kinds)
+    assert_received(found, maps, next(iter(kinds)), last_rows)
+
+
+def test_received_refuses() -> None:
+    model, x = layers(), torch.randn(2, 6, 16, dtype=torch.float64)
+    with pytest.raises(ValueError, match="last_rows is 0; pass an int of at least 1"):
+        hk.analysis.received(model, [x], last_rows=0)
+
+    class Steps(Layers):
+        def forward(self, x: Tensor) -> None:
+            cache = hk.nn.KeyValueCache()
+            for part in x.split(3, 1):
+                self.layers[0](part, is_causal=True, cache=cache)
+
+    steps = Steps(spread(hk.nn.GatedMultiheadAttention(16, 4, dtype=torch.float64)))
+    with pytest.raises(ValueError, match=r"data has a pass in which .* runs on different tokens"):
+        hk.analysis.received(steps, [x])
 
 
 # ---------------------------------------------------------------------- bad input

@@ -1,4 +1,4 @@
-"""Statistics, distances and maps of transformers models against the maps of their stock attention."""
+"""Readings of heads of transformers models against the maps of their stock attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import heads_kernels as hk
-from tests.analysis.attention_maps import assert_reads, stock_maps
+from tests.analysis.attention_maps import assert_reads, assert_received, stock_maps
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 
@@ -25,10 +25,12 @@ def test_readings(name: str) -> None:
     arguments = tiny_models.batch(stock)
     model = hk.integrations.transformers.use(copy.deepcopy(stock))
     statistics = hk.analysis.statistics(model, [arguments])
+    received = hk.analysis.received(model, [arguments])
     examples = range(len(arguments[stock.main_input_name]))
     of_examples = [hk.analysis.maps(model, arguments, example=example) for example in examples]
     for kind, maps in stock_maps(stock, arguments).items():
         assert_reads(statistics, maps, kind)
+        assert_received(received, maps, kind)
         found = hk.analysis.distance(model, [arguments], kind=kind)
         assert_alike(found.matrix, maps.divergences(), dtype=torch.float32)
         L, _, H = maps.maps.shape[:3]

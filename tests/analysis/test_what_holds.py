@@ -103,6 +103,15 @@ def maps(model: Any, data: Any) -> Found:
     return found
 
 
+def received(model: Any, data: Any) -> Found:
+    read, found = hk.analysis.received(model, data), {}
+    for name, examples in zip(read.layers, read.examples, strict=True):
+        for example, of_heads in enumerate(examples):
+            what = f"received {example}"
+            found |= {(what, ((name, h),)): of for h, of in enumerate(of_heads.double())}
+    return found
+
+
 READ: dict[str, Callable[..., Found]] = {
     "statistics": statistics,
     "gradient": partial(importance, method="gradient"),
@@ -114,8 +123,11 @@ READ: dict[str, Callable[..., Found]] = {
     "full relevance": partial(relevance, attention="full"),
     "roles": roles,
     "distance": distance,
+    "received": received,
     "maps": maps,
 }
+#: Those that take no `layers`, and read all.
+WHOLE = ("maps", "received")
 #: Those whose scores of closed heads are 0.
 OF_GATES = ("gradient", "gradient by token", "fisher", "leave one out", "relevance")
 VARIANTS = ("gradient by token", "full relevance")
@@ -198,7 +210,7 @@ class Towers(nn.Module):
         return self.model(**batch)
 
 
-@pytest.mark.parametrize("name", [name for name in READ if name not in ("maps", *VARIANTS)])
+@pytest.mark.parametrize("name", [name for name in READ if name not in (*WHOLE, *VARIANTS)])
 def test_some_layers(name: str) -> None:
     """They read what they read among all, also where the data do not reach the others."""
     model, data = model_of(), [batch_of(*SENTENCES)]
@@ -259,6 +271,19 @@ def test_half_precision(name: str) -> None:
         return
     keys = [key for key in expected if key[0] != "offsets"]
     assert_alike([found[k] for k in keys], [expected[k] for k in keys], dtype=torch.bfloat16)
+
+
+@each_function
+def test_weights_of_inference_mode(name: str) -> None:
+    """They are read too, where no gradient is asked for."""
+    with torch.inference_mode():
+        model, stock = model_of(), model_of()
+    data = [batch_of(*SENTENCES)]
+    if name in ("gradient", "fisher"):
+        with pytest.raises(ValueError, match=r"model has weights of inference mode"):
+            READ[name](model, data)
+    elif name != "relevance":
+        assert_alike(READ[name](model, data), READ[name](copy.deepcopy(stock), data))
 
 
 # ---------------------------------------------------------------------- put back

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.convert import calibrate, collaborate, curves
-from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import projected_layers
 from tests.convert.converted_models import torch_encoder
 from tests.convert.random_heads import Call, assert_moments, moments_by_hand
-from tests.support.alike import assert_alike
 from tests.support.model_state import state
-from tests.support.nn_layers import PADDED, B, E, H, S, T, spread
+from tests.support.nn_layers import PADDED, B, E, H, S
 from tests.support.tiny_models import batch, build
 
 FAMILIES = ("bert", "albert", "vit", "gpt2", "t5", "bart")
@@ -82,25 +80,6 @@ def test_rows_of_cross_attention_alone() -> None:
     assert int(found[names[0]].count) == int(arguments["decoder_attention_mask"].sum())
 
 
-class Cross(nn.Module):
-    """One cross-attention, of keys with another width than the queries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = spread(hk.nn.GatedMultiheadAttention(E, H, kdim=10, vdim=10))
-
-    def forward(self, x: Tensor, y: Tensor, **masks: Tensor) -> Tensor:
-        return self.attention(x, y, y, **masks)[0]
-
-
-def test_moments_of_cross_attention() -> None:
-    x, y = torch.randn(B, T, E), torch.randn(B, S, 10)
-    rows = torch.tensor([[False] * T, [True] * 2 + [False] * (T - 2)])
-    arguments = {"x": x, "y": y, "query_padding_mask": rows, "key_padding_mask": PADDED}
-    (moments,) = calibrate(Cross(), [arguments]).values()
-    assert_moments(moments, moments_by_hand([(x, y, ~rows, ~PADDED, False)]))
-
-
 def test_forms_of_batches() -> None:
     """And dropout is off."""
     model, x = torch_encoder().train(), torch.randn(B, S, E)
@@ -157,17 +136,6 @@ def test_what_the_forward_keeps_stays() -> None:
 
 
 # ---------------------------------------------------------------------- what it is for
-def test_curves_are_those_of_the_moments() -> None:
-    model = build("bert")
-    moments = calibrate(model, [batch(model)])
-    found = curves(model, moments)
-    for place, layer in enumerate(projected_layers(model)):
-        heads = read_heads(layer)
-        assert found.layers[place] == layer.name
-        assert_alike(found.errors[place], heads.spectrum(moments[layer.name]).errors())
-    direct = curves(model, [batch(model)])
-    assert_alike(direct.errors, found.errors)
-    assert direct.squares == pytest.approx(found.squares)
 
 
 def test_moments_serve_several_conversions() -> None:

@@ -114,19 +114,6 @@ def test_a_model_that_holds_models_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_layers_without_a_second_feature(method: str) -> None:
-    """They keep one, and nothing is warned of."""
-    model, x = torch_encoder(), torch.randn(B, S, E)
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.self_attn.q_proj.weight.zero_()
-            layer.self_attn.k_proj.weight.zero_()
-    expected = model(x)
-    assert quiet(model, 8, method=method).dims == (1, 1)
-    assert_alike(model(x), expected, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_gradients_of_a_closed_head(method: str) -> None:
     """One flag of the operator says both: zeros of ragged mixing stay zeros, and so do gates of 0."""
     model = build("bert")
@@ -213,24 +200,6 @@ def test_energy(energy: float) -> None:
     assert all(found.exact) == (energy == 1)
 
 
-def test_layers_get_what_they_need() -> None:
-    """A layer whose queries are weak takes fewer features, whole rows of 8, and the error is smaller than of as many
-    in each."""
-
-    def weakened() -> Any:
-        model = build("bert", hidden_size=64, num_attention_heads=4)
-        with torch.no_grad():
-            model.encoder.layer[0].attention.self.query.weight *= 0.1
-        return model
-
-    found = collaborate(weakened(), 30, calibration=[batch(weakened())])
-    equal = collaborate(weakened(), [28] * 2, calibration=[batch(weakened())])
-    assert found.dims[0] < found.dims[1]
-    assert all(dim % 8 == 0 for dim in found.dims)
-    assert sum(found.dims) == 56
-    assert found.error < equal.error
-
-
 def test_ragged_heads_get_groups() -> None:
     model = build("bert", hidden_size=64, num_attention_heads=4)
     found = collaborate(model, 32, method="ragged", calibration=[batch(model)])
@@ -287,27 +256,6 @@ def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         plot(found)
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("there", [True, False])
-def test_bars(
-    there: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a terminal, where rich is; nothing is said elsewhere."""
-    model, x = torch_encoder(), torch.randn(B, S, E)
-    collaborate(model, 8, calibration=[x])
-    assert capsys.readouterr() == ("", "")
-    if there:
-        pytest.importorskip("rich", reason="shows bars")
-    else:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    collaborate(torch_encoder(), 8, calibration=[x])
-    shown = capsys.readouterr().err
-    assert ("Calibration" in shown and "Conversion" in shown) == there
-    collaborate(torch_encoder(), 8, calibration=[x], progress=False)
-    assert capsys.readouterr() == ("", "")
 
 
 # ---------------------------------------------------------------------- what is warned of

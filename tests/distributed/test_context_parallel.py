@@ -276,7 +276,9 @@ HOW = {
 OPERATORS = ["gated_attention", "collaborative_attention"]
 
 
-@pytest.mark.parametrize("world", LENGTHS)
+@pytest.mark.parametrize(
+    "world", [2, 3, *(pytest.param(each, marks=pytest.mark.release) for each in (1, 4))]
+)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_table(operator: str, how: str, world: int, ranks: Callable[[int], Processes]) -> None:

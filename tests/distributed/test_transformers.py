@@ -1,4 +1,4 @@
-"""Models of transformers under tensor parallelism, whose attention gets the heads of its process."""
+"""Models of transformers over processes: some heads each, a part of every sequence, rows of an unpadded batch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.processes import Processes, whole
 
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
+distributed = pytest.importorskip("heads_kernels.integrations.distributed")
 pytest.importorskip("transformers", reason="models of transformers")
+
+
+# ---------------------------------------------------------------------- some heads
 
 
 def split(model: nn.Module, mesh: Any) -> nn.Module:
@@ -83,7 +88,7 @@ def check_converted(family: str, gates: str) -> None:
         hk.integrations.transformers.use(model)
         changes = set_gates(model, gates)
         if parts:
-            plan = hk.integrations.distributed.tensor_parallel_plan(model, mesh)
+            plan = distributed.tensor_parallel_plan(model, mesh)
             parallel.parallelize_module(model, mesh, plan)
         for part in model.train().modules():
             if isinstance(part, nn.Dropout):
@@ -97,3 +102,167 @@ def check_converted(family: str, gates: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_converted_layers(family: str, gates: str, ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_converted, family, gates)
+
+
+# ---------------------------------------------------------------------- a part of every sequence
+T = 16
+
+
+def model_of(family: str, gates: bool = False) -> Any:
+    """A model in use, without a pooler, whose output belongs to a whole sequence."""
+    from tests.support.tiny_models import small
+
+    torch.manual_seed(0)
+    model: Any = small(family, "heads_kernels")
+    if family == "bert":
+        model = type(model)(model.config, add_pooling_layer=False)
+    hk.integrations.transformers.use(model)
+    if gates:
+        hk.heads.gate(model, lambda H: hk.nn.FixedGate(torch.linspace(0.0, 1.5, H)))
+    return model.eval()
+
+
+def inputs(padding: str, length: int = T) -> dict[str, Tensor]:
+    tokens = torch.arange(2 * length).view(2, length) % 30 + 3
+    real = torch.ones(2, length, dtype=torch.int64)
+    positions = torch.arange(length).expand(2, length)
+    if padding == "left":
+        real[0, :5] = 0
+        positions = (real.cumsum(1) - 1).clamp(min=0)
+    if padding == "right":
+        real[1, 6:] = 0
+    given = {"input_ids": tokens, "position_ids": positions}
+    return given if padding == "none" else {**given, "attention_mask": real}
+
+
+def check_parts(
+    family: str, padding: str, how: dict[str, Any], gates: bool, length: int = T
+) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    results: list[dict[str, Tensor]] = []
+    whole = inputs(padding, length)
+    real = whole.get("attention_mask", torch.ones(2, length))[..., None]
+    for parts in (False, True):
+        model = model_of(family, gates)
+        given, weight = whole, real
+        if parts:
+            distributed.context_parallel(model, mesh, **how)
+            context = distributed.ContextParallel(mesh, **how)
+            given = {name: context.split(each, 1) for name, each in whole.items()}
+            weight = context.split(real, 1)
+        out = model(**given).last_hidden_state * weight
+        (out * torch.linspace(-1, 1, out.shape[-1])).square().sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        if parts:
+            out = context.join(out.detach(), 1)
+            for grad in grads.values():
+                torch.distributed.all_reduce(grad)
+        results.append({"out": out.detach(), **grads})
+    assert_alike(results[1], results[0])
+
+
+#: Family, padding, method, gates, tokens (a process with one is asked for what the others are) and processes.
+CASES: list[tuple[str, str, dict[str, Any], bool, int, int]] = [
+    *(
+        (family, padding, {"method": "all_gather"}, False, T, 2)
+        for family in ("llama", "mistral", "gpt2", "bert")
+        for padding in ("ones", "left")
+    ),
+    *((family, "none", {"method": "ring"}, False, T, 4) for family in ("llama", "bert")),
+    *(("llama", "right", how, True, T, 2) for how in ({"method": "ring"}, {"balanced": True})),
+    *(
+        (family, padding, {"method": method, "length": 3}, True, 3, 2)
+        for family, padding in (("llama", "none"), ("bert", "ones"))
+        for method in ("all_gather", "ring")
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "padding", "how", "gates", "length", "world"), CASES)
+def test_parts_are_parts_of_the_whole(
+    family: str,
+    padding: str,
+    how: dict[str, Any],
+    gates: bool,
+    length: int,
+    world: int,
+    ranks: Callable[[int], Processes],
+) -> None:
+    ranks(world).run(check_parts, family, padding, how, gates, length)
+
+
+def check_refusals() -> None:
+    from tests.support.tiny_models import small
+
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    use = hk.integrations.transformers.use
+    split = distributed.context_parallel
+    for model, words in (
+        (small("llama", "sdpa"), "call hk.integrations.transformers.use"),
+        (use(small("llama", "heads_kernels"), unpad=True), "unpad=True"),
+        (use(small("t5", "heads_kernels")), "encoder-decoder"),
+        (use(small("bert", "heads_kernels")), "not one for each token"),
+        (use(small("qwen3_next", "heads_kernels")), "are not those for whole sequences"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            split(model, mesh)
+        assert not any(getattr(each, "context", None) for each in model.modules())
+    model = model_of("llama")
+    both = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "cp"))
+    with pytest.raises(ValueError, match="two dimensions"):
+        split(model, both)
+    split(model, mesh)
+    context = distributed.ContextParallel(mesh)
+    given = {name: context.split(each, 1) for name, each in inputs("left").items()}
+    for wrong, words in (
+        ({"position_ids": None}, "position_ids is not given"),
+        ({"attention_mask": inputs("left")["attention_mask"]}, "attention_mask has shape"),
+        ({"labels": given["input_ids"]}, "labels is given"),
+        ({"use_cache": True}, "use_cache"),
+        ({"output_attentions": True}, "output_attentions"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(**{**given, **wrong})
+    packed = {**given, "position_ids": torch.arange(T // 2).expand(2, -1) % 3}
+    del packed["attention_mask"]
+    with pytest.raises(ValueError, match="packed sequences and chunks"):
+        model(**packed)
+
+
+def test_models_and_arguments_that_are_refused(ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check_refusals)
+
+
+# ---------------------------------------------------------------------- some rows of an unpadded batch
+TASKS = {"bert": "BertForMaskedLM", "llama": "LlamaForCausalLM"}
+
+
+def gradients(model: Any, rows: slice, passes: int) -> dict[str, Tensor]:
+    """Of a loss that is a sum over tokens, whose passes accumulate."""
+    ids = torch.randint(3, 40, (4, 9), generator=torch.Generator().manual_seed(7))
+    real = torch.arange(9) < torch.tensor([9, 9, 3, 6])[:, None]  # the first half has no padding
+    for _ in range(passes):
+        logits = model(ids[rows], attention_mask=real[rows].long()).logits
+        logits[real[rows]].square().sum().backward()
+    named = model.named_parameters()
+    return {n.removeprefix("module."): p.grad for n, p in named if p.grad is not None}
+
+
+def check_unpadded(name: str, checkpointing: bool) -> None:
+    from tests.support.tiny_models import build, packed_layers
+
+    rank = torch.distributed.get_rank()
+    expected = gradients(build(name, model=TASKS[name]), slice(0, 4), 2)
+    model = hk.integrations.transformers.use(build(name, model=TASKS[name]), unpad=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    parallel = DistributedDataParallel(model)
+    found = gradients(parallel, slice(2 * rank, 2 * rank + 2), 2)
+    assert_alike({n: 2 * each for n, each in found.items()}, expected)  # a mean of two processes
+    assert all(packed_layers(model)) == (rank == 1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", TASKS)
+def test_data_parallel(name: str, checkpointing: bool, ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check_unpadded, name, checkpointing)

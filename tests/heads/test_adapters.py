@@ -15,7 +15,7 @@ from heads_kernels.convert import collaborate
 from heads_kernels.heads import attention_layers, projected_layers
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
-from tests.support.tiny_models import batch, build, outputs
+from tests.support.tiny_models import build, outputs
 
 PARTS = ("query", "key", "value", "dense")
 
@@ -243,35 +243,3 @@ def test_replaced_modules_may_not_have_hooks() -> None:
         collaborate(model, 4)
     handle.remove()
     collaborate(model, 4, progress=False)
-
-
-# ---------------------------------------------------------------------- peft itself
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("LoraConfig", {"r": 4, "init_lora_weights": False, "lora_bias": True}),
-        ("IA3Config", {"feedforward_modules": []}),
-    ],
-)
-def test_peft(kind: str, options: dict[str, Any]) -> None:
-    peft = pytest.importorskip("peft", reason="a model with adapters")
-    targets = ["query", "key", "value", "attention.output.dense"]
-    config = getattr(peft, kind)(target_modules=targets, **options)
-    model = peft.get_peft_model(adapted(parts=()), config).eval()
-    arguments = batch(adapted(parts=()))
-    hk.heads.close(model, {0: [1, 2], 1: [0]})
-    expected, before = model(**arguments)[0], state(model)
-    if kind == "LoraConfig":
-        hk.heads.prune(model, hk.heads.closed(model))
-        for each in (model, model.merge_and_unload()):
-            assert_alike(each(**arguments)[0], expected)
-        return
-    for change in (
-        lambda: hk.heads.prune(model, hk.heads.closed(model)),
-        lambda: collaborate(model, 8),
-    ):
-        with pytest.raises(ValueError, match=r"has an adapter, peft.*merge_and_unload"):
-            change()
-        assert state(model) == before

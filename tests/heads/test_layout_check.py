@@ -61,8 +61,12 @@ def test_a_layout_that_does_not_fit_is_refused(example: House, why: str) -> None
         hk.heads.register_layout("House", HOUSE, example)
     assert "House" not in layouts.LAYOUTS
     hk.heads.register_layout("House", HOUSE)
-    with pytest.raises(ValueError, match=f"module '0' is a House, .*: it {why}"):
-        hk.heads.prune(nn.Sequential(example), {0: [0]})
+    for change in (
+        hk.heads.prune,
+        hk.heads.close,
+    ):  # a gate that the layer ignores would close nothing
+        with pytest.raises(ValueError, match=f"module '0' is a House, .*: it {why}"):
+            change(nn.Sequential(example), {0: [0]})
 
 
 @pytest.mark.parametrize(

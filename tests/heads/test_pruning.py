@@ -71,18 +71,6 @@ def gradient(projection: Projection) -> Tensor:
     return rows.view(projection.heads, projection.width, -1)
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_gates_are_folded(name: str) -> None:
-    """Those of closed heads with the heads, the others into the weights."""
-    model = hk.integrations.transformers.use(build(name).double())
-    hk.heads.gate(model, lambda H: hk.nn.FixedGate(torch.rand(H).double() * (torch.arange(H) != 1)))
-    expected = outputs(model)
-    pruned = hk.heads.prune(model, hk.heads.closed(model))
-    assert all(heads == [1] for heads in pruned.values())
-    assert all(layer.module.head_gate is None for layer in hk.heads.attention_layers(model))
-    assert_alike(outputs(model), expected, dtype=torch.float32)
-
-
 @pytest.mark.parametrize(("name", "changes"), [("bert", {"is_decoder": True}), ("gpt2", {})])
 def test_cross_attention_beside_a_cache(name: str, changes: dict[str, bool]) -> None:
     for gone in ([1], [0, 1, 2, 3]):

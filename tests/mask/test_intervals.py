@@ -271,22 +271,6 @@ def test_masks_built_inside_a_compiled_function(dynamic: bool) -> None:
     assert graphs.frame_count == dynamic
 
 
-def test_masks_passed_into_a_compiled_function() -> None:
-    """As an argument and as a constant; intervals that are kept between calls do not compile it again."""
-    torch.compiler.reset()
-    constant, query = every_kind(), torch.zeros(2, 1, 5, 4)
-
-    def call(query: Tensor, mask: Mask) -> tuple[Tensor, ...]:
-        return seen(query, mask & constant, 5) + seen(query, constant, 5)
-
-    compiled = torch.compile(call, fullgraph=True, backend="eager")
-    masks = Mask(), Mask(causal=True, key_lengths=longs(3, 4)), every_kind()
-    for stance in ("default", "fail_on_recompile"):
-        with torch.compiler.set_stance(stance):
-            for mask in masks:
-                assert_equal(compiled(query, mask), call(query, mask))
-
-
 @pytest.mark.parametrize("inside", [True, False])
 def test_one_compiled_graph_serves_every_length(inside: bool) -> None:
     """Lengths are data: new values make no new graph, and inside it they are clamped, unread."""
@@ -327,16 +311,3 @@ def test_export_takes_a_mask_as_input(strict: bool) -> None:
     )
     for mask in (every_kind(), other):
         assert_equal(loaded(*inputs, mask), Attends()(*inputs, mask))
-
-
-def test_export_with_dynamic_lengths() -> None:
-    T, S = torch.export.Dim("T", min=2, max=64), torch.export.Dim("S", min=2, max=64)
-    program = torch.export.export(
-        Attends(),
-        (torch.zeros(2, 1, 4, 3), all_real(2, 7), Mask(causal=True)),
-        dynamic_shapes={"query": {2: T}, "real": {1: S}, "mask": []},
-        strict=False,
-    ).module()
-    for t, s in ((3, 9), (9, 3), (2, 2)):
-        inputs = torch.zeros(2, 1, t, 3), torch.rand(2, s) > 0.3, Mask(causal=True)
-        assert_equal(program(*inputs), Attends()(*inputs))

@@ -13,7 +13,6 @@ from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.nn.state_dict import split_projections
-from tests.support import reference
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import (
     CAUSAL,
@@ -179,16 +178,3 @@ def test_head_gate_says_whether_closed_heads_have_a_gradient() -> None:
     gate.closed_grad, gate.gates.grad = False, None
     layer(x)[0].square().sum().backward()
     assert gate.gates.grad[0] == 0
-
-
-def test_dropout_in_training_only() -> None:
-    layer, x = layer_of(dropout=0.5), torch.randn(B, S, E).double()
-    assert_alike(layer(x)[0], formula(layer, x, x))
-    layer.train()
-    torch.manual_seed(3)
-    out = layer(x)[0]
-    assert not torch.allclose(out, layer(x)[0])
-    torch.manual_seed(3)
-    seed = int(torch.randint(2**63 - 1, (1,)))
-    kept = reference.keeps(seed, 0.5, B, H, S, S) * 2.0
-    assert_alike(out, formula(layer, x, x, kept=kept))

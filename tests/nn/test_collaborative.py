@@ -71,22 +71,6 @@ def test_any_shape_is_the_formula(
     assert_alike(gradients(out, *leaves), gradients(expected, *leaves))
 
 
-def test_grouped_values_are_values_repeated() -> None:
-    grouped, repeated = layer_of(num_value_heads=2), layer_of()
-    state = grouped.state_dict()
-    for name in ("weight", "bias"):
-        own = state[f"v_proj.{name}"].unflatten(0, (2, -1))
-        state[f"v_proj.{name}"] = own.repeat_interleave(H // 2, 0).flatten(0, 1)
-    repeated.load_state_dict(state)
-    x = torch.randn(B, T, E).double()
-    assert_alike(grouped(x, is_causal=True)[0], repeated(x, is_causal=True)[0])
-    (found,), (expected,) = (
-        torch.autograd.grad(each(x)[0].square().sum(), [each.v_proj.weight])
-        for each in (grouped, repeated)
-    )
-    assert_alike(found, expected.unflatten(0, (2, H // 2, -1)).sum(1).flatten(0, 1))
-
-
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_zeros_of_mixing_train_unless_ragged(ragged: bool, gated: bool) -> None:

@@ -381,21 +381,6 @@ def test_autocast(name: str) -> None:
     assert {p.grad.dtype for p in layer.parameters() if p.grad is not None} == {torch.float32}
 
 
-@each_module
-def test_gradcheck(name: str) -> None:
-    layer, x = with_gates(name), inputs(3)
-    layer.head_gate.gates.data[1] = 0.3  # one of 0 has no gradient in ragged attention
-    hidden = torch.tensor([[False] * 3, [False, False, True]])
-
-    def call(x: Tensor, *parameters: Tensor) -> Tensor:
-        named = dict(zip(dict(layer.named_parameters()), parameters, strict=True))
-        with torch.nn.utils.stateless._reparametrize_module(layer, named):
-            return run(layer, x, key_padding_mask=hidden)
-
-    leaves = (x.requires_grad_(), *layer.parameters())
-    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
-
-
 # ---------------------------------------------------------------------- bad arguments
 OF_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"embed_dim": 0}, ValueError, "embed_dim is 0"),

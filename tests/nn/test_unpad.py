@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from heads_kernels.nn.unpadding import Packing
 
 B, T, E = 4, 9, 32
 
@@ -32,6 +33,8 @@ def test_there_and_back(kind: str) -> None:
     N = int(real.sum())
     assert torch.equal(packed, x[real][None])
     assert torch.equal(pad_back(packed), x * real[..., None, None])
+    places = torch.arange(T)  # of a row that all share
+    assert torch.equal(Packing.of(real).pack(places[None])[0], places.expand(B, T)[real])
     assert pad_back(torch.ones(1, N)).shape == (B, T)
     rows = torch.arange(B).repeat_interleave(real.sum(1))
     assert torch.equal(mask.to_dense(1, 1, N, N)[0, 0], rows[:, None] == rows)

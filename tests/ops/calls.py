@@ -5,6 +5,7 @@ Tensors are made on PyTorch's default device, which `pytest --device` sets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +13,17 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from heads_kernels import functional
 from heads_kernels.backends import BACKENDS
 from heads_kernels.call import Call
 from heads_kernels.dispatch import choose
+from heads_kernels.ops.philox import seed_of
 from heads_kernels.parse import parse
 from heads_kernels.testing import Case, Inputs
 from tests.support.alike import assert_alike
+
+#: Sizes of `tensors` by default.
+B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
 
 #: The operators with softmax, by name; tests/ops/test_entmax.py has what is particular to entmax.
 OPERATORS = ("gated_attention", "collaborative_attention")
@@ -78,14 +84,14 @@ def assert_same_bits(backend: str, found: Any, expected: Any) -> None:
 def tensors(
     operator: str,
     *,
-    B: int = 2,
-    H: int = 4,
+    B: int = B,
+    H: int = H,
     Hk: int = 2,
     Hv: int | None = None,
-    T: int = 5,
-    S: int = 7,
-    D: int = 8,
-    Dv: int = 6,
+    T: int = T,
+    S: int = S,
+    D: int = D,
+    Dv: int = Dv,
     dtype: torch.dtype = torch.float64,
     grad: bool = False,
 ) -> dict[str, Tensor]:
@@ -103,3 +109,36 @@ def tensors(
     else:
         shapes = {"query": (B, H, T, D), "key": (B, Hk, S, D)}
     return {name: torch.randn(s, dtype=dtype).requires_grad_(grad) for name, s in shapes.items()}
+
+
+def good(operator: str) -> dict[str, Any]:
+    """Small arguments that are served, made anew."""
+    return dict(tensors(operator, dtype=torch.float32))
+
+
+# ---------------------------------------------------------------------- as PyTorch's checks take operators
+def function(
+    operator: str, backend: str, names: list[str], **options: Any
+) -> Callable[..., Tensor]:
+    """The operator as a function of the tensors `names`, in their order."""
+
+    def run(*values: Tensor) -> Tensor:
+        arguments = with_offsets(dict(zip(names, values, strict=True)))
+        out: Tensor = getattr(hk, operator)(**arguments, backend=backend, **options)
+        return out
+
+    return run
+
+
+def with_offsets(arguments: dict[str, Tensor]) -> dict[str, Any]:
+    """Arguments of a call: of an `offset_table` an `OffsetBias` is made."""
+    given: dict[str, Any] = dict(arguments)
+    if "offset_table" in given:
+        given["bias"] = hk.OffsetBias(given.pop("offset_table"))
+    return given
+
+
+def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        functional, "draw_seed", lambda device: seed_of(2**40 + 1, b=1, h=2, i=3, j=4)
+    )

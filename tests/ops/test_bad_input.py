@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ import heads_kernels as hk
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.library import load
-from tests.ops.bad_calls import B, Bad, D, Dv, H, Hk, S, T, f32, good
-from tests.ops.calls import NAMES, parsed, serve
+from tests.ops.calls import NAMES, good, parsed, serve
+
+B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
+Bad = dict[str, Any]
+f32 = torch.zeros
 
 GATED, COLLABORATIVE, STATISTICS = (
     ("gated_attention",),
@@ -137,20 +141,6 @@ def test_refusals(operator: str, kind: type[Exception], bad: Bad, start: str) ->
     for run in (partial(getattr(hk, operator)), partial(hk.explain, operator)):
         with pytest.raises(kind, match=f"^{re.escape(start)}.*[;,.] "):
             run(**arguments)
-
-
-def test_mask_arguments() -> None:
-    """What a mask can tell before it meets a call."""
-    with pytest.raises(ValueError, match=r"causal is 'diagonal'; use False, True .*lower_right"):
-        hk.Mask(causal="diagonal")  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"key_mask has dtype torch.int64; pass a bool tensor \[B, S\]"
-    ):
-        hk.Mask(key_mask=torch.ones(B, S, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"key_lengths has dtype torch.float32; pass an integer"):
-        hk.Mask(key_lengths=torch.ones(B))
-    with pytest.raises(ValueError, match=r"window is \(1, -2\); pass \(left, right\)"):
-        hk.Mask(window=(1, -2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

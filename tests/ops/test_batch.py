@@ -186,15 +186,6 @@ def test_masks_mean_what_they_mean_to_sdpa(
         assert_alike(out, sdpa)
 
 
-def test_lengths_count_the_product_of_the_batch_dimensions() -> None:
-    query = torch.randn(2, 3, H, T, D)
-    lengths = torch.tensor([1, 2, 3, 4, 5, 0])
-    out = hk.gated_attention(query, query, query, hk.Mask(key_lengths=lengths))
-    flat = query.flatten(0, 1)
-    want = hk.gated_attention(flat, flat, flat, hk.Mask(key_lengths=lengths))
-    assert_alike(out.flatten(0, 1), want)
-
-
 def test_operands_are_views_where_one_stride_serves() -> None:
     """Broadcasting and flattening copy nothing with one batch dimension, or several in memory order."""
     wide, key = torch.randn(2, 3, H, T, D), torch.randn(1, 1, H, S, D)

@@ -12,8 +12,20 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.ops.calls import DIFFERENTIABLE, EVERY, assert_same_bits, serve, tensors
-from tests.ops.functions import B, Dv, H, S, T, function, with_offsets
+from tests.ops.calls import (
+    DIFFERENTIABLE,
+    EVERY,
+    B,
+    Dv,
+    H,
+    S,
+    T,
+    assert_same_bits,
+    function,
+    serve,
+    tensors,
+    with_offsets,
+)
 from tests.support.alike import assert_alike
 
 

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import heads_kernels as hk
 from heads_kernels.testing import Inputs, check
 from heads_kernels.testing.accuracy import compare, reference
 from heads_kernels.testing.case import Case, CollaborativeCase, GatedCase
 from heads_kernels.testing.masks import Sizes
 from tests.ops.calls import assert_same_bits
-from tests.support.alike import assert_alike
 
 pytestmark = pytest.mark.parametrize("backend", ["cuda"])
 
@@ -38,19 +36,6 @@ def test_every_way_a_bias_broadcasts(letters: tuple[str, ...], backend: str) -> 
     """Sums over batches, heads, rows and keys; one block of threads or several have them."""
     for case in both("broadcast", 3, 2, 70, 67, bias="".join(letters), gate="BHT"):
         hold(case, backend)
-
-
-@pytest.mark.parametrize("shape", [(2, 1), (1, 3), (2, 3), (1, 1)])
-def test_a_bias_that_a_part_of_the_batch_shares(shape: tuple[int, int], backend: str) -> None:
-    query, key, value, dout = torch.randn(4, 2, 3, 2, 20, 16)
-    bias = torch.randn(*shape, 2, 20, 20)
-    results = []
-    for leaf, name in ((bias, backend), (bias.double(), "eager")):
-        operands = (tensor.to(leaf.dtype) for tensor in (query, key, value))
-        out = hk.gated_attention(*operands, bias=leaf.requires_grad_(), backend=name)
-        results.append((out, *torch.autograd.grad(out, leaf, dout.to(leaf.dtype))))
-    for got, want in zip(*results, strict=True):
-        assert_alike(got.double(), want.detach(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -65,42 +66,22 @@ def test_tokens_first_are_the_call(operator: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_bits_depend_neither_on_threads_nor_on_the_batch(
-    operator: str, dtype: torch.dtype, tokens_first: bool
-) -> None:
-    call = getattr(hk, operator)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            tensors, options = _call(operator, dtype, 4, tokens_first)
-            results.append(call(**tensors, **options, backend="cpu"))
-        assert all(torch.equal(results[0], other) for other in results[1:])
-        tensors, options = _call(operator, dtype, 2, tokens_first)
-        assert torch.equal(results[0][:2], call(**tensors, **options, backend="cpu"))
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_hidden_numbers_reach_no_row(
     operator: str, bad: float, dtype: torch.dtype, tokens_first: bool
 ) -> None:
-    """A key that one row sees and another does not: only the first may get its NaN."""
+    """A key that one row sees and another does not: only the first gets its NaN, or that of its value alone."""
     tensors, _ = _call(operator, dtype, 2, tokens_first)
     T, S = 3, 900 if tokens_first else 700
     hidden = torch.rand(S, generator=torch.Generator().manual_seed(2)) < 0.3
-    for row_hides in ([True, True, True], [True, False, True]):
+    spoiled = (("value",), ("key", "value"))
+    for row_hides, names in product(([True, True, True], [True, False, True]), spoiled):
         dense = torch.ones(T, S, dtype=torch.bool)
         dense[torch.tensor(row_hides)] = ~hidden
         poisoned = dict(tensors)
-        for name in ("key", "value"):
+        for name in names:
             poisoned[name] = tensors[name].clone()
             poisoned[name][..., hidden, :] = bad
         call = getattr(hk, operator)
@@ -108,4 +89,4 @@ def test_hidden_numbers_reach_no_row(
         got = call(**poisoned, attn_mask=dense, backend="cpu")
         kept = torch.tensor(row_hides)
         assert torch.equal(got[:, :, kept], want[:, :, kept])
-        assert all(row_hides) or not got[:, :, ~kept].isfinite().all()
+        assert not got[:, :, ~kept].isfinite().any()

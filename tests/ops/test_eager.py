@@ -14,7 +14,6 @@ from torch import Tensor
 from heads_kernels.ops.attention import attend_with_lse
 from tests.ops.calls import (
     DIFFERENTIABLE,
-    EVERY,
     NAMES,
     OPERATORS,
     assert_same_bits,
@@ -25,11 +24,10 @@ from tests.ops.calls import (
 from tests.support.alike import assert_alike
 from tests.support.reference import attention, masks, pairs
 
-B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
+B, H, T, S = 2, 4, 5, 7
 EAGER = [(operator, "eager") for operator in OPERATORS]
 NAN = float("nan")
 MASKS = list(masks(B, H, T, S))
-STATISTICS = [backend for operator, backend in EVERY if operator == "attention_statistics"]
 
 
 def default_scale(arguments: dict[str, Tensor]) -> float:
@@ -86,34 +84,6 @@ def test_nan_reaches_what_sees_it(operator: str, backend: str, argument: str) ->
         assert dvalue[1, :, :3].isnan().all()
         assert not dvalue[1, :, 3:].isnan().any()
     assert not dvalue[0].isnan().any()
-
-
-@pytest.mark.parametrize("closed_grad", [True, False])
-@pytest.mark.parametrize("shape", [(H,), (B, H)])
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_closed_heads(
-    operator: str, backend: str, shape: tuple[int, ...], closed_grad: bool
-) -> None:
-    arguments = tensors(operator, Hk=H)
-    gate = torch.rand(shape, dtype=torch.float64) + 0.5
-    gate[..., 1], gate[..., 3] = 0.0, -0.0
-    arguments["gate"] = gate
-    arguments["value"][:, 1] = NAN  # no one reads a closed head, but for the gradient of its gate
-    leaves = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
-    out = call(operator, backend, **leaves, closed_grad=closed_grad)
-    assert torch.equal(out[:, 1::2], torch.zeros_like(out[:, 1::2]))
-    grads = dict(zip(leaves, torch.autograd.grad(out.sum(), list(leaves.values())), strict=True))
-    dgate = grads.pop("gate")
-    assert all(bool(torch.isfinite(grad).all()) for grad in grads.values())
-    assert not grads["value"][:, 1::2].any()
-    if closed_grad:
-        opened = {**arguments, "gate": torch.ones_like(gate)}
-        attended = attention(opened, everything(), default_scale(opened))
-        want = attended.sum((2, 3)) if len(shape) == 2 else attended.sum((0, 2, 3))
-        torch.testing.assert_close(dgate, want, equal_nan=True)
-    else:
-        assert not dgate[..., 1::2].any()
-        assert dgate[..., ::2].all()
 
 
 @pytest.mark.parametrize("backend", NAMES)

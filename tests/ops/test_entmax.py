@@ -7,7 +7,7 @@ import torch
 
 import heads_kernels as hk
 from heads_kernels.ops.attention import attention_op
-from heads_kernels.testing import ENTMAX, check, find
+from heads_kernels.testing import ENTMAX, check
 from tests.ops.calls import NAMES, call, parsed
 from tests.support.alike import assert_alike
 
@@ -138,23 +138,6 @@ def test_compiled(attend):
     assert_alike(compiled(*leaves), run(*leaves))
     grads = [torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (compiled, run)]
     assert_alike(*grads)
-
-
-@pytest.mark.parametrize("name", ["closed_batch_heads", "bias_shared", "length_1000"])
-def test_bits_do_not_depend_on_threads(name):
-    inputs = find("entmax_attention", name).make(torch.float32)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3, 5):
-            torch.set_num_threads(count)
-            out, grads = inputs.backward("cpu")
-            results.append([out, *grads.values()])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
-            assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("case", ENTMAX, ids=str)

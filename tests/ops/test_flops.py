@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import heads_kernels as hk
 from heads_kernels.call import Call
 from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.testing import CASES, Case, Inputs, find
@@ -118,50 +117,11 @@ def test_scores_and_values() -> None:
     assert gated().flops() == forward_flops(B * H * T * S, D, Dv)
 
 
-def test_dense_mixing_costs_every_head_all_features() -> None:
-    """2 N M H Ds for scores: H Ds / D_k times those of concatenated heads."""
-    mixed = collaborative(torch.ones(H, Ds))
-    assert mixed.flops() == B * (2 * T * S * H * Ds + 2 * T * S * H * Dv)
-
-
-def test_ragged_mixing_costs_the_shared_width_once() -> None:
-    """Disjoint supports at chunk borders: 2 N M Ds for the scores of all heads together."""
-    mixing = torch.zeros(H, Ds)
-    for h, (lo, hi) in enumerate([(0, 16), (16, 16), (16, 48), (48, 64)]):
-        mixing[h, lo:hi] = 1.0
-    ragged = collaborative(mixing)
-    assert ragged.flops() == B * (2 * T * S * Ds + 2 * T * S * H * Dv)
-    assert ragged.score_widths().tolist() == [16, 0, 32, 16]
-    assert ragged.flops(dense=True) == collaborative(torch.ones(H, Ds)).flops()
-
-
 def test_a_chunk_counts_whole_and_the_last_may_be_narrow() -> None:
     mixing = torch.zeros(3, 40)
     mixing[0, 17], mixing[1, 39], mixing[2] = 1.0, torch.nan, 1.0
     shared = torch.empty(1, 2, 40), torch.empty(1, 3, 40), torch.empty(1, 3, 3, 5)
     assert parsed("collaborative_attention", *shared, mixing).score_widths().tolist() == [16, 8, 40]
-
-
-def test_causal_is_the_lower_triangle() -> None:
-    problem = gated(is_causal=True)
-    assert problem.flops() == forward_flops(B * H * T * (T + 1) // 2, D, Dv)
-    square = parsed("gated_attention", *(torch.empty(1, 1, 1000, 8),) * 3, is_causal=True)
-    assert square.flops() / square.flops(dense=True) == pytest.approx(0.5, abs=1e-3)
-
-
-def test_padding_is_the_sum_of_products_of_lengths() -> None:
-    mask = hk.Mask(key_lengths=[48, 7], query_lengths=[32, 5])
-    assert gated(attn_mask=mask).flops() == forward_flops(H * (32 * 48 + 5 * 7), D, Dv)
-
-
-def test_a_dense_mask_counts_its_own_pairs() -> None:
-    visible = torch.rand(B, H, T, S) < 0.5
-    assert gated(attn_mask=visible).flops() == forward_flops(int(visible.sum()), D, Dv)
-    assert gated(attn_mask=visible[0, 0]).flops() == forward_flops(
-        B * H * int(visible[0, 0].sum()), D, Dv
-    )
-    closed = gated(attn_mask=visible, gate=torch.tensor([1.0, 0.0, 1.0, 0.0]))
-    assert closed.flops() == forward_flops(int(visible[:, ::2].sum()), D, Dv)
 
 
 # ---------------------------------------------------------------------- gates and gradients

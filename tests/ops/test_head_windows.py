@@ -83,17 +83,6 @@ def test_statistics_of_heads(backend: str, mixing: bool) -> None:
         assert_alike(getattr(got, name).double(), torch.cat(of_heads, 1).double(), name=name)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("operator", "backend"), OPERATORS)
-def test_rows_after_a_cache(operator: str, backend: str, rows: int) -> None:
-    """Are the last rows of the call of all rows."""
-    given = tensors(operator, B=B, H=H, Hk=Hk, T=T, S=T, dtype=torch.float32)
-    whole = call(operator, backend, **given, attn_mask=mask_of())
-    last = {**given, "query": given["query"][..., -rows:, :]}
-    got = call(operator, backend, **last, attn_mask=mask_of())
-    assert_alike(got, whole[:, :, -rows:])
-
-
 @pytest.mark.parametrize("rows", [1, 100])
 @pytest.mark.parametrize("backend", NAMES)
 def test_what_one_head_does_not_see_reaches_another_alone(backend: str, rows: int) -> None:

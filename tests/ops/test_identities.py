@@ -65,50 +65,6 @@ def test_block_indicator_mixing_is_ordinary_attention(backend: str) -> None:
     same(got, want)
 
 
-@pytest.mark.parametrize("backend", COLLABORATIVE)
-def test_grouped_values_are_values_repeated(backend: str) -> None:
-    B, H, T, S = 2, 6, 33, 70
-    tensors = draw("collaborative_attention", B, H, T, S)
-    tensors["value"] = torch.randn(B, 3, S, 24)
-    tensors["gate"] = torch.tensor([0.5, 0.0, 1.0, 2.0, 0.0, 0.0])
-    dout = torch.randn(B, H, T, 24)
-    got = run("collaborative_attention", backend, tensors, dout, is_causal=True)
-    repeated = {**tensors, "value": tensors["value"].repeat_interleave(2, 1)}
-    want = run("collaborative_attention", backend, repeated, dout, is_causal=True)
-    want["value"] = want["value"].unflatten(1, (3, 2)).sum(2)
-    same(got, want)
-
-
-@pytest.mark.parametrize("backend", COLLABORATIVE)
-def test_zero_features_of_mixing_are_features_removed(backend: str) -> None:
-    B, H, T, S, Ds = 2, 2, 20, 21, 64
-    tensors = draw("collaborative_attention", B, H, T, S, D=Ds)
-    used = torch.arange(Ds) // 16 % 2 == 0  # chunks 0 and 2
-    tensors["mixing"] = (tensors["mixing"] * used).detach()
-    dout = torch.randn(B, H, T, 24)
-    got = run("collaborative_attention", backend, tensors, dout, scale=0.2)
-    narrow = {
-        name: t.detach()[..., used] if name in ("query", "key", "mixing") else t.detach()
-        for name, t in tensors.items()
-    }
-    want = run("collaborative_attention", backend, narrow, dout, scale=0.2)
-    assert not got["query"][..., ~used].any()
-    assert not got["key"][..., ~used].any()
-    got |= {name: got[name][..., used] for name in ("query", "key", "mixing")}
-    same(got, want)
-
-
-@pytest.mark.parametrize("backend", COLLABORATIVE)
-def test_a_constant_content_bias_changes_nothing(backend: str) -> None:
-    tensors = draw("collaborative_attention", 2, 3, 17, 19, D=32)
-    dout = torch.randn(2, 3, 17, 24)
-    want = run("collaborative_attention", backend, tensors, dout)
-    tensors["content_bias"] = tensors["content_bias"].detach() + 3.0
-    same(run("collaborative_attention", backend, tensors, dout), want)
-    zero = torch.zeros_like(want["content_bias"].sum(2))
-    assert_alike(want["content_bias"].sum(2), zero)
-
-
 # ---------------------------------------------------------------------- PyTorch's own attention
 @pytest.mark.parametrize("mask", ["none", "causal", "padding", "pairs", "heads"])
 @pytest.mark.parametrize("backend", GATED)
@@ -131,53 +87,7 @@ def test_gate_of_ones_is_sdpa(backend: str, mask: str) -> None:
     same(got, {"out": want.detach(), **dict(zip(leaves, grads, strict=True))})
 
 
-@pytest.mark.parametrize("backend", GATED)
-def test_grouped_heads_are_expanded_heads(backend: str) -> None:
-    tensors = draw("gated_attention", 2, 6, 17, 19, Hk=2)
-    dout = torch.randn(2, 6, 17, 24)
-    got = run("gated_attention", backend, tensors, dout, is_causal=True)
-    wide = tensors | {name: tensors[name].repeat_interleave(3, 1) for name in ("key", "value")}
-    want = run("gated_attention", backend, wide, dout, is_causal=True)
-    for name in ("key", "value"):
-        want[name] = want[name].unflatten(1, (2, 3)).sum(2)
-    same(got, want)
-
-
 # ---------------------------------------------------------------------- closed heads
-@pytest.mark.parametrize("backend", ["eager", "cpu"])
-def test_no_features_are_equal_weights(backend: str) -> None:
-    query, key, value = torch.randn(1, 2, 3, 0), torch.randn(1, 2, 5, 0), torch.randn(1, 2, 5, 4)
-    out = hk.gated_attention(query, key, value, scale=1.0, backend=backend)
-    assert_alike(out, value.mean(2, keepdim=True).expand_as(out))
-    empty = hk.gated_attention(query, key, value[..., :0], scale=1.0, backend=backend)
-    assert empty.shape == (1, 2, 3, 0)
-    rows = hk.attention_statistics(query, key, scale=1.0, backend=backend)
-    assert_alike(rows.lse, torch.full((1, 2, 3), 5.0).log())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mask", [
-    hk.Mask(), hk.Mask(causal="lower_right"), hk.Mask(causal="lower_right", window=(20, 0)),
-    hk.Mask(key_lengths=torch.tensor([70, 3])), hk.Mask(key_mask=torch.arange(140).view(2, 70) % 3 > 0),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("gate", [
-    None, (6,), (1, 6), (2, 1), (2, 6, 1), (1, 6, 1, 24), (2, 1, 1, 24), (2, 6, 1, 1)
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("backend", GATED)
-def test_decoding_with_grouped_heads(
-    backend: str, gate: tuple[int, ...] | None, mask: hk.Mask
-) -> None:
-    """One query row a head: kernels may make one tile of the heads that share a key head."""
-    tensors = draw("gated_attention", 2, 6, 1, 70, Hk=2)
-    expanded = {n: t if n == "query" else t.repeat_interleave(3, 1) for n, t in tensors.items()}
-    values = None if gate is None else torch.randn(gate)
-    for closed in (False, True):
-        if closed and values is not None:
-            values.view(-1)[-1] = 0.0
-        options = {"gate": values, "attn_mask": mask}
-        got = run("gated_attention", backend, tensors, torch.ones(2, 6, 1, 24), **options)["out"]
-        want = call("gated_attention", backend, **expanded, **options)
-        assert_alike(got, want)
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
@@ -205,31 +115,6 @@ def test_a_closed_head_is_a_head_removed(operator: str, backend: str) -> None:
         closed = got[name].movedim(axes[name], 0)[~kept]
         assert not closed.any(), f"d{name} of a closed head"
     same({name: without(name, t) for name, t in got.items()}, want)
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 3, 17), (2, 3, 17, 24)])
-def test_gradient_of_a_gate(operator: str, backend: str, shape: tuple[int, ...]) -> None:
-    """`dL/dg = sum dout * o`, also where g is 0: out is linear in the gate."""
-    tensors = draw(operator, 2, 3, 17, 19, torch.float64)
-    dout = torch.randn(2, 3, 17, 24, dtype=torch.float64)
-    gate = torch.rand(shape, dtype=torch.float64).masked_fill(torch.rand(shape) < 0.4, 0.0)
-    gate[..., :1] = 0.0
-    attended = call(operator, backend, **tensors).detach()
-    got = run(operator, backend, tensors | {"gate": gate}, dout)
-    rank = len(shape)
-    along = (0, 2, 3) if rank == 1 else tuple(range(rank, 4))
-    terms = dout * attended
-    want = terms.sum(along) if along else terms
-    assert_alike(got["gate"], want)
-
-    skipped = run(operator, backend, tensors | {"gate": gate}, dout, closed_grad=False)
-    assert not skipped["gate"][gate == 0].any()
-    assert_same_bits(backend, skipped["gate"][gate != 0], got["gate"][gate != 0])
-    for name in tensors:
-        if name == "mixing":  # no entry of it is 0
-            assert bool((tensors[name] != 0).all())
-        assert_alike(skipped[name], got[name])
 
 
 # ---------------------------------------------------------------------- padding and packing
@@ -318,38 +203,15 @@ def test_growing_the_padding_changes_no_valid_bit(
 
 
 # ---------------------------------------------------------------------- symmetries
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_the_order_of_keys_does_not_matter(operator: str, backend: str) -> None:
-    tensors = draw(operator, 2, 2, 9, 70, torch.float64)
-    dout = torch.randn(2, 2, 9, 24, dtype=torch.float64)
-    visible = torch.rand(2, 70) < 0.7
-    want = run(operator, backend, tensors, dout, attn_mask=hk.Mask(key_mask=visible))
-    order = torch.randperm(70)
-    axis = {"key": -2, "value": -2, "content_bias": -1}
-    mixed = {
-        n: t.detach().index_select(axis[n], order) if n in axis else t for n, t in tensors.items()
-    }
-    got = run(operator, backend, mixed, dout, attn_mask=hk.Mask(key_mask=visible[:, order]))
-    moved = {n: t.index_select(axis[n], order) if n in axis else t for n, t in want.items()}
-    same(got, moved)
 
 
+@pytest.mark.parametrize(("T", "S"), [(3, 700), (33, 35)])
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_a_batch_is_its_elements(operator: str, backend: str) -> None:
-    """Bit for bit in fused kernels: nothing of one batch element enters another."""
-    tensors = draw(operator, 3, 2, 33, 35)
+def test_a_batch_is_its_elements(operator: str, backend: str, T: int, S: int) -> None:
+    """Bit for bit in fused kernels, of few rows against many keys too: nothing of one batch element enters another."""
+    tensors = draw(operator, 3, 2, T, S)
     whole = call(operator, backend, **tensors, is_causal=True)
     for b in range(3):
         one = {n: t if n == "mixing" else t[b : b + 1] for n, t in tensors.items()}
         alone = call(operator, backend, **one, is_causal=True)
         assert_same_bits(backend, alone[0], whole[b])
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_out_is_linear_in_value(operator: str, backend: str) -> None:
-    tensors = draw(operator, 2, 2, 17, 19, torch.float64)
-    other = torch.randn_like(tensors["value"])
-    one = call(operator, backend, **tensors)
-    two = call(operator, backend, **tensors | {"value": other})
-    both = call(operator, backend, **tensors | {"value": 2 * tensors["value"] - 3 * other})
-    assert_alike(both, 2 * one - 3 * two)

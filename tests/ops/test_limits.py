@@ -15,14 +15,14 @@ from heads_kernels.mask import UNBOUNDED, Intervals
 from heads_kernels.mask.terms import QueryLengths
 from heads_kernels.ops.attention import attention_op
 from heads_kernels.ops.statistics import statistics_op
-from tests.ops.bad_calls import BOTH, GATED, Bad, good
-from tests.ops.calls import EVERY, parsed, tensors
+from tests.ops.calls import EVERY, good, parsed, tensors
+from tests.ops.calls import OPERATORS as BOTH
 
-B, H, T, S, Dv = 2, 4, 5, 7, 6
+H, T, S = 4, 5, 7
 
 
 # ---------------------------------------------------------------------- sizes that int32 can't hold
-def long(operator: str, **sizes: int) -> Bad:
+def long(operator: str, **sizes: int) -> dict[str, Any]:
     """Arguments of these sizes, by stride 0."""
     wanted = {"B": 1, "H": 2, "T": 1, "S": 1} | sizes
     one = tensors(operator, **dict.fromkeys(wanted, 1), Hk=1, D=8, dtype=torch.float32)
@@ -72,7 +72,7 @@ def test_the_longest_call_that_is_served() -> None:
     most = checks.MAX_LENGTH
     windows = hk.Mask(causal="lower_right", window=(UNBOUNDED - 1, UNBOUNDED - 1))
     for T, S in ((most, 1), (1, most)):
-        problem = parsed("gated_attention", **long(GATED, T=T, S=S), attn_mask=windows)
+        problem = parsed("gated_attention", **long("gated_attention", T=T, S=S), attn_mask=windows)
         lo, hi = problem.intervals.band_lo, problem.intervals.band_hi
         assert -UNBOUNDED <= lo <= hi <= UNBOUNDED
         assert most + 1024 + UNBOUNDED <= 2**31
@@ -102,13 +102,6 @@ def test_explain_refuses_as_the_call_does() -> None:
         hk.explain("attention_statistics", **good("attention_statistics"), exclude_keys="all")
 
 
-def test_explain_of_an_unknown_operator() -> None:
-    with pytest.raises(
-        ValueError, match=r"operator is 'attention'; use one of 'gated_attention', "
-    ):
-        hk.explain("attention")
-
-
 # ---------------------------------------------------------------------- refusals of a backend
 @pytest.mark.parametrize(("operator", "backend"), EVERY)
 def test_an_explicit_backend_never_falls_back(operator: str, backend: str) -> None:
@@ -129,16 +122,6 @@ def test_an_explicit_backend_never_falls_back(operator: str, backend: str) -> No
             run(**arguments, backend=backend)
         assert all(reason in str(raised.value) for reason in reasons)
         run(**arguments)  # somebody serves it
-
-
-@pytest.mark.parametrize("operator", [*BOTH, "entmax_attention", "attention_statistics"])
-def test_no_fused_kernel_takes_strided_rows_silently(operator: str) -> None:
-    """The reason names the tensor, its stride and what would do."""
-    arguments = good(operator)
-    arguments["key"] = torch.stack([arguments["key"]] * 2, -1)[..., 0]
-    for name, reasons in hk.explain(operator, **arguments).refusals.items():
-        if name == "cpu" and "not built" not in reasons[0]:
-            assert reasons == ["key has stride 2 in its last dimension; it needs 1 (.contiguous())"]
 
 
 # ---------------------------------------------------------------------- served, though it looks bad

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -60,23 +59,6 @@ def test_accuracy(case: Case, backend: str, dtype: torch.dtype) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("gate", [None, (H,), (B, H, T)])
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_values(operator: str, backend: str, gate: tuple[int, ...] | None) -> None:
-    """The output of the call without it, and the lse of the statistics, also of closed heads."""
-    arguments: dict[str, Any] = tensors(operator, dtype=torch.float32)
-    if gate is not None:
-        arguments["gate"] = torch.randn(gate)
-        arguments["gate"].view(-1)[0] = 0.0
-    mask = hk.Mask(key_lengths=[3, 0])
-    out, lse = call(operator, backend, **arguments, attn_mask=mask, return_lse=True)
-    assert_alike(out, call(operator, backend, **arguments, attn_mask=mask))
-    scores = {n: t for n, t in arguments.items() if n not in ("value", "gate")}
-    assert_alike(lse, hk.attention_statistics(**scores, attn_mask=mask, backend="eager").lse)
-    assert lse[1].eq(NEG_INF).all()
-    assert not lse[0].isinf().any()
-
-
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_nothing_reaches_rows_that_see_nothing(operator: str, backend: str) -> None:
     """Their gradients are 0, whatever starts the backward pass there; a closed head is 0 whatever it sees."""
@@ -94,40 +76,6 @@ def test_nothing_reaches_rows_that_see_nothing(operator: str, backend: str) -> N
     ):
         if tensor.dim() > 2:
             assert not grad[1].any()
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_a_sink_that_outweighs_all_keys_leaves_their_share(operator: str, backend: str) -> None:
-    """`lse` is the sink itself then, as in rows that see no key."""
-    arguments = tensors(operator, H=H, dtype=torch.float32)
-    arguments["sinks"] = torch.full((H,), 30.0)
-    gate = torch.rand(H)
-    out, lse = call(operator, backend, **arguments, gate=gate, return_lse=True)
-    assert (lse == 30).all()
-    plain = call(operator, backend, **arguments, gate=gate)
-    assert plain.any()
-    size = plain.abs().max()
-    assert_alike(out / size, plain / size)
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_one_gradient_of_two(operator: str, backend: str) -> None:
-    arguments = tensors(operator, dtype=torch.float32, grad=True)
-    leaves = list(arguments.values())
-    out, lse = call(operator, backend, **arguments, return_lse=True)
-    plain = call(operator, backend, **arguments)
-    dout = torch.randn_like(out)
-    got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    assert_alike(got, torch.autograd.grad(plain, leaves, dout))
-    of_query, of_value = torch.autograd.grad(lse.sum(), [leaves[0], leaves[2]])
-    assert of_query.any()
-    assert not of_value.any()
-    lse = call(operator, backend, **arguments, return_lse=True)[1]
-    (first,) = torch.autograd.grad(lse.sum(), leaves[:1], create_graph=True)
-    if backend == "eager":
-        return
-    with pytest.raises(RuntimeError, match=f"{operator} has no second derivative"):
-        first.sum().backward()
 
 
 @pytest.mark.parametrize("gate", [None, (H,)])

@@ -46,42 +46,10 @@ def test_every_element_reads_its_own_word(seed: int, S: int) -> None:
     assert torch.equal(got, keeps(seed, 0.4, 2, 3, 5, S))
 
 
-def test_an_element_does_not_depend_on_the_sizes() -> None:
-    seed = seed_of(99)
-    small = keep_mask(seed, 0.5, 1, 2, 3, 5, CPU)
-    large = keep_mask(seed, 0.5, 2, 3, 8, 13, CPU)
-    assert torch.equal(large[:1, :2, :3, :5], small)
-
-
-def test_a_part_draws_what_the_whole_draws() -> None:
-    whole = keep_mask(seed_of(99), 0.5, 2, 3, 8, 13, CPU)
-    part = keep_mask(seed_of(99, b=1, h=1, i=3, j=8), 0.5, 1, 2, 4, 5, CPU)
-    assert torch.equal(whole[1:, 1:, 3:7, 8:], part)
-
-
-@pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
-def test_empty(sizes: tuple[int, int, int, int]) -> None:
-    assert keep_mask(seed_of(1), 0.5, *sizes, CPU).shape == sizes
-
-
 def test_threshold() -> None:
     assert threshold(0.0) == 0
     assert threshold(0.5) == 2**31
     assert threshold(1.0 - 2**-53) == 2**32 - 1
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
-def test_share_kept(p: float) -> None:
-    kept = keep_mask(seed_of(2024), p, 2, 4, 128, 128, CPU).double()
-    deviation = (p * (1 - p) / kept.numel()) ** 0.5
-    assert abs(kept.mean().item() - (1 - p)) <= 4.5 * deviation
-    # and neighbours in every dimension know nothing of each other
-    for dimension in range(4):
-        n = kept.shape[dimension]
-        first = kept.narrow(dimension, 0, n - 1) - kept.mean()
-        second = kept.narrow(dimension, 1, n - 1) - kept.mean()
-        covariance = (first * second).mean().item()
-        assert abs(covariance) <= 4.5 * p * (1 - p) / first.numel() ** 0.5 + 1e-12
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import heads_kernels as hk
 from heads_kernels.batch import bias_batches, flatten_bias
 from heads_kernels.ops import eager, scores
 from heads_kernels.testing import CASES, ENTMAX, Case
-from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, tensors
+from tests.ops.calls import DIFFERENTIABLE, call, tensors
 from tests.support.alike import assert_alike
 
 B, H, T, S = 2, 4, 37, 70
@@ -33,17 +32,6 @@ def both(operator: str, backend: str, **given: Any) -> dict[str, Tensor]:
     out = call(operator, backend, **given)
     grads = torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out).cumsum(-1))
     return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
-
-
-@pytest.mark.parametrize("shape", [(T, S), (1, 1, S), (H, 1, S), (B, 1, T, S), (B, H, T, S)])
-@pytest.mark.parametrize("backend", [b for operator, b in DIFFERENTIABLE if operator[0] == "g"])
-def test_a_float_mask_is_that_of_sdpa(backend: str, shape: tuple[int, ...]) -> None:
-    given = arguments("gated_attention", Hk=H)
-    mask = torch.randn(shape)
-    mask[..., ::5] = -torch.inf
-    want = F.scaled_dot_product_attention(*given.values(), mask)
-    assert_alike(call("gated_attention", backend, **given, attn_mask=mask), want)
-    assert_alike(call("gated_attention", backend, **given, bias=mask), want)
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
@@ -95,53 +83,6 @@ def test_a_narrow_table_is_computed_in_float32(make: Any, dtype: torch.dtype) ->
     assert_alike(found, want.to(dtype))
 
 
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_a_sink_is_one_more_key_without_a_value(operator: str, backend: str) -> None:
-    given = arguments(operator)
-    sinks = torch.randn(H)
-    got = both(operator, backend, **given, sinks=sinks.clone())
-    longer = dict(given)
-    for name in ("key", "value", "content_bias"):
-        if name in given:
-            last = -1 if name == "content_bias" else -2
-            width = [n if d % given[name].dim() != last % given[name].dim() else 1
-                     for d, n in enumerate(given[name].shape)]  # fmt: skip
-            longer[name] = torch.cat([given[name].detach(), torch.zeros(width)], last)
-    column = torch.zeros(H, T, S + 1)
-    column[..., -1] = sinks[:, None]
-    want = both(operator, backend, **longer, bias=column)
-    assert_alike(got["out"], want["out"])
-    assert_alike(got["query"], want["query"])
-    assert_alike(got["sinks"], want["bias"][..., -1].sum(1))
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_a_bias_of_rows_changes_nothing(operator: str, backend: str) -> None:
-    given = arguments(operator)
-    got = both(operator, backend, **given, bias=torch.randn(B, H, T, 1))
-    want = both(operator, backend, **given)
-    for name, tensor in want.items():
-        assert_alike(got[name], tensor, name=name)
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_a_high_cap_changes_nothing(operator: str, backend: str) -> None:
-    given = arguments(operator)
-    assert_alike(call(operator, backend, **given, softcap=1e6), call(operator, backend, **given))
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_what_a_bias_hides_a_mask_hides(operator: str, backend: str) -> None:
-    given = arguments(operator)
-    visible = torch.rand(B, 1, T, S) < 0.5
-    visible[0, 0, 3] = False
-    bias = torch.where(visible, 0.0, -torch.inf)
-    got = both(operator, backend, **given, bias=bias)
-    want = both(operator, backend, **given, attn_mask=visible)
-    for name, tensor in want.items():
-        assert_alike(got[name], tensor, name=name)
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_tiles_that_a_bias_hides_whole(operator: str, backend: str, shared: bool) -> None:
@@ -181,34 +122,6 @@ def test_any_batch_dimensions_share_a_bias(
     want = both(operator, backend, **given, bias=whole.clone())
     assert_alike(got["out"].flatten(0, 1), want["out"])
     assert_alike(got["bias"], want["bias"].unflatten(0, batch).sum_to_size(bias.shape))
-
-
-@pytest.mark.parametrize("shape", [(1, H, T, S), (B, 1, T, S), (1, 1, 1, S), (H, T, 1)])
-@pytest.mark.parametrize(
-    ("operator", "backend"), [row for row in DIFFERENTIABLE if row[1] in ("cpu", "eager")]
-)
-def test_the_bits_of_a_gradient_do_not_depend_on_threads(
-    operator: str, backend: str, shape: tuple[int, ...]
-) -> None:
-    given = {**arguments(operator, Hk=H), "sinks": torch.randn(H)}
-    table = torch.randn(H, 9)
-
-    def run() -> dict[str, Tensor]:
-        results = both(operator, backend, **given, bias=bias.clone())
-        leaf = table.clone().requires_grad_()
-        out = call(operator, backend, **given, bias=hk.OffsetBias(leaf))
-        return {**results, "table": torch.autograd.grad(out.square().sum(), leaf)[0]}
-
-    bias = torch.randn(shape)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        want = run()
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            assert_same_bits(backend, run(), want)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_bad_tables() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
 from heads_kernels.dispatch import choose
@@ -20,13 +17,18 @@ from tests.ops.calls import (
     EVERY,
     NAMES,
     OPERATORS,
+    B,
+    Dv,
+    H,
+    S,
+    T,
     assert_same_bits,
     call,
+    function,
     parsed,
     serve,
     tensors,
 )
-from tests.ops.functions import B, D, Dv, H, S, T, fixed_seed, function, with_offsets
 
 # ---------------------------------------------------------------------- opcheck
 OPCHECKS = {
@@ -128,52 +130,7 @@ def test_an_op_refuses_what_it_does_not_read(
         attention_op(*fields, False, backend) if has_value else statistics_op(*fields, backend)
 
 
-@pytest.mark.parametrize("backend", NAMES)
-def test_dropout_needs_a_seed(backend: str) -> None:
-    arguments = tensors("gated_attention", dtype=torch.float32)
-    serve("gated_attention", backend, **arguments)
-    fields = parsed("gated_attention", **arguments, dropout_p=0.5)
-    with pytest.raises((TypeError, ValueError), match="seed"):
-        attention_op(*fields, False, backend)
-
-
 # ---------------------------------------------------------------------- gradients
-GRADCHECKS: dict[str, tuple[dict[str, int], tuple[int, ...] | None, dict[str, Any]]] = {
-    "plain": ({}, None, {}),
-    "head gate": ({}, (2,), {"is_causal": True}),
-    "batch gate": ({"Dv": 3}, (2, 2), {"attn_mask": hk.Mask(key_lengths=[2, 4])}),
-    "token sigmoid": ({}, (2, 2, 3), {"gate_activation": "sigmoid"}),
-    "element softplus": ({}, (2, 2, 3, 2), {"gate_activation": "softplus"}),
-    "broadcast gate": ({}, (2, 1, 3), {"attn_mask": hk.Mask(window=(1, 0))}),
-    "shared heads": ({"Hk": 1}, (2,), {"attn_mask": hk.Mask(query_lengths=[3, 0])}),
-    "dropout": ({}, (2,), {"dropout_p": 0.4, "is_causal": True}),
-    "bias": ({}, (2,), {"bias": (1, 2, 3, 4), "sinks": (2,), "softcap": 1.5}),
-    "bias of keys": ({}, (2,), {"bias": (2, 1, 1, 4), "is_causal": True}),
-    "bias of rows": ({}, None, {"bias": (2, 3, 1), "sinks": (2,)}),
-    "float mask": ({}, None, {"attn_mask": (3, 4), "dropout_p": 0.4}),
-    "offsets": ({}, (2,), {"offset_table": (2, 3), "softcap": 1.5}),
-    "shared offsets": ({}, None, {"offset_table": (1, 9), "sinks": (2,)}),
-}
-
-
-@pytest.mark.parametrize("case", GRADCHECKS)
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_gradcheck(operator: str, backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, gate_shape, options = GRADCHECKS[case]
-    fixed_seed(monkeypatch)
-    sizes = {"B": 2, "H": 2, "Hk": 2, "T": 3, "S": 4, "D": 2, "Dv": 2, **sizes}
-    arguments = tensors(operator, **sizes, grad=True)
-    if gate_shape is not None:
-        gate = torch.randn(gate_shape, dtype=torch.float64)
-        gate.view(-1)[1] = 0.0
-        arguments["gate"] = gate.requires_grad_()
-    for name, shape in options.items():
-        if name in ("bias", "sinks", "offset_table", "attn_mask") and isinstance(shape, tuple):
-            arguments[name] = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    options = {name: value for name, value in options.items() if name not in arguments}
-    serve(operator, backend, **with_offsets(arguments), **options)
-    run = function(operator, backend, list(arguments), **options)
-    assert torch.autograd.gradcheck(run, tuple(arguments.values()))
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
@@ -193,19 +150,6 @@ def test_create_graph_and_second_order(operator: str, backend: str) -> None:
             RuntimeError, match=f'{operator} has no second derivative.*backend="eager"'
         ):
             torch.autograd.grad(b.sum(), values, retain_graph=True)
-
-
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_no_graph_without_need(operator: str, backend: str) -> None:
-    arguments = tensors(operator)
-    assert not call(operator, backend, **arguments).requires_grad
-    arguments["value"].requires_grad_()
-    with torch.no_grad():
-        assert not call(operator, backend, **arguments).requires_grad
-    out = call(operator, backend, **arguments)
-    out.sum().backward()
-    assert arguments["value"].grad is not None
-    assert arguments["query"].grad is None
 
 
 # ---------------------------------------------------------------------- checkpointing and autocast
@@ -258,22 +202,6 @@ def test_autocast_statistics(backend: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = call("attention_statistics", backend, **arguments, received=True)
     assert_same_bits(backend, got, want)
-
-
-# ---------------------------------------------------------------------- FLOP counts
-
-
-@pytest.mark.parametrize("form", OPERATORS)
-@pytest.mark.parametrize(
-    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
-)
-def test_flop_counter_statistics(backend: str, form: str) -> None:
-    arguments = tensors(form)
-    del arguments["value"]
-    for received, products in ((None, 1), (True, 2)):
-        with FlopCounterMode(display=False) as counted:
-            call("attention_statistics", backend, **arguments, received=received)
-        assert counted.get_total_flops() == products * 2 * B * H * T * S * D
 
 
 # ---------------------------------------------------------------------- other devices and derivatives

@@ -4,8 +4,7 @@ Every work runs twice: the second time `launch` has the compiled kernels, and Tr
 
 LIBRARY is `stub_driver.c`, which stands in for libcuda and keeps what each launch passed. Every argument is held
 against the parameter of the kernel's PTX that it belongs to. Prints the kernels that were launched, one a line; exit
-status 1, with what differs, where an argument did not arrive. TRITON_LIBCUDA_PATH names the folder of LIBRARY. `--time`
-as the last argument prints how long a work takes on the host in place of that: no GPU, and no allocation on one.
+status 1, with what differs, where an argument did not arrive. TRITON_LIBCUDA_PATH names the folder of LIBRARY.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import ctypes
 import re
 import struct
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -169,18 +167,6 @@ def differences(
     return words
 
 
-def host_time(work: ahead_of_time.Work) -> float:
-    """Microseconds of this thread for the work: the shortest of 20 rounds."""
-    inputs, seed = work.case.make(torch.bfloat16), seed_of(1) if work.case.dropout_p else None
-    rounds = []
-    for _ in range(20):
-        start = time.thread_time_ns()
-        for _ in range(20):
-            work.drive(inputs, seed)
-        rounds.append((time.thread_time_ns() - start) / 20e3)
-    return min(rounds)
-
-
 def main(path: str, names: list[str]) -> int:
     stub, failures = Stub(path), []
     searched: list[str] = []
@@ -216,12 +202,8 @@ def main(path: str, names: list[str]) -> int:
         return launched
 
     driver.set_active(Driver())
-    timed = names[-1:] == ["--time"]
-    for name in names[:-1] if timed else names:
+    for name in names:
         work = next(work for work in ahead_of_time.WORKS if work.name == name)
-        if timed:
-            print(f"{host_time(work):8.1f} us  {name}", flush=True)
-            continue
         seed = seed_of(1) if work.case.dropout_p else None
         inputs = work.case.make(torch.bfloat16)
         searched.clear()

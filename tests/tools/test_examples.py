@@ -1,4 +1,4 @@
-"""The examples run at tiny sizes, write what they print, and an interrupted run leaves no half-written file."""
+"""The examples run at tiny sizes, write what they print, and refuse bad options by name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ pytestmark = pytest.mark.release
 
 for name in ("rich", "matplotlib", "safetensors"):
     pytest.importorskip(name, reason="the examples need heads_kernels[examples]")
-
-
-def interrupt(*arguments: object) -> None:
-    raise KeyboardInterrupt
 
 
 # ---------------------------------------------------------------------- char_lm
@@ -43,42 +39,13 @@ def test_char_lm(char_lm: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{scheduled['mean']['bits']:.3f}" in capsys.readouterr().out
 
 
-def test_char_lm_interrupted(
-    char_lm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It keeps the runs that were finished, and what was there where the write itself is interrupted."""
-    out, command = tmp_path / "table.json", ["--quick", "--steps", "2"]
-    monkeypatch.setattr(char_lm, "by_both_rules", interrupt)
-    assert char_lm.main([*command, "--out", str(out)]) == 130
-    assert [row["name"] for row in json.loads(out.read_text())["runs"]] == [
-        "base", "control, no gates",
-    ]  # fmt: skip
-    monkeypatch.setattr(char_lm.os, "replace", interrupt)
-    before = out.read_text()
-    assert char_lm.main([*command, "--out", str(out)]) == 130
-    assert out.read_text() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
-
-
 # ---------------------------------------------------------------------- translation
-@pytest.fixture
-def translation() -> Iterator[ModuleType]:
+def test_translation(tmp_path: Path) -> None:
+    out, file = tmp_path / "out", tmp_path / "pairs.tsv"
     with example("translation/__main__.py") as module:
-        yield module
-
-
-@pytest.fixture
-def pairs(translation: ModuleType, tmp_path: Path) -> str:
-    """A file of 60 sentence pairs."""
-    lines = ["\t".join(map(" ".join, pair)) for pair in translation.invented_pairs(60, seed=3)]
-    path = tmp_path / "pairs.tsv"
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
-
-
-def test_translation(pairs: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    sizes = "--pairs", pairs, "--steps", "3", "--gated-steps", "5", "--heads", "7"
+        pairs = module.invented_pairs(60, seed=3)
+    file.write_text("".join("\t".join(map(" ".join, pair)) + "\n" for pair in pairs))
+    sizes = "--pairs", str(file), "--steps", "3", "--gated-steps", "5", "--heads", "7"
     command = [sys.executable, EXAMPLES / "translation", *sizes, "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -95,24 +62,6 @@ def test_translation(pairs: str, tmp_path: Path) -> None:
     gone = 29 * 16 * (4 * 64 + 3)
     assert pruned["parameters"] == before["parameters"] - gone == gated["parameters"] - 36 - gone
     assert all(f"{row['parameters']:,}" in done.stdout for row in results["rows"])
-
-
-def test_translation_interrupted(
-    translation: ModuleType, pairs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, out = sys.modules["training"], tmp_path / "out"
-    learn_on = training.train
-
-    def train(*arguments: object) -> Iterator[tuple[int, float]]:
-        for step, loss in learn_on(*arguments):
-            yield step, loss
-            if arguments[4] is not training.no_penalty and step == 2:  # with gates
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "train", train)
-    sizes = "--steps", "2", "--gated-steps", "9", "--pairs", pairs
-    assert translation.main([*sizes, "--out", str(out)]) == 130
-    assert list(out.iterdir()) == []
 
 
 # ---------------------------------------------------------------------- pair_bias

@@ -96,17 +96,6 @@ def test_interrupted(
     assert len(calls) == 3 + len(after) - len(done)
 
 
-def test_results_of_other_settings_are_not_added_to(
-    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "l0_by_kind.json"
-    file.write_text('{"settings": {"pairs": 3}, "runs": {}}')
-    assert command.main(["l0_by_kind", "--quick", "--out", str(tmp_path)]) == 2
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "was made with {'pairs': 3}, this is {'pairs': 60" in shown
-    assert "remove it or pass another --out" in shown
-
-
 # ---------------------------------------------------------------------- the page
 def test_the_page_shows_the_kept_results(command: ModuleType) -> None:
     """`python examples/experiments keep` brings it in step."""

@@ -82,29 +82,6 @@ def test_a_stage_that_crashes_or_hangs_is_recorded_and_the_next_runs(
     assert (status, outcomes(record)["racecheck"]) == (0, "passed")
 
 
-def test_an_interrupted_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"doctor": PASSES, "tests": PASSES, "tuner": PASSES}
-    made["tests"] = python("time.sleep(1); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)")
-    monkeypatch.setattr(gpu_suite, "stages", lambda out, simulate: made)
-    status, record = run(tmp_path)
-    assert status == 130
-    assert outcomes(record) == {"doctor": "passed", "tests": "interrupted"}
-    made.update(doctor=python("sys.exit(1)"), tests=PASSES)
-    status, record = run(tmp_path)
-    assert status == 0
-    assert set(outcomes(record).values()) == {"passed"}
-
-
-def test_runs_of_other_commits_do_not_mix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "record.json").write_text(json.dumps({"device": "simulated", "commit": "another"}))
-    with pytest.raises(SystemExit) as stopped:
-        run(tmp_path)
-    assert stopped.value.code == 2
-    assert "commit another, not" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------- the tuner
 def test_a_job_that_ends_or_blocks_its_process_costs_its_own_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -131,23 +131,3 @@ def test_names_and_weights_that_do_not_fit_are_refused() -> None:
     del state["mha.linear_g.weight"]
     with pytest.raises(RuntimeError, match=r"Missing key.*attention\.gate_proj\.weight"):
         load(module, state)
-
-
-@pytest.mark.parametrize("name", ["rows", "starting", "ending"])
-@pytest.mark.usefixtures("command")
-def test_padding_changes_no_real_element(name: str) -> None:
-    module, _, inputs = made(name)
-    real = torch.tensor([True] * (N - 2) + [False] * 2)
-    mask = real.expand(2, S, N) if name == "rows" else (real[:, None] & real).expand(2, N, N)
-    short = [
-        x[..., : N - 2, :] if name == "rows" and x is inputs[0] else x[:, : N - 2, : N - 2]
-        for x in inputs
-    ]
-    out, expected = module(*inputs, mask=mask), module(*short)
-    assert_alike(out[mask], expected.flatten(0, -2))
-
-
-def test_pair_bias_is_needed(command: ModuleType) -> None:
-    found = command.experiment(command.argparse.Namespace(steps=150, seed=0), lambda line: None)
-    before, biased, plain = (found[name][0] for name in found)
-    assert biased < plain < before

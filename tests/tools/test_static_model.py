@@ -135,30 +135,6 @@ def test_what_is_heavier_for_a_product(row: model.Row) -> None:
     assert "2 loops in place of 1" in model.heavier([row, row], [asdict(row)])[0]
 
 
-def test_kept_numbers_of_one_backend_leave_the_other(tmp_path: Path, row: model.Row) -> None:
-    path = tmp_path / "kept.json"
-    for backend in ("cuda", "triton"):
-        rows = [replace(row, backend=name) for name in ("cuda", "triton")]
-        model.keep(rows, {backend: {"compiler": backend, "commit": None}}, path)
-    found = model.kept(path)
-    assert {name: part["compiler"] for name, part in found.items()} == {n: n for n in found}
-    assert [model.Row(**each) for each in found["triton"]["rows"]] == [row]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--keep", "--only", "D 64"], "leave out --only"),
-        (["--backend", "triton", "--only", "nothing"], "matches no loop"),
-    ],
-)
-def test_bad_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        model.main(words)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------- the kernels
 def hold(
     backend: str, module: Path | None, rows: list[model.Row], targets: tuple[str, ...]

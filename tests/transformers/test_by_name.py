@@ -181,19 +181,6 @@ def test_arguments_of_all_attention_classes_are_known() -> None:
     assert names - {None} <= KNOWN
 
 
-def test_models_without_attention_run_by_any_name() -> None:
-    arguments = {
-        "hidden_sizes": [8, 8],
-        "depths": [1, 1],
-        "embedding_size": 8,
-        "layer_type": "basic",
-    }
-    model = make("ResNetModel", arguments, NAME)
-    assert model(torch.randn(1, 3, 16, 16)).last_hidden_state.isfinite().all()
-    with pytest.raises(ValueError, match=r"model is a ResNetModel .*, which has no attention"):
-        use(model)
-
-
 # ---------------------------------------------------------------------- what is served
 def test_head_masks_and_statistics_without_use() -> None:
     """Of models that were made with the name, and of those that were set to it."""

@@ -21,7 +21,6 @@ import transformers
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import TESTED, attention, release, use
-from tests.support.nn_layers import Gates
 from tests.support.tiny_models import batch, build, outputs, small, with_gradients
 
 ARGUMENTS = {"encoder": "head_mask", "decoder": "decoder_head_mask", "cross": "cross_attn_head_mask"}  # fmt: skip
@@ -99,26 +98,6 @@ def test_gates_multiply_masks() -> None:
         outputs(model, head_mask=mask)
         outputs(model, head_mask=mask.float().requires_grad_())
     assert seen == [False, False, True, True]
-
-
-def test_gates_of_examples() -> None:
-    """`head_gate` may give `[B, H]`."""
-
-    class PerExample(Gates):
-        closed_grad = False
-
-        def forward(self, batch_size: int, length: int) -> Tensor:
-            return self.gates.expand(batch_size, -1)
-
-    found = []
-    for kind in (Gates, PerExample):
-        model = use(build("bert"))
-        model.encoder.layer[0].attention.self.head_gate = kind([1.0, 0.0, 0.5, 1.0])
-        found.append(with_gradients(model))
-    gate = "encoder.layer.0.attention.self.head_gate.gates"
-    assert not found[1][gate][1]
-    found[0][gate][1] = 0.0
-    assert_alike(found[1], found[0])
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -331,13 +310,6 @@ def test_statistics_by_config_are_those_asked_for() -> None:
     assert len(found) == len(expected) == 2
     for one, other in zip(found, expected, strict=True):
         assert_alike(one.entropy, other.entropy)
-
-
-def test_statistics_of_a_layer_without_heads() -> None:
-    model = use(build("bert"))
-    hk.heads.prune(model, {1: range(4)})
-    first, second = model(**batch(model), output_attentions=True).attentions
-    assert (first.entropy.shape, second.entropy.shape) == ((3, 4, 9), (3, 0, 9))
 
 
 def test_statistics_that_do_not_come_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,13 +104,6 @@ def test_compiles_whole() -> None:
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_alike(outputs(compiled, use_cache=False), expected)
-
-
-def test_fused_layers_are_pickled() -> None:
-    model = use(build("laguna"))
-    loaded = pickle.loads(pickle.dumps(model))
-    assert_alike(outputs(loaded), outputs(model))
-    assert type(release(loaded).model.layers[0].self_attn).__name__ == "LagunaAttention"
 
 
 # ---------------------------------------------------------------------- models made later

@@ -1,7 +1,7 @@
-"""The register and shared-memory layouts of the CUDA kernels against CuTe's (csrc/selftest/cute.cpp).
+"""Programs of csrc/selftest/ for the CUDA kernels that need no GPU: layouts as CuTe's, the guard of the current device.
 
-CuTe is NVIDIA's own description of the instructions: fragments of `mma`, rows of `ldmatrix`. Neither
-nvcc nor a GPU is needed: its headers come from PyPI's nvidia-cutlass, and those of CUDA that they
+CuTe is NVIDIA's own description of the instructions: fragments of `mma`, rows of `ldmatrix`
+(cute.cpp). It needs no nvcc: its headers come from PyPI's nvidia-cutlass, and those of CUDA that they
 include from nvidia-cuda-cccl and Triton.
 """
 
@@ -54,3 +54,29 @@ def test_layouts_are_those_of_cute(headers: list[Path], monkeypatch: pytest.Monk
     program = build.cute_selftest(Path("build/selftest-cute"), headers)
     run = subprocess.run([program], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+# ---------------------------------------------------------------------- the guard
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    nvcc, missing = build.find_nvcc()
+    if nvcc is None:
+        pytest.skip(missing)
+    output = tmp_path_factory.mktemp("guard") / "guard"
+    sources = (
+        "cuda/launch.cu",
+        "selftest/device_guard.cu",
+        "selftest/recorded_runtime.cpp",
+    )
+    flags = "-std=c++17 -arch=sm_80 -cudart none -Icsrc --expt-relaxed-constexpr -ccbin"
+    command = [nvcc, *flags.split(), build.cxx()[0], "-o", output]
+    subprocess.run([*command, *(f"csrc/{source}" for source in sources)], cwd=ROOT, check=True)
+    return output
+
+
+@pytest.mark.parametrize("driver", ["answers", "does not answer"])
+def test_creates_no_context_on_another_device(guard: Path, driver: str) -> None:
+    """Restoring the device of before would, on a GPU that this process does not use."""
+    arguments = [driver] if driver == "does not answer" else []
+    run = subprocess.run([guard, *arguments], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "")

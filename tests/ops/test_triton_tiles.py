@@ -1,0 +1,167 @@
+"""Triton's tiles: the lists of full and partial ones, against the mask itself; those of the support of entmax; those
+that GPUs get, where the interpreter has smaller ones of its own for all other tests."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from heads_kernels.backends import TRITON_INTERPRETED
+from heads_kernels.mask import Mask, as_mask
+from heads_kernels.ops import eager, scores
+from heads_kernels.ops.attention import Saved, attention_op
+from heads_kernels.ops.philox import seed_of
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, find, masks
+from tests.ops.calls import parsed
+
+if not TRITON_INTERPRETED:
+    pytest.skip("kernels are not interpreted (TRITON_INTERPRET)", allow_module_level=True)
+
+from heads_kernels.ops.triton import operands, tiles
+from heads_kernels.ops.triton.entmax_centers import centers_pass
+from heads_kernels.ops.triton.operands import terms_of, visible_of
+from heads_kernels.ops.triton.rows import first_pass
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
+from heads_kernels.ops.triton.tiles import Tiles
+
+B, H, T, S = 2, 3, 150, 215
+TILES = Tiles(block_m=32, block_n=64, block_d=0, block_slice=0, num_warps=4, num_stages=1)
+
+
+def blocks(*shape: int) -> Tensor:
+    """A bool mask of hidden, visible and mixed blocks."""
+    sizes = masks.Sizes(B, H, T, S)
+    mask = masks.dense_blocks(sizes, torch.device("cpu")).expand(B, H, T, S)
+    return mask[: shape[0], : shape[1], : shape[2], : shape[3]]
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "batches": {"attn_mask": blocks(B, 1, T, S)},
+    "heads": {"attn_mask": blocks(1, H, T, S) & (torch.arange(H) != 1)[:, None, None]},
+    "shared": {"attn_mask": blocks(1, 1, T, S)},
+    "keys": {"attn_mask": blocks(B, H, 1, S).clone(), "is_causal": True},
+    "causal": {"attn_mask": blocks(B, 1, T, S), "is_causal": True},
+    "windows": {
+        "attn_mask": as_mask(blocks(B, 1, T, S), (B, H, T, S))
+        & Mask(causal=True, window=[(-1, 0), (40, 0), (9, 0)], first_keys=[0, 4, 70])
+    },
+    "hidden whole": {"attn_mask": torch.zeros(T, S, dtype=torch.bool)},
+    "visible whole": {"attn_mask": torch.ones(T, S, dtype=torch.bool)},
+}
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_lists(name: str, by_keys: bool) -> None:
+    call = parsed("gated_attention", *(torch.zeros(B, H, L, 8) for L in (T, S, S)), **CALLS[name])
+    seen = call.intervals.to_dense(T, S).expand(B, H, T, S)
+    lists = visible_to_tiles(call, terms_of(call), visible_of(call.intervals), TILES, by_keys).lists
+    assert lists is not None
+    M, N = TILES.block_m, TILES.block_n
+    row_tiles, key_tiles = -(-T // M), -(-S // N)
+    owners, others = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
+    for b, h, owner in [(b, h, o) for b in range(B) for h in range(H) for o in range(owners)]:
+        full, partial = [], []
+        for other in range(others):
+            i, j = (other, owner) if by_keys else (owner, other)
+            tile = seen[b, h, i * M : (i + 1) * M, j * N : (j + 1) * N]
+            whole = (i + 1) * M <= T if by_keys else (j + 1) * N <= S
+            if tile.all() and whole:
+                full.append(other)
+            elif tile.any():
+                partial.append(other)
+        number = b * lists.stride_b + h * lists.stride_h + owner
+        counts = lists.counts[number].tolist()
+        assert counts == [len(full), len(partial)]
+        assert lists.tiles[number, 0, : counts[0]].tolist() == full
+        assert lists.tiles[number, 1, : counts[1]].tolist() == partial
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", ["bias_shared", "offsets", "dense_heads"])
+def test_addresses_of_64_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of biases and masks so large that 32 bits do not count their elements."""
+    far = torch.empty_strided((1, 2, 2**16, 2**16), (0, 0, 2**16, 1), device="meta")
+    assert operands._far(far) == 1
+    assert operands._far(far[..., : 2**14, :]) is None
+    monkeypatch.setattr(operands, "_far", lambda pairs: None if pairs is None else 1)
+    report = check(find("gated_attention", name), torch.float32, "triton")
+    assert report.ok, str(report)
+
+
+# ---------------------------------------------------------------------- the support of entmax
+OF_SUPPORT = ("cross", "packed_causal", "closed_batch_heads", "dropout", "bias_hides")
+
+
+def any_of_tiles(pairs: Tensor, rows: int, keys: int) -> Tensor:
+    """bool `[B, H, T, S]` to `[B, H, tiles of rows, tiles of keys]`."""
+    T, S = pairs.shape[2:]
+    padded = functional.pad(pairs, (0, -S % keys, 0, -T % rows))
+    return padded.unflatten(3, (-1, keys)).unflatten(2, (-1, rows)).amax((3, 5))
+
+
+@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize("name", OF_SUPPORT)
+def test_tiles_of_the_support(backend: str, name: str) -> None:
+    inputs = find("entmax_attention", name).make(torch.float32)
+    inputs.tensors["key"] *= 8  # large scores have few keys above 0
+    seed = seed_of(0) if inputs.options.get("dropout_p") else None
+    call = inputs.parsed()._replace(seed=seed)
+    out, attended, lse = attention_op(*call, True, backend)
+    nothing = out.new_empty(0)
+    saved = Saved(inputs.dout, out if call.gate is None else attended, lse, None)
+    first = first_pass(call, saved, inputs.dout, nothing, nothing)
+    support = centers_pass(call, first, nothing).support
+    assert support is not None
+
+    above = eager.row_probabilities(call) > 0
+    if call.gate is not None and call.gate_activation == "identity" and call.gate.dim() < 3:
+        above &= (call.gate != 0).expand(call.sizes[:2])[..., None, None]
+    cells = support.ptr != 0
+    assert torch.equal(cells, any_of_tiles(above, support.block_m, support.block_n))
+    visible = scores.visible_pairs(call)
+    seen = torch.ones_like(above) if visible is None else visible.expand_as(above)
+    assert (seen & ~above).any()
+
+    # The passes over keys have other tiles.
+    of, others = first.operands, Tiles(16, 64, num_warps=4, num_stages=1)
+    T, S = call.sizes[2:]
+    supported = cells.repeat_interleave(support.block_m, 2)[:, :, :T]
+    supported = supported.repeat_interleave(support.block_n, 3)[..., :S]
+    visited = any_of_tiles(seen & supported, others.block_m, others.block_n)
+    for by_keys in (False, True):
+        lists = visible_to_tiles(call, of.terms, of.visible, others, by_keys, support).lists
+        assert lists is not None
+        assert torch.equal(
+            lists.counts.sum(1).view(*call.sizes[:2], -1), visited.sum(2 if by_keys else 3)
+        )
+
+
+# ---------------------------------------------------------------------- sizes on GPUs
+CASES: tuple[Case, ...] = (
+    GatedCase("grouped", 1, 4, 200, 210, D=64, Dv=64, Hk=2, gate="H", closed=0.5, is_causal=True),
+    GatedCase("wide", 1, 1, 140, 150, D=256, Dv=200, gate="BHTD", mask=masks.holes),
+    GatedCase("decoding", 2, 4, 1, 300, D=64, Dv=64, Hk=2, gate="BH", mask=masks.holes),
+    CollaborativeCase("few rows", 1, 2, 16, 140, Ds=256, Dv=64, content_bias=True),
+    CollaborativeCase(
+        "chunks", 1, 2, 90, 140, Ds=256, Dv=64, content_bias=True, gate="H", mixing="chunks"
+    ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("kind", ["sm_90", "sm_80", "other"])
+@pytest.mark.parametrize("backend", ["triton"])
+def test_tiles_of_a_kind(backend: str, kind: str, case: Case) -> None:
+    with (
+        mock.patch.object(tiles, "TRITON_INTERPRETED", False),
+        mock.patch.object(tiles, "_kind_of_target", return_value=kind),
+    ):
+        report = check(case, torch.bfloat16, backend)
+    assert report.ok, str(report)
