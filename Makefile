@@ -164,7 +164,7 @@ newest: .venv/stamp-built ## the tests of `make test` with the newest PyTorch, T
 	build/newest/bin/python -m pytest -n 2 --dist worksteal -m "not check and not cuda and not triton"
 
 clean: ## remove build outputs
-	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-cuda .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache
+	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-cuda .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .cache
 
 # The last command of a recipe creates its stamp, so an interrupted install leaves none.
 .venv/stamp-base: constraints.txt

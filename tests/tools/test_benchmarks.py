@@ -132,6 +132,17 @@ def test_the_way_of_a_gpu(tmp_path: Path) -> None:
         assert {"flash_attn", "cudnn"} <= row["refused"].keys()
 
 
+def test_pytest_benchmark_runs_the_same_workloads() -> None:
+    pytest.importorskip("pytest_benchmark")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks",
+        "--benchmark-disable", "-k", "gated_closed_50 and forward"]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "3 passed" in done.stdout
+
+
 # ---------------------------------------------------------------------- what is wrong is not timed
 @pytest.mark.parametrize("broken", ["kernel", "flops", "baseline"])
 def test_failed_check_is_said_and_not_timed(
