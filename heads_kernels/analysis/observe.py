@@ -44,7 +44,8 @@ def observe(
         observer: takes the `AttentionLayer` and its `AttentionCall`.
         layers: a list of indices or names of layers; default all that have heads.
 
-    Your own modules are observed if their forward passes an `AttentionCall` to `self.observer`, unless that is None.
+    Your own modules are observed if their forward passes an `AttentionCall` to `self.observer`, unless that is None:
+    `AttentionCall.of(hk.gated_attention, query, key, value, mask)`.
 
     Raises:
         ValueError: a layer does not exist or is observed already; the attention function of a transformers model is not

@@ -257,24 +257,17 @@ class Multihead(nn.Module, ABC):
             kept_heads=getattr(self, "kept_heads", None),
         )
         operands = self.operands(rows, self._source(keys, values, cache, alone))
-        call: Any = None
-        if self.observer is not None or self.edit_heads is not None:
-            call = AttentionCall(
-                **{"mixing": None, "content_bias": None, **operands},  # type: ignore[arg-type]
-                mask=visible,
-                scale=self.scale,
-                bias=bias,
-                batch=batch,
-                self_attention=alone,
-            )
-        if self.observer is not None:
-            self.observer(call)
         # The operator gets the unflattened batch dimensions, so that a bias that broadcasts is not expanded.
         arguments: dict[str, Any] = {
             name: each if each is None or name in ("mixing", "alpha") else unflatten(each, batch)
             for name, each in operands.items()
         }
         arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
+        call: Any = None
+        if self.observer is not None or self.edit_heads is not None:
+            call = AttentionCall.of(self.operator, self_attention=alone, **arguments)
+        if self.observer is not None:
+            self.observer(call)
         heads = self._attend(rows, arguments, batch, self.beside(rows, visible, cache))
         heads = heads.transpose(1, 2)
         if self.edit_heads is not None:

@@ -123,22 +123,19 @@ def attention_forward(
         "sinks": None if s_aux is None else _of_kept_heads(module, H, s_aux, 0),
         "scale": scale,
     }
+    operator: Any = collaborative_attention if is_shared else gated_attention
     observer, edit = getattr(module, "observer", None), getattr(module, "edit_heads", None)
+    is_asked = observer is not None or edit is not None
+    if context is not None and (is_asked or output_attentions):
+        name = "observe or patch" if is_asked else "output_attentions"
+        refuse(name, "is asked of parts of sequences", "set context to None, and pass whole ones")
     call = None
-    if observer is not None or edit is not None:
-        parts: dict[str, Any] = {"mixing": None, "content_bias": None, **operands, **scores}
+    if is_asked:
         visible = visible_under(attention_mask) if _is_added(attention_mask) else mask
-        call = AttentionCall(**parts, mask=visible)
+        call = AttentionCall.of(operator, **operands, **scores, attn_mask=visible)
     if observer is not None:
         observer(call)
-
-    operator: Any = collaborative_attention if is_shared else gated_attention
     if context is not None:
-        if call is not None or output_attentions:
-            name = "output_attentions" if call is None else "observe or patch"
-            refuse(
-                name, "is asked of parts of sequences", "set context to None, and pass whole ones"
-            )
         operator = partial(context, operator)
     heads = operator(
         **operands,
