@@ -13,8 +13,8 @@ from torch import nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
+from heads_kernels.heads.shared import RotaryProjection, SharedProjection
 from heads_kernels.heads.weights import ProjectedLayer, is_transposed
-from heads_kernels.nn.shared import RotaryProjection, SharedProjection
 
 #: The result of `_unlike_dense`: what is wrong with a projection, and what to do about it.
 _Reason = tuple[str, str]

@@ -16,16 +16,16 @@ from heads_kernels.heads.configs import NAME, attention_function, names_attentio
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.pruned_calls import check_pruned_call
-from heads_kernels.heads.shared_cache import is_cache, store_shared_keys
-from heads_kernels.heads.weights import ProjectedLayer, Projection, existing, is_transposed
-from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
-from heads_kernels.nn.replacing import put
-from heads_kernels.nn.shared import (
+from heads_kernels.heads.shared import (
     FusedProjection,
     RotaryProjection,
     SharedProjection,
     rotary_places,
 )
+from heads_kernels.heads.shared_cache import is_cache, store_shared_keys
+from heads_kernels.heads.weights import ProjectedLayer, Projection, existing, is_transposed
+from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
+from heads_kernels.nn.replacing import put
 
 
 # ---------------------------------------------------------------------- fewer heads

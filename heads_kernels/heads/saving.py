@@ -20,9 +20,9 @@ from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import attention_layers, find_layers
 from heads_kernels.heads.projected import projected_layers, with_projections
 from heads_kernels.heads.reshape import check_can_share, share, shrink
+from heads_kernels.heads.shared import RotaryProjection
 from heads_kernels.heads.weights import ProjectedLayer
-from heads_kernels.nn.shared import RotaryProjection
-from heads_kernels.nn.snapshot import kept_on_error
+from heads_kernels.snapshot import kept_on_error
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:

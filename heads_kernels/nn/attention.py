@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 from heads_kernels.call import compute_dtype
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.functional import entmax_attention, gated_attention
-from heads_kernels.nn.multihead import Multihead, head_width
+from heads_kernels.nn.multihead import Multihead, Options, head_width
 from heads_kernels.nn.state_dict import load_torch_projections, split_projections
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 class GatedMultiheadAttention(Multihead):
@@ -64,18 +68,11 @@ class GatedMultiheadAttention(Multihead):
         num_heads: int,
         *,
         num_key_heads: int | None = None,
-        kdim: int | None = None,
-        vdim: int | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
-        bias: bool = True,
-        dropout: float = 0.0,
         scale: float | None = None,
-        output_gate: str | None = None,
         entmax: bool = False,
-        batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[Options],
     ) -> None:
         E, H = check_size("embed_dim", embed_dim), check_size("num_heads", num_heads)
         Hk = H if num_key_heads is None else check_size("num_key_heads", num_key_heads)
@@ -83,27 +80,13 @@ class GatedMultiheadAttention(Multihead):
             refuse("num_key_heads", f"is {Hk}, but num_heads is {H}", f"pass a divisor of {H}")
         D = head_width("head_dim", E, H, head_dim)
         Dv = D if value_dim is None else check_size("value_dim", value_dim)
-        super().__init__(
-            E,
-            H,
-            (H * D, Hk * D, Hk * Dv),
-            value_dim=Dv,
-            kdim=kdim,
-            vdim=vdim,
-            bias=bias,
-            qk_bias=bias,
-            dropout=dropout,
-            scale=D**-0.5 if scale is None else scale,
-            output_gate=output_gate,
-            batch_first=batch_first,
-            device=device,
-            dtype=dtype,
-        )
+        scale = D**-0.5 if scale is None else scale
+        super().__init__(E, H, (H * D, Hk * D, Hk * Dv), value_dim=Dv, scale=scale, **options)
         self.num_key_heads = Hk
         self.head_dim = D
         check_flag("entmax", entmax)
-        logits = nn.Parameter(torch.zeros(H, device=device, dtype=dtype)) if entmax else None
-        self.register_parameter("alpha_logits", logits)
+        logits = self.out_proj.weight.detach().new_zeros(H)
+        self.register_parameter("alpha_logits", nn.Parameter(logits) if entmax else None)
         if entmax:
             self.operator = entmax_attention
         self.reset_parameters()

@@ -16,6 +16,7 @@ from heads_kernels.functional import (
     collaborative_attention,
     gated_attention,
 )
+from heads_kernels.heads.shared import rotary_places, split_rotary, split_shared
 from heads_kernels.integrations.transformers.head_masks import (
     given_head_mask,
     head_mask_row,
@@ -28,7 +29,6 @@ from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall, visible_under
 from heads_kernels.nn.hard_concrete import check_one_noise
-from heads_kernels.nn.shared import rotary_places, split_rotary, split_shared
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.gate import activate
 from heads_kernels.ops.statistics import AttentionStatistics

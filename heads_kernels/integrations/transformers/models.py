@@ -26,7 +26,7 @@ from heads_kernels.integrations.transformers.unpadding import (
     unpad_layers,
     unpaddable_layers,
 )
-from heads_kernels.nn.snapshot import kept_on_error
+from heads_kernels.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
 
