@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME, attention_function
+from heads_kernels.heads.layouts import stock_arguments
 from heads_kernels.heads.shared_cache import is_cache
 
 
@@ -21,8 +20,7 @@ def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         ValueError: stock attention would add a position bias of the heads before pruning; or the cache has, or is made
             for, another number of key heads.
     """
-    kind: Any = type(module)
-    arguments = [*zip(_names(kind), args, strict=False), *kwargs.items()]
+    arguments = [*zip(stock_arguments(type(module)), args, strict=False), *kwargs.items()]
     H, before = len(module.kept_heads), module.heads_before
     if (runs := attention_function(module)) != NAME:
         biases = (
@@ -67,9 +65,3 @@ def _heads_in_caches(module: Any, arguments: list[tuple[str, Any]]) -> Iterator[
             keys = getattr(layers[index], "keys", None)
             if isinstance(keys, Tensor) and keys.dim() == 4:
                 yield name, keys.shape[1]
-
-
-@cache
-def _names(module_class: Any) -> tuple[str, ...]:
-    function = inspect.unwrap(getattr(module_class, "stock", module_class).forward)
-    return tuple(inspect.signature(function).parameters)[1:]

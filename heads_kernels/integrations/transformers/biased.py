@@ -24,25 +24,26 @@ from heads_kernels.ops.statistics import AttentionStatistics
 class Biased(Replacement):
     """A layer whose stock forward computes attention itself.
 
-    A tensor as mask comes from another attention function, which the config names: most subclasses then run the stock
-    forward.
+    A tensor as mask comes from another attention function, which the config names: the stock forward then runs.
     """
 
     calls_operator = True
-    repeats = True
 
-    def runs_stock(self, **reasons: bool) -> bool:
-        """Whether a subclass runs the stock forward: one of the reasons holds, by the name of an argument.
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        """Whether the mask is a tensor.
 
         Raises:
             ValueError: the heads have gates, which the stock forward ignores.
         """
-        name = next((name for name, holds in reasons.items() if holds), None)
-        if name is not None and getattr(self, "head_gate", None) is not None:
+        return self.is_reason("attention_mask", isinstance(given.get("attention_mask"), Tensor))
+
+    def is_reason(self, argument: str, holds: bool) -> bool:
+        """`holds`, which makes the stock forward run."""
+        if holds and getattr(self, "head_gate", None) is not None:
             was = f"makes stock {self.stock.__name__} run, which ignores the gates of its heads"
             instead = "pass padding as [B, S], or remove the gates: hk.heads.ungate(model)"
-            refuse(name, was, instead)
-        return name is not None
+            refuse(argument, was, instead)
+        return holds
 
     def by_heads(self, projected: Tensor) -> Tensor:
         """`[B, T, H * D]` as `[B, H, T, D]`."""
@@ -98,7 +99,7 @@ class MPNetBias(Replacement):
 class MPNet(Biased):
     """Attention with the encoder's bias, then the projection `o`."""
 
-    def forward(
+    def fused(
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
@@ -106,10 +107,6 @@ class MPNet(Biased):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor)):
-            return super().forward(
-                hidden_states, attention_mask, position_bias, output_attentions, **kwargs
-            )
         query, key, value = (
             self.by_heads(each(hidden_states)) for each in (self.q, self.k, self.v)
         )
@@ -126,23 +123,22 @@ class Bloom(Biased):
     unread = frozenset({"use_cache", "output_attentions"})
     is_causal = True
 
-    def forward(
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        slow = self.pretraining_tp > 1 and self.slow_but_exact  # it omits the bias of `dense`
+        return super().runs_stock(given) or self.is_reason("slow_but_exact", slow)
+
+    def fused(
         self,
         hidden_states: Tensor,
         residual: Tensor,
         alibi: Tensor,
         attention_mask: Any,
-        layer_past: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
-        slow = self.pretraining_tp > 1 and self.slow_but_exact  # it omits the bias of `dense`
-        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor), slow_but_exact=slow):
-            return super().forward(
-                hidden_states, residual, alibi, attention_mask, layer_past, **kwargs
-            )
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         bias = alibi.view(-1, self.num_heads, 1, alibi.shape[-1])  # [B, H, 1, S]
         dropout = self.attention_dropout.p
         out, statistics = self.attend(query, key, value, attention_mask, bias, dropout)
@@ -155,7 +151,7 @@ class Mpt(Biased):
 
     is_causal = True
 
-    def forward(
+    def fused(
         self,
         hidden_states: Tensor,
         position_bias: Tensor | None,
@@ -163,9 +159,6 @@ class Mpt(Biased):
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        cache = kwargs.pop(self.cache_name, cache)
-        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor)):
-            return super().forward(hidden_states, position_bias, cache, attention_mask, **kwargs)
         projected = self.Wqkv(hidden_states)
         if self.clip_qkv:
             projected = projected.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -193,7 +186,7 @@ class Mpt(Biased):
 class LayoutLMv3(Biased):
     """Biases by position in the text and on the page, `[B, H, T, T]` each, scaled like the scores."""
 
-    def forward(
+    def fused(
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
@@ -201,8 +194,6 @@ class LayoutLMv3(Biased):
         rel_2d_pos: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor)):
-            return super().forward(hidden_states, attention_mask, rel_pos, rel_2d_pos, **kwargs)
         query, key, value = (
             self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
         )
@@ -216,7 +207,10 @@ class LayoutLMv3(Biased):
 class Data2VecVision(Biased):
     """A relative position bias `[1, H, T, T]`, per layer or shared by all layers; there is no mask."""
 
-    def forward(
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        return Replacement.runs_stock(self, given)
+
+    def fused(
         self,
         hidden_states: Tensor,
         output_attentions: bool = False,
@@ -224,14 +218,6 @@ class Data2VecVision(Biased):
         interpolate_pos_encoding: bool = False,
         resolution: Any = None,
     ) -> Any:
-        if self.config._attn_implementation != NAME:
-            return super().forward(
-                hidden_states,
-                output_attentions,
-                relative_position_bias,
-                interpolate_pos_encoding,
-                resolution,
-            )
         query, key, value = (
             self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
         )
@@ -252,7 +238,10 @@ class Swinv2(Biased):
     The model makes the mask of its shifted windows itself, with any attention function.
     """
 
-    def forward(
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        return False
+
+    def fused(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,

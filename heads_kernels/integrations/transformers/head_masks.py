@@ -214,17 +214,14 @@ class RowsOfHeadMask(Replacement):
     """ALBERT's loop over its layers: one layer runs several times, each time with its row of a head mask `[L, H]`."""
 
     prefix = "Rowwise"
-    repeats = True
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        head_mask: Tensor | None = None,
-        **kwargs: Any,
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        head_mask = given.get("head_mask")
+        return head_mask is None or head_mask.dim() != 2
+
+    def fused(
+        self, hidden_states: Tensor, head_mask: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        if head_mask is None or head_mask.dim() != 2:
-            return super().forward(hidden_states, attention_mask, head_mask=head_mask, **kwargs)
         layers = self.config.num_hidden_layers
         if head_mask.shape[0] != layers:
             was = f"has shape {list(head_mask.shape)}, but the layer runs {layers} times"

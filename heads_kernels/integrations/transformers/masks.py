@@ -7,12 +7,11 @@ since some models read them; the modules of `hk.nn` hide them in self-attention.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import (
@@ -120,14 +119,8 @@ class PreparedMask(BlockMask):
 
 
 def _refuse_use(operation: str) -> NoReturn:
-    """Refuse `operation` on a `PreparedMask`, and name the module whose code calls it."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
-        frame = frame.f_back
-    by = "code outside of a module"
-    if frame is not None:
-        by = f"{type(frame.f_locals['self']).__name__} ({frame.f_code.co_filename}, line {frame.f_lineno})"
-    was = f"of attn_implementation='heads_kernels' is computed with ({operation}) by {by}"
+    """Refuse `operation` on a `PreparedMask`; the traceback has the line of the model that computes with it."""
+    was = f"of attn_implementation='heads_kernels' is computed with ({operation})"
     refuse("attention_mask", was, "load the model with attn_implementation='eager' or 'sdpa'")
 
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
-from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.heads.layouts import calls_interface, stock_of
 from heads_kernels.integrations.transformers.attention import UNSERVED, attention_forward
 from heads_kernels.integrations.transformers.classes import replacement, serves
 from heads_kernels.integrations.transformers.tested import TESTED
@@ -32,11 +32,6 @@ INSTEAD: Final = "use 'eager' or 'sdpa', if necessary for this part of the model
 _MAKE: Final = (
     "create it with 'eager' or 'sdpa' and call heads_kernels.integrations.transformers.use(model)"
 )
-
-
-def stock_forward(module: nn.Module) -> Any:
-    """The stock forward of a module, without decorators."""
-    return inspect.unwrap(getattr(type(module), "stock", type(module)).forward)
 
 
 def configs_of(module: nn.Module) -> list[Any]:
@@ -71,7 +66,7 @@ def check_model(model: PreTrainedModel) -> None:
     check_keywords(model)
     for name, module in model.named_modules():
         made = replacement(type(module))
-        if made is not None and (unknown := made.unknown_arguments(made.stock)):
+        if made is not None and (unknown := made.unknown_arguments()):
             was = f"is an argument of {name!r}, a {type(module).__name__}, and is not supported"
             refuse(unknown[0], was, INSTEAD)
     if not any(calls_interface(each) or replacement(type(each)) for each in model.modules()):
@@ -158,7 +153,7 @@ def _why_not_sdpa(model: PreTrainedModel) -> str | None:
 
 def _keywords(module: nn.Module) -> list[tuple[str, ...]]:
     """The names of the keyword arguments of every call in a module's forward; none where it has no source."""
-    return _keywords_of(stock_forward(module))
+    return _keywords_of(inspect.unwrap(stock_of(type(module)).forward))
 
 
 @cache

@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.heads.layouts import calls_interface, stock_arguments
 from heads_kernels.integrations.transformers.classes import replacement
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
@@ -150,14 +150,7 @@ def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 def _names(layer: Any) -> tuple[str, ...]:
     """The names of the arguments of a layer that can come by position; none where any number can."""
-    kind: Any = type(layer)
-    return _names_of(kind)
-
-
-@cache
-def _names_of(layer_class: Any) -> tuple[str, ...]:
-    function = inspect.unwrap(getattr(layer_class, "stock", layer_class).forward)
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = stock_arguments(type(layer)).values()
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return ()
     return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
