@@ -241,10 +241,13 @@ def stock_of(kind: Any) -> Any:
     return getattr(kind, "stock", kind)
 
 
-@cache
 def stock_arguments(kind: Any) -> dict[str, inspect.Parameter]:
     """The parameters of the forward of modules of a class, in its stock form."""
-    forward = inspect.unwrap(stock_of(kind).forward)
+    return _parameters(inspect.unwrap(stock_of(kind).forward))
+
+
+@cache
+def _parameters(forward: Any) -> dict[str, inspect.Parameter]:
     return dict(list(inspect.signature(forward).parameters.items())[1:])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from heads_kernels.call import compute_dtype
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.functional import entmax_attention, gated_attention
 from heads_kernels.nn.multihead import Multihead, Options, head_width
-from heads_kernels.nn.state_dict import load_torch_projections, split_projections
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -90,7 +89,7 @@ class GatedMultiheadAttention(Multihead):
         if entmax:
             self.operator = entmax_attention
         self.reset_parameters()
-        self.register_load_state_dict_pre_hook(load_torch_projections)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_load_torch_projections)  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_torch(cls, attention: nn.MultiheadAttention) -> GatedMultiheadAttention:
@@ -152,3 +151,33 @@ class GatedMultiheadAttention(Multihead):
         heads = f"num_key_heads={self.num_key_heads}, head_dim={self.head_dim}"
         entmax = "" if self.alpha_logits is None else ", entmax=True"
         return f"{heads}, {super().extra_repr()}{entmax}"
+
+
+# ---------------------------------------------------------------------- state dicts of torch.nn.MultiheadAttention
+def split_projections(state: dict[str, Tensor], prefix: str = "") -> None:
+    """Rename the packed or separate projections of a `torch.nn.MultiheadAttention` in `state`, in place.
+
+    `in_proj_weight` `[3 * E, E]`, or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`, and `in_proj_bias`
+    `[3 * E]` become `q_proj.weight`, `q_proj.bias` and so on, copies of the parts. Other names do not change.
+
+    Raises:
+        ValueError: `state` has `bias_k` or `bias_v` (`add_bias_kv`), which is not supported.
+    """
+    for name in ("bias_k", "bias_v"):
+        if state.get(prefix + name) is not None:
+            instead = "append that key and value to the source, or use a module without add_bias_kv"
+            refuse(prefix + name, "is in the state dict", instead)
+    for kind in ("weight", "bias"):
+        packed = state.pop(f"{prefix}in_proj_{kind}", None)
+        parts = (None,) * 3 if packed is None else [part.clone() for part in packed.tensor_split(3)]
+        for letter, part in zip("qkv", parts, strict=True):
+            part = state.pop(f"{prefix}{letter}_proj_{kind}", part)
+            if part is not None:
+                state[f"{prefix}{letter}_proj.{kind}"] = part
+
+
+def _load_torch_projections(
+    module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any
+) -> None:
+    """`split_projections` as a hook that runs before `load_state_dict`."""
+    split_projections(state, prefix)

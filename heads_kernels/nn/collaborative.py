@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.functional import collaborative_attention
+from heads_kernels.nn.attention import split_projections
 from heads_kernels.nn.initialization import mixing_init_
 from heads_kernels.nn.multihead import Multihead, Options, head_width
-from heads_kernels.nn.state_dict import split_projections
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -22,9 +22,8 @@ from heads_kernels.integrations.transformers.head_masks import (
     head_mask_row,
     requests_statistics,
 )
-from heads_kernels.integrations.transformers.masks import PreparedMask
+from heads_kernels.integrations.transformers.masks import PreparedMask, whole_mask
 from heads_kernels.integrations.transformers.relative_bias import RelativeBias
-from heads_kernels.integrations.transformers.whole_masks import whole_mask
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall, visible_under

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import (
@@ -24,7 +24,8 @@ from transformers.masking_utils import (
 
 from heads_kernels.checks import refuse
 from heads_kernels.mask import Mask
-from heads_kernels.mask.terms import Alignment
+from heads_kernels.mask.terms import Alignment, Causal, KeyMask, Term, Window
+from heads_kernels.nn.multihead import Context
 
 MaskFunction = Callable[..., Any]
 Shape = tuple[int, int, int, int]
@@ -266,3 +267,28 @@ def _real_keys(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     return attention_mask[:, kv_offset:end]
+
+
+def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask | Tensor) -> Mask:
+    """The mask of whole sequences whose part is `attention_mask`; made once for a pass.
+
+    It has the same causal and window terms, and the padding of all parts.
+    """
+    if not isinstance(attention_mask, PreparedMask) or isinstance(attention_mask.mask, Tensor):
+        was = f"of {type(module).__name__} is a tensor of pairs, of which this process has a part"
+        refuse("attention_mask", was, "pass a padding mask [B, T], or none")
+    whole: Mask | None = attention_mask.derived.get("whole")
+    if whole is None:
+        terms: list[Term] = []
+        for term in attention_mask.mask.terms:
+            if isinstance(term, KeyMask):
+                real = context.join(term.real.to(torch.uint8), 1)
+                terms.append(KeyMask(real.bool()))
+            elif isinstance(term, (Causal, Window)):
+                terms.append(term)
+            else:
+                was = f"of {type(module).__name__} has {term}, of which this process has a part"
+                instead = "pass attention_mask, of ones without padding; packed sequences and chunks are not split"
+                refuse("attention_mask", was, instead)
+        whole = attention_mask.derived["whole"] = Mask.of(tuple(terms))
+    return whole

@@ -137,11 +137,6 @@ def _pass_of(model: PreTrainedModel) -> Pass:
 
 def _by_argument(model: Any) -> dict[str, list[Layer]]:
     """The attention modules of a model, by the name of the argument with their head mask."""
-    if is_pair(model):
-        decoder = _by_argument(model.decoder)
-        return _by_argument(model.encoder) | {
-            f"decoder_{name}": each for name, each in decoder.items()
-        }
     found: dict[str, list[Layer]] = {}
     parts = {
         name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
@@ -151,7 +146,9 @@ def _by_argument(model: Any) -> dict[str, list[Layer]]:
             inmost = max(
                 (each for each in parts if not each or name.startswith(f"{each}.")), key=len
             )
-            found.setdefault(place.argument, []).append(Layer(module, place, parts[inmost]))
+            is_decoders = is_pair(model) and name.startswith("decoder.")
+            argument = f"decoder_{place.argument}" if is_decoders else place.argument
+            found.setdefault(argument, []).append(Layer(module, place, parts[inmost]))
     return found
 
 

@@ -72,7 +72,7 @@ class Replacement(nn.Module, metaclass=Replacing):
         known = {*inspect.signature(cls.fused).parameters, cls.cache_name, *cls.unread}
         return [
             name
-            for name, each in stock_arguments(cls).items()
+            for name, each in inspect.signature(cls.stock.forward).parameters.items()
             if name not in known and each.kind is not inspect.Parameter.VAR_KEYWORD
         ]
 

@@ -198,7 +198,7 @@ def _packed(
         by_name |= cross
     if call.kind not in own.probed:
         rows = call.mask.padding.packing
-        both = (call.without_cache(args, kwargs), call.without_cache(packed, by_name))
+        both = tree_map(without_cache, ((args, kwargs), (packed, by_name)))
         check_packed(layer, own.name, rows, *both)
         own.probed.add(call.kind)
     return packed, by_name
