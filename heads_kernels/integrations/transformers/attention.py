@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from heads_kernels.checks import GATE_ACTIVATIONS, GateActivation, refuse
+from heads_kernels.checks import GateActivation, refuse
 from heads_kernels.dtensor import is_sharded, local_part, summed_gradient
 from heads_kernels.functional import (
     attention_statistics,
@@ -22,14 +22,13 @@ from heads_kernels.integrations.transformers.head_masks import (
     head_mask_row,
     requests_statistics,
 )
-from heads_kernels.integrations.transformers.masks import PreparedMask, whole_mask
-from heads_kernels.integrations.transformers.relative_bias import RelativeBias
+from heads_kernels.integrations.transformers.masks import PreparedMask, RelativeBias, whole_mask
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall, visible_under
 from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.gate import activate
+from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.statistics import AttentionStatistics
 
 if TYPE_CHECKING:
@@ -151,7 +150,8 @@ def attention_forward(
         del operands["value"]
         statistics = attention_statistics(**operands, **scores, attn_mask=mask)
     if output_gate is not None:  # the operator's gate is the head gate
-        out = out * _by_token(output_gate, gate_activation).to(out.dtype)
+        wide = output_gate.to(torch.promote_types(output_gate.dtype, torch.float32))
+        out = out * as_4d(activate(wide, gate_activation)).transpose(1, 2).to(out.dtype)
     if edit is not None:
         out = edit(out, call)
     return out, statistics
@@ -262,18 +262,6 @@ def _of_kept_heads(module: nn.Module, H: int, tensor: Tensor, dim: int) -> Tenso
     if kept is None or tensor.dim() < abs(dim) or tensor.shape[dim] in (1, H):
         return tensor
     return tensor.index_select(dim, kept)
-
-
-def _by_token(gate: Tensor, activation: str) -> Tensor:
-    """A gate as a factor of `[B, T, H, Dv]`."""
-    if activation not in GATE_ACTIVATIONS:
-        instead = f"use one of {', '.join(map(repr, GATE_ACTIVATIONS))}"
-        refuse("gate_activation", f"is {activation!r}", instead)
-    if activation != "identity":
-        gate = activate(gate.to(torch.promote_types(gate.dtype, torch.float32)), activation)
-    if gate.dim() <= 2:  # [H] or [B, H]
-        return gate[..., None, :, None]
-    return gate.transpose(1, 2) if gate.dim() == 4 else gate.transpose(1, 2)[..., None]
 
 
 # ---------------------------------------------------------------------- gates of heads

@@ -1,4 +1,6 @@
-"""Replacements for attention classes of transformers that compute biased scores themselves: they call the operator.
+"""Replacements for classes of transformers whose scores have a bias.
+
+Those that compute attention themselves call the operator. T5 and its relatives hand on what is small, not `[H, T, S]`.
 
 ALiBi stays the bias by key position that BLOOM and MPT compute: it is as small as a table of offsets and, unlike a
 function of the distance, exact if padding has holes.
@@ -16,7 +18,7 @@ from torch.nn.functional import normalize
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
-from heads_kernels.integrations.transformers.relative_bias import RelativeBias
+from heads_kernels.integrations.transformers.masks import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.statistics import AttentionStatistics
 
@@ -73,6 +75,55 @@ class Biased(Replacement):
             is_causal=False,
         )
         return out.flatten(2), statistics
+
+
+# ---------------------------------------------------------------------- T5: layers hand the bias of the first on
+class OwnRelativePositions(Replacement):
+    """Attention with T5's biases, which looks them up in an embedding of its own: nothing of size `[H, T, S]` is made.
+
+    UMT5's stock forward takes no bias of another layer: it adds zeros in cross-attention, where it has no embedding.
+    """
+
+    def compute_bias(
+        self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    ) -> RelativeBias | Tensor:
+        """What the stock forward adds to the scores. While decoding with a static cache, whose length is a tensor, it
+        is the stock tensor of one row."""
+        if self.config._attn_implementation != NAME or isinstance(past_seen_tokens, Tensor):
+            return self._stock_bias(query_length, key_length, device, past_seen_tokens)
+        return RelativeBias(self, past_seen_tokens)
+
+    def _stock_bias(self, *args: Any) -> Tensor:
+        stock: Any = super()
+        bias: Tensor = stock.compute_bias(*args)
+        return bias
+
+    def offset_table(self, T: int, S: int, start: int) -> Tensor:
+        """The bias at every offset of keys from T rows that start at position `start`, `[H, T + S - 1]`: that of the
+        last row and as many more keys."""
+        row = self._stock_bias(1, max(T + S - 1, 1), None, start + T - 1)  # [1, H, 1, T + S - 1]
+        return row[0, :, 0]
+
+
+class RelativePositions(OwnRelativePositions):
+    """Layers that take the bias of the first. In cross-attention nothing is added in the place of zeros."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, position_bias: Any = None, **kwargs: Any
+    ) -> Any:
+        is_ours = self.config._attn_implementation == NAME
+        if is_ours and position_bias is None and not self.has_relative_attention_bias:
+            position_bias = RelativeBias(None)
+        return super().forward(hidden_states, *args, position_bias=position_bias, **kwargs)
+
+
+class PaddedRelativePositions(RelativePositions):
+    """Switch Transformers', whose encoder makes a mask of floats `[B, 1, 1, S]` of its padding: 0 where visible."""
+
+    def forward(self, hidden_states: Tensor, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.config._attn_implementation == NAME and isinstance(mask, Tensor):
+            mask = mask == 0
+        return super().forward(hidden_states, mask, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------- MPNet
@@ -267,9 +318,17 @@ BIASED: Final[dict[str, tuple[type[Replacement], str]]] = {
     "Data2VecVisionSdpaSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
     "Data2VecVisionSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
     "LayoutLMv3SelfAttention": (LayoutLMv3, "layoutlmv3"),
+    "LongT5Attention": (RelativePositions, "longt5"),
     "MPNetEncoder": (MPNetBias, "mpnet"),
     "MPNetSelfAttention": (MPNet, "mpnet"),
+    "MT5Attention": (RelativePositions, "mt5"),
     "MptAttention": (Mpt, "mpt"),
+    "Pix2StructTextAttention": (RelativePositions, "pix2struct"),
+    "Pop2PianoAttention": (RelativePositions, "pop2piano"),
     "Swin2SRSelfAttention": (Swinv2, "swin2sr"),
     "Swinv2SelfAttention": (Swinv2, "swinv2"),
+    "SwitchTransformersAttention": (PaddedRelativePositions, "switch_transformers"),
+    "T5Attention": (RelativePositions, "t5"),
+    "UMT5Attention": (OwnRelativePositions, "umt5"),
+    "UdopAttention": (RelativePositions, "udop"),
 }

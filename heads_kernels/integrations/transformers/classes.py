@@ -19,13 +19,11 @@ from heads_kernels.heads.layouts import class_calls_interface
 from heads_kernels.integrations.transformers.biased import BIASED
 from heads_kernels.integrations.transformers.head_masks import RowsOfHeadMask
 from heads_kernels.integrations.transformers.output_gated import WAYS
-from heads_kernels.integrations.transformers.relative_bias import T5_LIKE
 from heads_kernels.integrations.transformers.replacement import Replacement, Replacing
 
 #: Stock class -> what stands before it, and its folder or file in transformers.models.
 _REPLACED: Final[dict[str, tuple[type[Replacement], str]]] = {
     **WAYS,
-    **T5_LIKE,
     **BIASED,
     "AlbertTransformer": (RowsOfHeadMask, "albert"),
 }

@@ -1,4 +1,5 @@
-"""The masks of transformers' mask functions as `hk.Mask`s, made without reading the values of tensors.
+"""The masks of transformers' mask functions as `hk.Mask`s, made without reading the values of tensors, and the biases
+that T5's layers hand on to each other.
 
 A forward pass has one mask, in the form of a flex attention mask, which models pass on unread. What intervals cannot
 express becomes a bool tensor; what is added to scores becomes the operator's `bias`. Padded query rows are computed,
@@ -26,6 +27,7 @@ from heads_kernels.checks import refuse
 from heads_kernels.mask import Mask
 from heads_kernels.mask.terms import Alignment, Causal, KeyMask, Term, Window
 from heads_kernels.nn.multihead import Context
+from heads_kernels.offset_bias import OffsetBias
 
 MaskFunction = Callable[..., Any]
 Shape = tuple[int, int, int, int]
@@ -292,3 +294,40 @@ def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask
                 refuse("attention_mask", was, instead)
         whole = attention_mask.derived["whole"] = Mask.of(tuple(terms))
     return whole
+
+
+# ---------------------------------------------------------------------- biases by the distance of keys
+class RelativeBias:
+    """The `position_bias` that layers hand on, in place of a tensor `[1, H, T, S]`.
+
+    It keeps the module that has the embedding rather than its values: a layer that is checkpointed runs again in the
+    backward pass, and has to look them up again for the embedding to get its gradient.
+
+    Args:
+        module: the module that has the embedding, whose `offset_table(T, S, start)` is the table of a call's
+            `OffsetBias`; None: nothing is added, as in cross-attention.
+        start: position of the first query row.
+    """
+
+    def __init__(self, module: Any, start: int = 0) -> None:
+        self.module = module
+        self.start = start
+        self.found: OffsetBias
+        self.call: tuple[Any, ...] | None = None  # the call that `found` is for, without gradients
+
+    def offsets(
+        self, kept_heads: Tensor | None, sizes: tuple[int, int], device: torch.device
+    ) -> OffsetBias | None:
+        """The bias of a call of sizes (T, S), of these heads or of all of them; None where nothing is added.
+
+        Without gradients it is worked out once for all layers that this object is handed to.
+        """
+        if self.module is None or (kept_heads is not None and len(kept_heads) == 0):
+            return None
+        call = (*sizes, device)
+        if torch.is_grad_enabled() or self.call != call:
+            table = self.module.offset_table(*sizes, self.start)
+            self.found = OffsetBias(table.to(device).contiguous(), first=1 - sizes[0])
+            self.call = None if torch.is_grad_enabled() else call
+        found = self.found
+        return found if kept_heads is None else OffsetBias(found.values[kept_heads], found.first)

@@ -216,7 +216,7 @@ def _model_class(path: str | os.PathLike[str], cls: Any, kwargs: dict[str, Any])
     """The class of the model that `cls` makes of this checkpoint."""
     from transformers import AutoConfig
 
-    if not hasattr(cls, "_model_mapping"):  # no `AutoModel...`
+    if not hasattr(cls, "from_config"):  # no `AutoModel...`
         return cls
     place = {name: kwargs[name] for name in _PLACE if name in kwargs}
     config = kwargs.get("config") or AutoConfig.from_pretrained(path, **place)

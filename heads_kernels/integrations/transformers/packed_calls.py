@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from heads_kernels.integrations.transformers.head_masks import requests_statistics
-from heads_kernels.integrations.transformers.masks import PreparedMask
-from heads_kernels.integrations.transformers.relative_bias import RelativeBias
+from heads_kernels.integrations.transformers.masks import PreparedMask, RelativeBias
 from heads_kernels.mask import Mask
 from heads_kernels.mask.kept import traced
 from heads_kernels.mask.terms import Causal, KeyMask, Window

@@ -23,6 +23,10 @@ from transformers import PreTrainedModel
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.layouts import calls_interface, stock_arguments
+from heads_kernels.integrations.transformers.biased import (
+    OwnRelativePositions,
+    RelativePositions,
+)
 from heads_kernels.integrations.transformers.classes import replacement
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
@@ -37,10 +41,6 @@ from heads_kernels.integrations.transformers.packed_check import (
     check_outputs,
     check_packed,
     filling,
-)
-from heads_kernels.integrations.transformers.relative_bias import (
-    OwnRelativePositions,
-    RelativePositions,
 )
 from heads_kernels.integrations.transformers.support import family
 
