@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: Arguments of attention functions that the operator does not support.
-UNSERVED: Final = {
+_UNSERVED: Final = {
     "sinks": "attention sinks by row",
     "indices": "keys chosen by index",
     "block_indices": "keys chosen by index",
@@ -158,7 +158,7 @@ def attention_forward(
 
 
 def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
-    for name, what in UNSERVED.items():
+    for name, what in _UNSERVED.items():
         if arguments.get(name) is not None:
             was = f"is given by {type(module).__name__} ({what})"
             instead = "the operator has none; use attn_implementation='sdpa' or 'eager'"

@@ -22,7 +22,6 @@ from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.support import (
-    asked,
     check_keywords,
     check_model,
     check_named,
@@ -46,8 +45,6 @@ _COMPUTE_WITH_MASKS: Final = {
     "InformerProbSparseAttention": "adds masks to its scores",
     "T5Gemma2MergedAttention": "is given two masks concatenated",
 }
-#: An argument of attention functions for which modules compute with masks: the keys of each row, chosen by index.
-_CHOSEN_KEYS: Final = "indices"
 
 
 def use(model: Model, *, unpad: bool = False) -> Model:
@@ -267,10 +264,7 @@ def _instead_of(holder: Any) -> str:
 def _check_masks_are_passed_on(model: PreTrainedModel) -> None:
     """Refuse a model that would fail in its first pass, since its code computes with the masks of the pass."""
     for name, module in model.named_modules():
-        what = _COMPUTE_WITH_MASKS.get(type(module).__name__)
-        if what is None and calls_interface(module) and _CHOSEN_KEYS in asked(module):
-            what = "chooses keys by index, and computes with masks for it"
-        if what is not None:
+        if (what := _COMPUTE_WITH_MASKS.get(type(module).__name__)) is not None:
             was = f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}"
             refuse("model", was, f"it cannot be used; tested families: {', '.join(TESTED)}")
 

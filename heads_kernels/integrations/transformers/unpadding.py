@@ -28,6 +28,7 @@ from heads_kernels.integrations.transformers.biased import (
     RelativePositions,
 )
 from heads_kernels.integrations.transformers.classes import replacement
+from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
     UnpaddedLayer,
@@ -131,12 +132,9 @@ def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         if any(calls_interface(each) or replacement(type(each)) for each in layer.modules())
         and _names(layer)[:1] == ("hidden_states",)
     }
-    parts = {
-        name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
-    }
     for name, layer in found.items():
-        owner = max((each for each in parts if not each or name.startswith(f"{each}.")), key=len)
-        if "attention_mask" not in inspect.signature(parts[owner].forward).parameters:
+        owner = inmost_model(model, name)
+        if "attention_mask" not in inspect.signature(owner.forward).parameters:
             continue  # images have no padding
         if any(hasattr(module, "expert_capacity") for module in layer.modules()):
             continue  # which tokens an expert drops depends on the row
