@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,6 +65,12 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
         hk.attention_statistics(query, key, exclude_keys=keys, **terms) for keys in excluded
     ]
     assert call.real_queries.all()
+    assert (call.scale, call.Hk, call.intervals.band_hi) == (0.5, 2, 1)
+    assert call.sinks is terms["sinks"]
+    assert call.flops() == call.call.flops() > 0
+    assert copy.deepcopy(call).call.sizes == (2, 4, 6, 6)
+    with pytest.raises(ValueError, match="key has"):
+        AttentionCall.of(hk.gated_attention, query, key[..., :4], key)
     monkeypatch.setattr(attention_call, "parse", None)
     for keys, statistics in zip(excluded, expected, strict=True):
         for found, each in zip(call.statistics(keys)[:-1], statistics[:-1], strict=True):

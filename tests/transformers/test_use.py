@@ -175,7 +175,11 @@ def test_arguments_that_are_refused() -> None:
     with pytest.raises(TypeError, match="unpad is a int"):
         use(use(model), unpad=1)  # type: ignore[arg-type]
     inkling = small("inkling2_text")
-    inkling.set_attn_implementation("heads_kernels")
+    with pytest.raises(
+        ValueError, match=r"sinks is passed to .* a Inkling2\w+Attention, and is not"
+    ):
+        inkling.set_attn_implementation("heads_kernels")
+    inkling.config._attn_implementation = "heads_kernels"
     with pytest.raises(
         ValueError, match=r"sinks is given by Inkling2\w+Attention .* use attn_impl"
     ):

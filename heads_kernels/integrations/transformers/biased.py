@@ -47,10 +47,12 @@ class Biased(Replacement):
             refuse(argument, was, instead)
         return holds
 
-    def by_heads(self, projected: Tensor) -> Tensor:
-        """`[B, T, H * D]` as `[B, H, T, D]`."""
-        heads = projected.view(*projected.shape[:-1], -1, self.attention_head_size)
-        return heads.transpose(1, 2)
+    def by_heads(self, hidden_states: Tensor, *projections: Any) -> list[Tensor]:
+        """What each of these projections gives, `[B, H, T, D]`."""
+        found = (each(hidden_states) for each in projections)
+        return [
+            each.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2) for each in found
+        ]
 
     def attend(
         self,
@@ -158,9 +160,7 @@ class MPNet(Biased):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> Any:
-        query, key, value = (
-            self.by_heads(each(hidden_states)) for each in (self.q, self.k, self.v)
-        )
+        query, key, value = self.by_heads(hidden_states, self.q, self.k, self.v)
         out, statistics = self.attend(
             query, key, value, attention_mask, position_bias, self.dropout.p
         )
@@ -245,9 +245,7 @@ class LayoutLMv3(Biased):
         rel_2d_pos: Any = None,
         **kwargs: Any,
     ) -> Any:
-        query, key, value = (
-            self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
-        )
+        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
         bias = None
         if self.has_relative_attention_bias:
             bias = rel_pos + rel_2d_pos if self.has_spatial_attention_bias else rel_pos
@@ -269,9 +267,7 @@ class Data2VecVision(Biased):
         interpolate_pos_encoding: bool = False,
         resolution: Any = None,
     ) -> Any:
-        query, key, value = (
-            self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
-        )
+        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
         bias = relative_position_bias
         if self.has_relative_position_bias:
             window = tuple(size // self.config.patch_size for size in resolution)
@@ -298,9 +294,7 @@ class Swinv2(Biased):
         attention_mask: Tensor | None = None,
         output_attentions: bool | None = False,
     ) -> Any:
-        query, key, value = (
-            self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
-        )
+        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
         scale = self.logit_scale.clamp(max=math.log(100)).exp()  # [H, 1, 1]
         query, key = normalize(query, dim=-1) * scale, normalize(key, dim=-1)
         table = self.continuous_position_bias_mlp(self.relative_coords_table).flatten(0, 2)

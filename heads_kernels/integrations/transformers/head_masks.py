@@ -127,6 +127,11 @@ def requests_statistics(module: nn.Module) -> bool:
     return state is not None and place in state.statistics
 
 
+def masks_among(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The head masks among arguments, by name."""
+    return {n: e for n, e in arguments.items() if n.endswith("head_mask") and e is not None}
+
+
 def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | None:
     """The head mask of the model's pass that reaches this attention module, or None.
 
@@ -135,11 +140,7 @@ def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | No
     Raises:
         ValueError: a mask that the model does not use; a module without a place.
     """
-    masks = {
-        name: mask
-        for name, mask in arguments.items()
-        if name.endswith("head_mask") and mask is not None
-    }
+    masks = masks_among(arguments)
     place: HeadMaskPlace | None = getattr(module, PLACE, None)
     if place is None:
         if masks:

@@ -27,6 +27,7 @@ from heads_kernels.integrations.transformers.head_masks import (
     PassState,
     in_pass,
     is_pair,
+    masks_among,
     pass_state,
     places,
     set_pass_state,
@@ -148,11 +149,7 @@ def _begin(
         for layer in own.layers:
             if layer.runs != NAME and getattr(layer.module, "head_gate", None) is not None:
                 refuse_ignored_gates(f"a {type(layer.module).__name__}", layer.runs)
-    masks = {
-        name: mask
-        for name, mask in kwargs.items()
-        if name.endswith("head_mask") and mask is not None
-    }
+    masks = masks_among(kwargs)
     asks = kwargs.get("output_attentions")
     asks = bool(getattr(model.config, "output_attentions", False) if asks is None else asks)
     if is_outermost:
