@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Final, Literal, NoReturn, TypeGuard, get_args
 
 import torch
@@ -42,6 +43,28 @@ def check_size(argument: str, size: object, least: int = 1) -> int:
     if size < least:
         refuse(argument, f"is {shown(size)}", instead)
     return size
+
+
+def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        refuse(argument, f"is {value!r}", f"use one of {', '.join(map(repr, choices))}")
+
+
+def check_tensor(
+    argument: str,
+    tensor: object,
+    instead: str,
+    ranks: Sequence[int],
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> Tensor:
+    """A tensor of one of these ranks and dtypes; None: any floating dtype."""
+    if not isinstance(tensor, Tensor):
+        refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
+    if not (tensor.is_floating_point() if dtypes is None else tensor.dtype in dtypes):
+        refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
+    if tensor.dim() not in ranks:
+        refuse(argument, f"has shape {shape_of(tensor)}", instead)
+    return tensor
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -186,9 +209,7 @@ def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
 
 
 def check_activation(activation: str) -> None:
-    if activation not in GATE_ACTIVATIONS:
-        known = ", ".join(map(repr, GATE_ACTIVATIONS))
-        refuse("gate_activation", f"is {activation!r}", f"use one of {known}")
+    check_choice("gate_activation", activation, GATE_ACTIVATIONS)
 
 
 def check_gate(

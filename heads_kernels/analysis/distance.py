@@ -122,7 +122,7 @@ def distance(
     sums: _Sums | None = None
 
     def keep(layer: AttentionLayer, call: AttentionCall) -> None:
-        seen.append((layer, replace(call, value=call.key)))  # values are not held
+        seen.append((layer, replace(call, call=call.call._replace(value=None))))  # not held
 
     with torch.no_grad(), evaluation(model):
         for batch in each_batch(data, "distance", progress):

@@ -1,13 +1,13 @@
-"""Write files atomically, and matplotlib figures to paths that are checked before drawing."""
+"""Write matplotlib figures to paths that are checked before drawing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from heads_kernels.checks import refuse
+from heads_kernels.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,13 +33,3 @@ def check_figure_path(path: str | os.PathLike[str] | None) -> Path | None:
 
 def write_figure(figure: Figure, path: Path) -> None:
     write_whole(path, lambda new: figure.savefig(new, dpi=150))
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside `path`, with the same ending, then rename it: an error leaves no half of a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
-    try:
-        write(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from heads_kernels.analysis.head_scores import HeadScores, Shares, scores_of
 from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.probes import open_gates, probed, without
-from heads_kernels.checks import refuse
+from heads_kernels.checks import check_choice, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.heads.patching import edited, outputs
 from heads_kernels.nn.attention_call import AttentionCall
@@ -335,14 +335,9 @@ _SHAPES: Final = "return a scalar that is the sum over examples, losses [B], or 
 def _check(
     loss: Loss | None, method: str, reduce: str, normalise: str | None, exclude_keys: object
 ) -> None:
-    known: tuple[tuple[str, str | None, tuple[str | None, ...]], ...] = (
-        ("method", method, tuple(_METHODS)),
-        ("reduce", reduce, ("token", "example", "batch")),
-        ("normalise", normalise, (None, "l2")),
-    )
-    for name, value, there in known:
-        if value not in there:
-            refuse(name, f"is {value!r}", f"use one of {', '.join(map(repr, there))}")
+    check_choice("method", method, tuple(_METHODS))
+    check_choice("reduce", reduce, ("token", "example", "batch"))
+    check_choice("normalise", normalise, (None, "l2"))
     if loss is None and method not in _WITHOUT_LOSS:
         was = f"is None, but {method!r} needs one"
         refuse("loss", was, "pass loss(model, batch) -> Tensor", TypeError)

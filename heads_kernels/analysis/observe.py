@@ -44,7 +44,8 @@ def observe(
         observer: takes the `AttentionLayer` and its `AttentionCall`.
         layers: a list of indices or names of layers; default all that have heads.
 
-    Your own modules are observed if their forward passes an `AttentionCall` to `self.observer`, unless that is None.
+    Your own modules are observed if their forward passes an `AttentionCall` to `self.observer`, unless that is None:
+    `AttentionCall.of(hk.gated_attention, query, key, value, mask)`.
 
     Raises:
         ValueError: a layer does not exist or is observed already; the attention function of a transformers model is not
@@ -68,7 +69,6 @@ def observe(
             if layer.num_heads:
                 chosen_observer = None if layer in beside else observer
                 layer.module.observer = see = _See(layer, chosen_observer, rows, layer in knowing)
-                hooks.append(layer.module.register_forward_pre_hook(see.check_runs))
                 hooks.append(layer.module.register_forward_hook(see.check_called))
         yield chosen
     finally:
@@ -114,12 +114,9 @@ class _See:
         if self._observer is not None:
             self._observer(self._layer, call)
 
-    def check_runs(self, *_: object) -> None:
-        """A hook before the forward of the layer: refuse another attention function."""
-        check_runs_operators(self._layer)
-
     def check_called(self, module: nn.Module, *_: object) -> None:
-        """A forward hook of the layer: refuse a module whose forward calls no observer."""
+        """A forward hook of the layer: refuse another attention function, and a forward that calls no observer."""
+        check_runs_operators(self._layer)
         if not self._was_called:
             was = f"is a {type(module).__name__}, which does not call its observer"
             instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads_kernels.backends import BACKENDS
 from heads_kernels.call import compute_dtype
-from heads_kernels.mask import Mask, as_mask
-from heads_kernels.mask.terms import Bounds
+from heads_kernels.mask import Intervals
 from heads_kernels.nn.attention_call import AttentionCall, blocks
 from heads_kernels.ops import formula
 from heads_kernels.ops.attention import attend_with_lse
 from heads_kernels.ops.scores import NEG_INF
-from heads_kernels.parse import parse
 
 
 def own_keys(call: AttentionCall) -> Tensor:
@@ -24,9 +22,10 @@ def own_keys(call: AttentionCall) -> Tensor:
     In self-attention it is the row itself, where the last row is the last key. In encoder-decoder attention positions
     are counted from the first real row and key, so that the side of the padding does not matter.
     """
-    rows = torch.arange(call.T, device=call.query.device)[None]
+    T, S = call.call.T, call.call.S
+    rows = torch.arange(T, device=call.query.device)[None]
     if call.self_attention:
-        return rows + (call.S - call.T)
+        return rows + (S - T)
     return rows + (first_real(call.real_keys) - first_real(call.real_queries))[:, None]
 
 
@@ -91,20 +90,15 @@ def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
     """None where eager would serve the call, which holds all its probabilities."""
     dtype = compute_dtype(call.query.dtype)
     query, key, features = (x.to(dtype) for x in (call.query, call.key, band.features))
-    rows = Bounds(band.lo[:, None], band.hi[:, None])
-    mask = as_mask(call.mask, (call.B, call.H, call.T, call.S)) & Mask.of((rows,))
     heads = call.H if call.mixing is not None else key.shape[1]
     value = features[:, None].expand(call.B, heads, -1, -1)
-    query, key, value = map(call.batched, (query, key, value))
+    mask = call.intervals
+    if mask.first_keys is not None:  # which the band limits
+        mask = Intervals(dense=mask.to_dense(call.T, call.S, query.device))
+    lo, hi = (x.clamp(0, call.S)[:, None] for x in (band.lo, band.hi))
+    mask = (mask & Intervals(k_lo=lo, k_hi=hi)).laid_out(call.T)
     # A sink is in `lse`, and no part of a band.
-    terms: dict[str, Any] = {"bias": call.bias, "softcap": call.softcap, "scale": call.scale}
-    if call.mixing is None:
-        of_band, _ = parse("gated_attention", query, key, value, attn_mask=mask, **terms)
-    else:
-        content_bias = None if call.content_bias is None else call.batched(call.content_bias)
-        of_band, _ = parse(
-            "collaborative_attention", query, key, value, call.mixing, content_bias, mask, **terms
-        )
+    of_band = call.call._replace(query=query, key=key, value=value, sinks=None).under(mask)
     backend = next(row.name for row in BACKENDS if not row.unsupported(of_band))
     if backend == "eager":
         return None

@@ -19,7 +19,7 @@ from heads_kernels.convert.rotary import AnyMoments, RotaryMoments
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn.attention_call import AttentionCall
-from heads_kernels.nn.snapshot import undone
+from heads_kernels.snapshot import undone
 
 
 @torch.inference_mode(False)

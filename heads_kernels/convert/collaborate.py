@@ -20,7 +20,7 @@ from heads_kernels.convert.install import install, prepare, read_heads
 from heads_kernels.convert.rotary import AnyFactors, AnyMoments
 from heads_kernels.heads.saving import record_in_config
 from heads_kernels.heads.weights import ProjectedLayer
-from heads_kernels.nn.snapshot import kept_on_error
+from heads_kernels.snapshot import kept_on_error
 
 #: The stack level of the caller of `collaborate`, from a function that it calls through two decorators.
 _CALLER: Final = 5

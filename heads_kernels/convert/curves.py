@@ -14,7 +14,7 @@ from heads_kernels.convert.features import Spectrum
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.install import prepare, read_heads
 from heads_kernels.convert.rotary import AnyHeads, AnyMoments
-from heads_kernels.nn.snapshot import undone
+from heads_kernels.snapshot import undone
 
 
 @dataclass(frozen=True, eq=False)

@@ -329,7 +329,7 @@ class RotaryFactors(SharedFeatures):
 
     def places(self, frequencies: int) -> tuple[Tensor, int]:
         """Where a module that rotates heads of `2 frequencies` features has each feature, int64 `[Ds]`, and the number
-        of such heads (`hk.nn.shared.RotaryProjection`)."""
+        of such heads (`hk.heads.shared.SharedProjection`)."""
         same = self.frequency[:, None] == self.frequency
         slot = same.tril(-1).sum(1)  # how many pairs of this frequency come before
         first = 2 * frequencies * slot + self.frequency

@@ -13,8 +13,8 @@ from torch import nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
+from heads_kernels.heads.shared import SharedProjection
 from heads_kernels.heads.weights import ProjectedLayer, is_transposed
-from heads_kernels.nn.shared import RotaryProjection, SharedProjection
 
 #: The result of `_unlike_dense`: what is wrong with a projection, and what to do about it.
 _Reason = tuple[str, str]
@@ -84,7 +84,7 @@ def _reasons(linear: Any) -> Iterator[_Reason]:
         instead = "make it permanent: torch.nn.utils.parametrize.remove_parametrizations"
         yield "is parametrised", instead
     own = type(linear).forward
-    known = (nn.Linear.forward, SharedProjection.forward, RotaryProjection.forward)
+    known = (nn.Linear.forward, SharedProjection.forward)
     if own not in known and not is_transposed(linear):
         yield (
             f"is a {_class(linear)}",

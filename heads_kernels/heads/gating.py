@@ -23,7 +23,7 @@ from heads_kernels.heads.layouts import is_projection
 from heads_kernels.heads.projected import with_projections
 from heads_kernels.nn.gates import FixedGate, HeadGate
 from heads_kernels.nn.hard_concrete import HardConcrete
-from heads_kernels.nn.snapshot import kept_on_error
+from heads_kernels.snapshot import kept_on_error
 
 
 @torch.inference_mode(False)

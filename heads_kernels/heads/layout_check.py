@@ -6,7 +6,6 @@ the same way.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -22,7 +21,7 @@ from heads_kernels.heads.configs import (
     names_attention_function,
     with_attention_function,
 )
-from heads_kernels.heads.layouts import HeadLayout, at_path
+from heads_kernels.heads.layouts import HeadLayout, at_path, stock_arguments
 from heads_kernels.heads.reshape import read_key_heads, shrink
 from heads_kernels.heads.weights import ProjectedLayer, Projection, existing, layer_of
 from heads_kernels.nn.gates import FixedGate
@@ -254,9 +253,9 @@ def _inputs(trial: Any, layer: ProjectedLayer) -> Iterator[Mapping[str, Any]]:
         yield layer.layout.inputs(trial)
         return
     T = _TOKENS
-    arguments = list(inspect.signature(type(trial).forward).parameters.values())[1:]
-    names = [each.name for each in arguments]
-    needed = [each.name for each in arguments if each.default is each.empty and each.kind < 2]
+    arguments = stock_arguments(type(trial))
+    names = list(arguments)
+    needed = [n for n, each in arguments.items() if each.default is each.empty and each.kind < 2]
     positions = (
         list(_positions(trial, layer.head_dim)) if "position_embeddings" in names else [None]
     )

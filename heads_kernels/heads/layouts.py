@@ -221,7 +221,7 @@ def form_of(module: nn.Module) -> HeadLayout | None:
             and isinstance(at_path(module, form.head_dim), int)
             and all(is_projection(at_path(module, path)) for path in form.projections)
         ):
-            rotary = "position_embeddings" in inspect.signature(type(inner).forward).parameters
+            rotary = "position_embeddings" in stock_arguments(type(inner))
             return replace(
                 form,
                 between=_ROTARY if rotary else _UNTESTED,
@@ -233,9 +233,22 @@ def form_of(module: nn.Module) -> HeadLayout | None:
 def calls_interface(module: nn.Module) -> bool:
     """Whether a module calls transformers' attention function, or the operator instead of its own code."""
     kind: Any = type(module)
-    if getattr(kind, "calls_operator", False):
-        return True
-    return class_calls_interface(getattr(kind, "stock", kind))
+    return getattr(kind, "calls_operator", False) or class_calls_interface(stock_of(kind))
+
+
+def stock_of(kind: Any) -> Any:
+    """The class of transformers that a class replaces, or the class itself."""
+    return getattr(kind, "stock", kind)
+
+
+def stock_arguments(kind: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of the forward of modules of a class, in its stock form."""
+    return _parameters(inspect.unwrap(stock_of(kind).forward))
+
+
+@cache
+def _parameters(forward: Any) -> dict[str, inspect.Parameter]:
+    return dict(list(inspect.signature(forward).parameters.items())[1:])
 
 
 @cache

@@ -16,7 +16,7 @@ from heads_kernels.heads.projected import projected_layers, with_projections
 from heads_kernels.heads.reshape import read_key_heads, replace, shrink
 from heads_kernels.heads.saving import record_in_config
 from heads_kernels.heads.weights import ProjectedLayer, is_transposed
-from heads_kernels.nn.snapshot import kept_on_error
+from heads_kernels.snapshot import kept_on_error
 
 
 @torch.inference_mode(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
@@ -11,21 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
-from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
+from heads_kernels.heads.changed_calls import check_pruned_call, check_runs_shared
+from heads_kernels.heads.configs import names_attention_function
 from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layouts import LAYOUTS
-from heads_kernels.heads.pruned_calls import check_pruned_call
-from heads_kernels.heads.shared_cache import is_cache, store_shared_keys
+from heads_kernels.heads.shared import FusedProjection, SharedProjection
 from heads_kernels.heads.weights import ProjectedLayer, Projection, existing, is_transposed
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.replacing import put
-from heads_kernels.nn.shared import (
-    FusedProjection,
-    RotaryProjection,
-    SharedProjection,
-    rotary_places,
-)
 
 
 # ---------------------------------------------------------------------- fewer heads
@@ -214,45 +207,6 @@ def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
         refuse(str(layer), f"{was} with one projection for several roles", instead)
 
 
-def check_runs_shared(
-    module: Any, inputs: tuple[Any, ...], arguments: Mapping[str, Any] | None = None
-) -> None:
-    """Hook before the forward of a converted transformers module, whose queries, keys and caches need this package.
-
-    Raises:
-        ValueError: the config names another attention function; weights that heads share are split by tensor
-            parallelism; a cache with keys of separate heads.
-    """
-    runs = attention_function(module)
-    if runs != NAME:
-        was = f"is {runs!r} in a {type(module).__name__}"
-        instead = (
-            "queries and keys that heads share need attn_implementation='heads_kernels': "
-            "call hk.integrations.transformers.use(model)"
-        )
-        refuse("attn_implementation", was, instead)
-    _check_whole(module)
-    for each in (*inputs, *(arguments or {}).values()):
-        if is_cache(each):
-            store_shared_keys(each, module.layer_idx, rotary_places(module))
-
-
-def _check_whole(module: nn.Module) -> None:
-    """Refuse tensor parallelism of what heads share: each process would have a part of its features.
-
-    Parameters that `fully_shard` gathers for the forward pass are not DTensors there.
-    """
-    sharded = [name for name, each in module.named_parameters() if is_sharded(each)]
-    if not sharded:
-        return
-    shared = SharedProjection, RotaryProjection, FusedProjection
-    parts = [f"{name}." for name, part in module.named_modules() if isinstance(part, shared)]
-    for name in sharded:
-        if name == "mixing" or name.startswith(tuple(parts)):
-            was = "is a DTensor, but the heads of all processes share it"
-            refuse(name, was, "split the projections of values and outputs alone")
-
-
 def share(
     model: nn.Module, layer: ProjectedLayer, dim: int, *, ragged: bool, slots: int = 0
 ) -> dict[str, Tensor]:
@@ -267,7 +221,7 @@ def share(
         layer: one of `attention_layers(model)` that passes `check_can_share`; invalid afterwards.
         dim: Ds.
         ragged: whether entries of mixing that are 0 stay 0 in training.
-        slots: of a `RotaryProjection`, in a layer with rotary positions.
+        slots: of its `SharedProjection`s, in a layer with rotary positions.
 
     Returns:
         The new parameters, with dtype, device and `requires_grad` of the old projections: `query` `[Ds, D_in]`, `key`
@@ -276,31 +230,39 @@ def share(
         `query_places` and `key_places`.
     """
     module = layer.module
-    if layer.layout.rotary:
-        return _share_rotary(model, layer, dim, slots, ragged)
-    query: nn.Linear | SharedProjection
-    key: nn.Linear | SharedProjection
     if isinstance(module, GatedMultiheadAttention):
-        made = _collaborative(layer, dim, ragged)
-        as_initialised(made)
-        put(model, {module: made})
-        query, key, content = made.q_proj, made.k_proj, made.content_proj
-        mixing = made.mixing
-    else:
-        query = SharedProjection(layer.query.inputs, dim, layer.head_dim, device="meta")
-        key = SharedProjection(
-            layer.key.inputs, dim, layer.head_dim, layer.num_heads, device="meta"
+        new = _collaborative(layer, dim, ragged)
+        as_initialised(new)
+        put(model, {module: new})
+        assert new.content_proj is not None
+        weights = new.q_proj.weight, new.k_proj.weight, new.mixing, new.content_proj.weight
+        return dict(zip(("query", "key", "mixing", "content"), weights, strict=True))
+    rotary = layer.layout.rotary
+    made = {
+        role: SharedProjection(
+            old.inputs,
+            dim,
+            layer.head_dim,
+            content_heads=layer.num_heads if role == "key" and not rotary else None,
+            slots=slots,
+            bias=rotary and old.linear.bias is not None,
+            device="meta",
         )
-        _put_projections(model, layer, query, key)
-        content = key.content
-        mixing = module.mixing = _mixing(layer, dim)
-        module.ragged = ragged
-        module.register_forward_pre_hook(check_runs_shared, with_kwargs=True)
-        module.num_value_heads = layer.num_key_heads
-        count_heads(layer, layer.num_heads, layer.num_key_heads)
-    assert content is not None
-    weights = query.weight, key.weight, mixing, content.weight
-    return dict(zip(("query", "key", "mixing", "content"), weights, strict=True))
+        for role, old in (("query", layer.query), ("key", layer.key))
+    }
+    paths = _put_projections(model, layer, made["query"], made["key"])
+    module.mixing = _mixing(layer, dim // 2 if rotary else dim)
+    if rotary:
+        module.rotary_key = paths["key"]
+    module.ragged = ragged
+    module.register_forward_pre_hook(check_runs_shared, with_kwargs=True)
+    module.num_value_heads = layer.num_key_heads
+    count_heads(layer, layer.num_heads, layer.num_key_heads)
+    found: dict[str, Tensor | None] = {"mixing": module.mixing}
+    for role, each in made.items():
+        found |= {role: each.weight, f"{role}_bias": each.bias, f"{role}_places": each.places}
+        found |= {} if each.content is None else {"content": each.content.weight}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _collaborative(
@@ -340,37 +302,11 @@ def _collaborative(
     return made
 
 
-def _share_rotary(
-    model: nn.Module, layer: ProjectedLayer, dim: int, slots: int, ragged: bool
-) -> dict[str, Tensor]:
-    module = layer.module
-    made: dict[str, RotaryProjection] = {}
-    for role in ("query", "key"):
-        old: Projection = getattr(layer, role)
-        bias = old.linear.bias is not None
-        made[role] = RotaryProjection(
-            old.inputs, dim, layer.head_dim, slots, bias=bias, device="meta"
-        )
-    paths = _put_projections(model, layer, made["query"], made["key"])
-    module.rotary_key = paths["key"]
-    module.mixing = _mixing(layer, dim // 2)
-    module.ragged = ragged
-    module.register_forward_pre_hook(check_runs_shared, with_kwargs=True)
-    module.num_value_heads = layer.num_key_heads
-    count_heads(layer, layer.num_heads, layer.num_key_heads)
-    found: dict[str, Tensor] = {"mixing": module.mixing}
-    for role, projection in made.items():
-        found |= {role: projection.weight, f"{role}_places": projection.places}
-        if projection.bias is not None:
-            found[f"{role}_bias"] = projection.bias
-    return found
-
-
 def _put_projections(
     model: nn.Module,
     layer: ProjectedLayer,
-    query: SharedProjection | RotaryProjection,
-    key: SharedProjection | RotaryProjection,
+    query: SharedProjection,
+    key: SharedProjection,
 ) -> dict[str, str]:
     """Replace the projections of query and key, of the meta device, and return the paths of the new ones.
 
@@ -382,7 +318,7 @@ def _put_projections(
     }
     _as_empty(query, layer.query)
     _as_empty(key, layer.key)
-    made: dict[str, nn.Linear | SharedProjection | RotaryProjection] = {"query": query, "key": key}
+    made: dict[str, nn.Linear | SharedProjection] = {"query": query, "key": key}
     if paths["value"] in (paths["query"], paths["key"]):
         made["value"] = _values(layer)
     for path in dict.fromkeys(paths[role] for role in made):

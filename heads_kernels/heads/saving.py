@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -15,14 +13,14 @@ import torch
 from torch import nn
 
 from heads_kernels.checks import refuse
+from heads_kernels.files import write_whole
 from heads_kernels.heads.configs import own_configs
 from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import attention_layers, find_layers
 from heads_kernels.heads.projected import projected_layers, with_projections
 from heads_kernels.heads.reshape import check_can_share, share, shrink
 from heads_kernels.heads.weights import ProjectedLayer
-from heads_kernels.nn.shared import RotaryProjection
-from heads_kernels.nn.snapshot import kept_on_error
+from heads_kernels.snapshot import kept_on_error
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -49,13 +47,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         )
     layers = projected_layers(model)
     found = {**record(model), "pruned": {layer.name: shape(layer) for layer in layers}}
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        beside = Path(folder) / path.name
-        save_model(model, str(beside), metadata={RECORD: json.dumps(found)})
-        new = Path(folder) / "new"  # its permissions are those of any new file
-        new.touch()
-        shutil.copymode(new, beside)  # safetensors makes it readable only by its owner
-        beside.replace(path)
+    metadata = {RECORD: json.dumps(found)}
+    write_whole(path, lambda new: save_model(model, str(new), metadata=metadata))
 
 
 @torch.inference_mode(False)
@@ -182,7 +175,7 @@ _WORDS: Final = ("pruned", "converted")
 def record(model: nn.Module) -> dict[str, Any]:
     """`{"pruned": {layer name: shape}, "converted": {layer name: {"dim": Ds, "ragged": bool}}}`, for JSON.
 
-    Only pruned and converted layers appear. Those with rotary positions have `slots` too (`RotaryProjection`).
+    Only pruned and converted layers appear. Those with rotary positions have `slots` too (`SharedProjection`).
     """
     changed = [layer for layer in find_layers(model) if _is_changed(layer.module)]
     layers = with_projections(model, changed)
@@ -200,8 +193,8 @@ def _is_changed(module: nn.Module) -> bool:
 
 
 def _slots(layer: ProjectedLayer) -> dict[str, int]:
-    key = layer.key.linear
-    return {"slots": key.slots} if isinstance(key, RotaryProjection) else {}
+    slots = getattr(layer.key.linear, "slots", 0)
+    return {"slots": slots} if slots else {}
 
 
 def shape(layer: ProjectedLayer) -> dict[str, Any]:

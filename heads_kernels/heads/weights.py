@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from heads_kernels.heads.layers import AttentionLayer, kind_of
 from heads_kernels.heads.layouts import HeadLayout, at_path, size
-from heads_kernels.nn.shared import FusedProjection
+from heads_kernels.heads.shared import FusedProjection
 
 
 @dataclass(frozen=True)

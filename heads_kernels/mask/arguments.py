@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, check_dense, is_int, refuse, shown
+from heads_kernels.checks import MAX_LENGTH, check_dense, check_tensor, is_int, refuse, shown
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask.intervals import UNBOUNDED
 from heads_kernels.mask.kept import readable
@@ -29,8 +29,6 @@ def parse_tensor(
     ranks: Sequence[int],
     instead: str,
 ) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
     if is_sharded(tensor):
         refuse(
             argument,
@@ -38,12 +36,9 @@ def parse_tensor(
             "pass full_tensor(): masks are those of the whole call",
             TypeError,
         )
-    check_dense(argument, tensor, f"{instead}, dense")
-    if tensor.dtype not in dtypes:
-        refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
-    if tensor.dim() not in ranks:
-        refuse(argument, f"has shape {list(tensor.shape)}", instead)
-    return tensor
+    if isinstance(tensor, Tensor):
+        check_dense(argument, tensor, f"{instead}, dense")
+    return check_tensor(argument, tensor, instead, ranks, dtypes)
 
 
 def parse_causal(causal: object) -> Alignment | None:

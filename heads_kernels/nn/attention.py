@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from heads_kernels.call import compute_dtype
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.functional import entmax_attention, gated_attention
-from heads_kernels.nn.multihead import Multihead, head_width
-from heads_kernels.nn.state_dict import load_torch_projections, split_projections
+from heads_kernels.nn.multihead import Multihead, Options, head_width
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 class GatedMultiheadAttention(Multihead):
@@ -64,18 +67,11 @@ class GatedMultiheadAttention(Multihead):
         num_heads: int,
         *,
         num_key_heads: int | None = None,
-        kdim: int | None = None,
-        vdim: int | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
-        bias: bool = True,
-        dropout: float = 0.0,
         scale: float | None = None,
-        output_gate: str | None = None,
         entmax: bool = False,
-        batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[Options],
     ) -> None:
         E, H = check_size("embed_dim", embed_dim), check_size("num_heads", num_heads)
         Hk = H if num_key_heads is None else check_size("num_key_heads", num_key_heads)
@@ -83,31 +79,17 @@ class GatedMultiheadAttention(Multihead):
             refuse("num_key_heads", f"is {Hk}, but num_heads is {H}", f"pass a divisor of {H}")
         D = head_width("head_dim", E, H, head_dim)
         Dv = D if value_dim is None else check_size("value_dim", value_dim)
-        super().__init__(
-            E,
-            H,
-            (H * D, Hk * D, Hk * Dv),
-            value_dim=Dv,
-            kdim=kdim,
-            vdim=vdim,
-            bias=bias,
-            qk_bias=bias,
-            dropout=dropout,
-            scale=D**-0.5 if scale is None else scale,
-            output_gate=output_gate,
-            batch_first=batch_first,
-            device=device,
-            dtype=dtype,
-        )
+        scale = D**-0.5 if scale is None else scale
+        super().__init__(E, H, (H * D, Hk * D, Hk * Dv), value_dim=Dv, scale=scale, **options)
         self.num_key_heads = Hk
         self.head_dim = D
         check_flag("entmax", entmax)
-        logits = nn.Parameter(torch.zeros(H, device=device, dtype=dtype)) if entmax else None
-        self.register_parameter("alpha_logits", logits)
+        logits = self.out_proj.weight.detach().new_zeros(H)
+        self.register_parameter("alpha_logits", nn.Parameter(logits) if entmax else None)
         if entmax:
             self.operator = entmax_attention
         self.reset_parameters()
-        self.register_load_state_dict_pre_hook(load_torch_projections)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_load_torch_projections)  # type: ignore[no-untyped-call]
 
     @classmethod
     def from_torch(cls, attention: nn.MultiheadAttention) -> GatedMultiheadAttention:
@@ -169,3 +151,33 @@ class GatedMultiheadAttention(Multihead):
         heads = f"num_key_heads={self.num_key_heads}, head_dim={self.head_dim}"
         entmax = "" if self.alpha_logits is None else ", entmax=True"
         return f"{heads}, {super().extra_repr()}{entmax}"
+
+
+# ---------------------------------------------------------------------- state dicts of torch.nn.MultiheadAttention
+def split_projections(state: dict[str, Tensor], prefix: str = "") -> None:
+    """Rename the packed or separate projections of a `torch.nn.MultiheadAttention` in `state`, in place.
+
+    `in_proj_weight` `[3 * E, E]`, or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`, and `in_proj_bias`
+    `[3 * E]` become `q_proj.weight`, `q_proj.bias` and so on, copies of the parts. Other names do not change.
+
+    Raises:
+        ValueError: `state` has `bias_k` or `bias_v` (`add_bias_kv`), which is not supported.
+    """
+    for name in ("bias_k", "bias_v"):
+        if state.get(prefix + name) is not None:
+            instead = "append that key and value to the source, or use a module without add_bias_kv"
+            refuse(prefix + name, "is in the state dict", instead)
+    for kind in ("weight", "bias"):
+        packed = state.pop(f"{prefix}in_proj_{kind}", None)
+        parts = (None,) * 3 if packed is None else [part.clone() for part in packed.tensor_split(3)]
+        for letter, part in zip("qkv", parts, strict=True):
+            part = state.pop(f"{prefix}{letter}_proj_{kind}", part)
+            if part is not None:
+                state[f"{prefix}{letter}_proj.{kind}"] = part
+
+
+def _load_torch_projections(
+    module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any
+) -> None:
+    """`split_projections` as a hook that runs before `load_state_dict`."""
+    split_projections(state, prefix)

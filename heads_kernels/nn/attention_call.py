@@ -1,27 +1,26 @@
-"""What an observer of an attention module receives: one operator call with its operands."""
+"""What an observer of an attention module receives: the `Call` of its operator, and which rows and keys are tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heads_kernels.batch import Batch, unflatten
+from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import check_excluded, check_row_weights, check_size, refuse
 from heads_kernels.dispatch import select
-from heads_kernels.mask import Intervals, Mask
-from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops.statistics import AttentionStatistics, measure
 from heads_kernels.parse import parse
 
-#: 8 rows at least, for fewer make slow products. Heuristic.
+#: Probabilities of a block of query rows, 1 MiB of float32: they stay in a cache of the second level. A block has at
+#: least 8 rows, for fewer make slow products. Heuristic.
 _BLOCK: Final = 1 << 18
 _LEAST_ROWS: Final = 8
 
@@ -33,49 +32,39 @@ _HIDES: Final = 5000.0
 class AttentionCall:
     """One call of an operator by an attention module; see `hk.analysis.observe`.
 
+    It has the attributes of `call` too: the operands `query`, `key`, `value`, `mixing`, `content_bias` and `alpha`, as
+    the operator reads them; `bias`, `sinks`, `softcap`, `scale` and `intervals` (what its mask shows); the sizes `B`,
+    `H`, `T`, `S`, `D` and `Dv`; and `flops()`.
+
     Attributes:
-        query, key, value: as the operator got them: `[B, H, T, D]`, `[B, Hk, S, D]`, `[B, Hk, S, Dv]`; in collaborative
-            attention `[B, T, Ds]`, `[B, S, Ds]`, `[B, Hv, S, Dv]`.
-        mixing, content_bias: `[H, Ds]`, `[B, H, S]`, or None.
-        mask: `hk.Mask` or bool tensor, True = visible.
-        scale: the factor of scores.
-        bias, softcap, sinks: as the operators take them, or None.
-        alpha: `[H]` of entmax; None for softmax.
-        batch: the batch dimensions of the layer's input and of `bias`, with product B, if there are several.
+        call: the operator's `Call`, without gate and dropout. Batch dimensions are one: B is their product.
         self_attention: whether rows and keys belong to one sequence; the last row is then the last key.
         rows: bool `[B, T]`, True for tokens and False for padding, if known.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mixing: Tensor | None
-    content_bias: Tensor | None
-    mask: Mask | Tensor | None
-    scale: float
-    bias: Tensor | OffsetBias | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    batch: Batch = None
+    call: Call
     self_attention: bool = True
     rows: Tensor | None = None
-    alpha: Tensor | None = None
 
-    @property
-    def B(self) -> int:
-        return self.query.shape[0]
+    @classmethod
+    def of(
+        cls,
+        operator: Callable[..., Any],
+        *args: Any,
+        self_attention: bool = True,
+        **kwargs: Any,
+    ) -> AttentionCall:
+        """The call `operator(*args, **kwargs)`, which is checked and does not run.
 
-    @property
-    def H(self) -> int:
-        return self.query.shape[1] if self.mixing is None else self.mixing.shape[0]
+        Raises:
+            TypeError, ValueError: as the operator.
+        """
+        return cls(parse(operator.__name__, *args, **kwargs)[0], self_attention)
 
-    @property
-    def T(self) -> int:
-        return self.query.shape[-2]
-
-    @property
-    def S(self) -> int:
-        return self.key.shape[-2]
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("call", "__setstate__"):  # of a copy that has no attributes yet
+            return getattr(self.call, name)
+        raise AttributeError(name)
 
     # ------------------------------------------------------------------ tokens and padding
     @property
@@ -90,75 +79,47 @@ class AttentionCall:
         some = ((hi > lo) | (hi > 0) & (first > 0)).any(1)
         if self._dense is not None:
             some = some & self._dense.any(-1).any(1)
-        return some.expand(self.B, self.T)
+        return some.expand(self.call.B, self.call.T)
 
     @property
     def real_keys(self) -> Tensor:
         """bool `[B, S]`: keys that are tokens: in self-attention without a cache those that see themselves, otherwise
         those that some row sees."""
-        if self.self_attention and self.T == self.S:
+        if self.self_attention and self.call.T == self.call.S:
             return self._sees_itself
         lo, hi, first = self._bounds
-        j = torch.arange(self.S, device=lo.device)
+        j = torch.arange(self.call.S, device=lo.device)
         some = hi > lo
-        begin = torch.where(some, lo, self.S).amin(2, keepdim=True)
+        begin = torch.where(some, lo, self.call.S).amin(2, keepdim=True)
         end = torch.where(some, hi, 0).amax(2, keepdim=True)
         in_front = torch.minimum(hi, first).amax(2, keepdim=True)
         seen = ((j >= begin) & (j < end) | (j < in_front)).any(1)
-        if self._intervals.key_visible is not None:
-            seen = seen & self._intervals.key_visible
+        if self.call.key_visible is not None:
+            seen = seen & self.call.key_visible
         if self._dense is not None:
             seen = seen & self._dense.any(-2).any(1)
-        return seen.expand(self.B, self.S)
+        return seen.expand(self.call.B, self.call.S)
 
     @property
     def is_causal(self) -> bool:
         """Whether no row sees a later key, with the last row at the last key. Reads the values of the mask."""
-        own = torch.arange(self.T, device=self.query.device) + (self.S - self.T)
+        own = torch.arange(self.call.T, device=self.query.device) + (self.call.S - self.call.T)
         if bool((self._bounds[1] <= own + 1).all()):
             return True
-        dense, behind = self._dense, self.S - self.T + 1
+        dense, behind = self._dense, self.call.S - self.call.T + 1
         return (
             dense is not None
-            and dense.shape[-2:] == (self.T, self.S)
+            and dense.shape[-2:] == (self.call.T, self.call.S)
             and not bool(dense.triu(behind).any())
         )
 
     @cached_property
-    def _scores(self) -> Call:
-        content_bias = self.content_bias
-        call, _ = parse(
-            "attention_statistics",
-            self.batched(self.query),
-            self.batched(self.key),
-            mixing=self.mixing,
-            content_bias=None if content_bias is None else self.batched(content_bias),
-            attn_mask=self.mask,
-            bias=self.bias,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            scale=self.scale,
-        )
-        return call
-
-    def batched(self, tensor: Tensor) -> Tensor:
-        """`tensor` `[B, ...]` with the batch dimensions of `bias`."""
-        return unflatten(tensor, self.batch)
-
-    @property
-    def _intervals(self) -> Intervals:
-        return self._scores.intervals
-
-    @cached_property
     def _dense(self) -> Tensor | None:
         """bool `[B or 1, H or 1, T or 1, S or 1]`: what a dense mask, and a bias, leave visible."""
-        dense, bias = self._intervals.dense, self.bias
-        if not isinstance(bias, Tensor):
+        dense, bias = self.call.dense_mask, self.call.bias
+        if bias is None:
             return dense
-        visible = visible_under(bias)
-        if self.batch is not None and visible.dim() > 4:
-            visible = visible.expand(*self.batch, *visible.shape[-3:]).flatten(0, -4)
-        visible = visible[(None,) * (4 - visible.dim())]
+        visible = expand_bias(visible_under(bias), self.call.B)
         return visible if dense is None else visible & dense
 
     @cached_property
@@ -167,22 +128,22 @@ class AttentionCall:
 
         Without `dense` and `key_visible`.
         """
-        mask = self._intervals
-        lo, hi = (x.clamp(0, self.S) for x in mask.bounds(self.T, self.query.device))
+        mask = self.call.intervals
+        lo, hi = (x.clamp(0, self.call.S) for x in mask.bounds(self.call.T, self.query.device))
         first = mask.first_keys
         return lo, hi, lo.new_zeros(1, 1) if first is None else first[:, None]
 
     @cached_property
     def _sees_itself(self) -> Tensor:
-        own = torch.arange(self.T, device=self.query.device) + (self.S - self.T)
+        own = torch.arange(self.call.T, device=self.query.device) + (self.call.S - self.call.T)
         lo, hi, first = self._bounds
         sees = (((lo <= own) | (own < first)) & (own < hi)).any(1)
-        if self._intervals.key_visible is not None:
-            sees = sees & self._intervals.key_visible[:, own]
+        if self.call.key_visible is not None:
+            sees = sees & self.call.key_visible[:, own]
         if self._dense is not None:
-            dense = self._dense.expand(-1, -1, self.T, self.S)
-            sees = sees & dense.diagonal(self.S - self.T, -2, -1).any(1)
-        return sees.expand(self.B, self.T)
+            dense = self._dense.expand(-1, -1, self.call.T, self.call.S)
+            sees = sees & dense.diagonal(self.call.S - self.call.T, -2, -1).any(1)
+        return sees.expand(self.call.B, self.call.T)
 
     # ------------------------------------------------------------------ attention
     def statistics(
@@ -197,11 +158,13 @@ class AttentionCall:
             ValueError: the call has entmax in the place of softmax.
         """
         self.check_softmax("statistics")
-        call = self._scores
-        excluded = check_excluded(exclude_keys, call.query, (self.B, self.S))
-        dtype, sizes = compute_dtype(call.query.dtype), (self.B, self.H, self.T)
-        weights = check_row_weights(received, call.query, sizes, dtype)
-        call = call._replace(exclude_keys=excluded, row_weights=weights)
+        B, H, T, S = self.call.sizes
+        query = self.call.query
+        call = self.call._replace(
+            value=None,
+            exclude_keys=check_excluded(exclude_keys, query, (B, S)),
+            row_weights=check_row_weights(received, query, (B, H, T), compute_dtype(query.dtype)),
+        )
         return measure(call, select(call))
 
     @torch.no_grad()
@@ -219,16 +182,15 @@ class AttentionCall:
         Raises:
             ValueError: a head does not exist; the slice has a step.
         """
-        start, stop, step = rows.indices(self.T)
+        start, stop, step = rows.indices(self.call.T)
         if step != 1:
             refuse("rows", f"is {rows}", "pass a slice without a step")
-        call = scores.of_rows(self._scores, start, stop)
-        if self.alpha is not None:
-            alpha = self.alpha.detach().to(compute_dtype(self.query.dtype))
-            call = call._replace(alpha=alpha)
+        call = scores.of_rows(self.call, start, stop)
         if heads is not None:
-            if absent := [head for head in heads if not 0 <= head < self.H]:
-                refuse("heads", f"names head {absent[0]}", f"the call has heads 0 to {self.H - 1}")
+            if absent := [head for head in heads if not 0 <= head < self.call.H]:
+                refuse(
+                    "heads", f"names head {absent[0]}", f"the call has heads 0 to {self.call.H - 1}"
+                )
             call = scores.of_heads(call, heads)
         return eager.row_probabilities(call)
 
@@ -239,9 +201,9 @@ class AttentionCall:
         """
         found = [
             (self.probabilities(rows) > 0).sum(-1)
-            for rows in blocks(self.T, self.B * self.H * self.S)
+            for rows in blocks(self.call.T, self.call.B * self.call.H * self.call.S)
         ]
-        empty = self.query.new_zeros((self.B, self.H, 0), dtype=torch.int64)
+        empty = self.call.query.new_zeros((self.call.B, self.call.H, 0), dtype=torch.int64)
         return torch.cat([empty, *found], -1)
 
     def support_tiles(self, size: int = 64) -> Tensor:
@@ -254,10 +216,10 @@ class AttentionCall:
             TypeError, ValueError: `size` is not an int of at least 1.
         """
         size = check_size("size", size)
-        found = self.query.new_zeros((self.B, self.H), dtype=torch.int64)
-        for start in range(0, self.T, size):
+        found = self.call.query.new_zeros((self.call.B, self.call.H), dtype=torch.int64)
+        for start in range(0, self.call.T, size):
             above = (self.probabilities(slice(start, start + size)) > 0).any(2)  # [B, H, S]
-            tiles = functional.pad(above, (0, -self.S % size)).view(*found.shape, -1, size)
+            tiles = functional.pad(above, (0, -self.call.S % size)).view(*found.shape, -1, size)
             found += tiles.any(3).sum(2)
         return found
 

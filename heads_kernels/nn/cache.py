@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_size, refuse
+from heads_kernels.checks import check_size, check_tensor, refuse
 
 
 class KeyValueCache:
@@ -91,11 +91,7 @@ class KeyValueCache:
     def reorder(self, beams: Tensor) -> None:
         """For beam search: row b continues with the cache of row `beams[b]`; integers, one per new row."""
         instead = "pass an int64 or int32 tensor of one dimension"
-        if not isinstance(beams, Tensor) or beams.dtype not in (torch.int64, torch.int32):
-            was = f"has dtype {beams.dtype}" if isinstance(beams, Tensor) else f"is {beams!r}"
-            refuse("beams", was, instead, TypeError)
-        if beams.dim() != 1:
-            refuse("beams", f"has shape {list(beams.shape)}", instead)
+        check_tensor("beams", beams, instead, (1,), (torch.int64, torch.int32))
         self._stored = tuple(stored.index_select(0, beams) for stored in self._stored)
         if self.running is not None:
             self.running = self.running.index_select(0, beams)

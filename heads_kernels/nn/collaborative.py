@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.functional import collaborative_attention
+from heads_kernels.nn.attention import split_projections
 from heads_kernels.nn.initialization import mixing_init_
-from heads_kernels.nn.multihead import Multihead, head_width
-from heads_kernels.nn.state_dict import split_projections
+from heads_kernels.nn.multihead import Multihead, Options, head_width
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 class CollaborativeMultiheadAttention(Multihead):
@@ -65,21 +67,14 @@ class CollaborativeMultiheadAttention(Multihead):
         num_heads: int,
         shared_dim: int,
         *,
-        kdim: int | None = None,
-        vdim: int | None = None,
         value_dim: int | None = None,
         num_value_heads: int | None = None,
-        bias: bool = True,
         qk_bias: bool = False,
         content_bias: bool = True,
         mixing_init: str = "concatenate",
         ragged: bool = False,
-        dropout: float = 0.0,
         scale: float | None = None,
-        output_gate: str | None = None,
-        batch_first: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[Options],
     ) -> None:
         E, H = check_size("embed_dim", embed_dim), check_size("num_heads", num_heads)
         Ds = check_size("shared_dim", shared_dim)
@@ -91,28 +86,16 @@ class CollaborativeMultiheadAttention(Multihead):
         check_flag("qk_bias", qk_bias)
         check_flag("content_bias", content_bias)
         check_flag("ragged", ragged)
-        super().__init__(
-            E,
-            H,
-            (Ds, Ds, Hv * Dv),
-            value_dim=Dv,
-            kdim=kdim,
-            vdim=vdim,
-            bias=bias,
-            qk_bias=qk_bias,
-            dropout=dropout,
-            scale=(E / H) ** -0.5 if scale is None else scale,
-            output_gate=output_gate,
-            batch_first=batch_first,
-            device=device,
-            dtype=dtype,
-        )
+        scale = (E / H) ** -0.5 if scale is None else scale
+        rows = Ds, Ds, Hv * Dv
+        super().__init__(E, H, rows, value_dim=Dv, scale=scale, qk_bias=qk_bias, **options)
         self.shared_dim = Ds
         self.num_value_heads = Hv
         self.mixing_init = mixing_init
         self.ragged = ragged
-        self.mixing = nn.Parameter(torch.empty(H, Ds, device=device, dtype=dtype))
-        content = nn.Linear(self.kdim, H, bias=False, device=device, dtype=dtype)
+        like = self.out_proj.weight.detach()
+        self.mixing = nn.Parameter(like.new_empty(H, Ds))
+        content = nn.Linear(self.kdim, H, bias=False, device=like.device, dtype=like.dtype)
         self.content_proj = content if content_bias else None
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(_load_concatenated)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import refuse
+from heads_kernels.checks import check_tensor
 
 
 class HeadGate(nn.Module, ABC):
@@ -62,11 +62,7 @@ class FixedGate(HeadGate):
 
     def __init__(self, gates: Tensor) -> None:
         super().__init__()
-        if not isinstance(gates, Tensor) or not gates.is_floating_point():
-            was = f"has dtype {gates.dtype}" if isinstance(gates, Tensor) else f"is {gates!r}"
-            refuse("gates", was, "pass a floating tensor [H]", TypeError)
-        if gates.dim() != 1:
-            refuse("gates", f"has shape {list(gates.shape)}", "pass [H], one gate for each head")
+        check_tensor("gates", gates, "pass a floating tensor [H], one gate for each head", (1,))
         self.register_buffer("gates", gates.detach().clone(), persistent=False)
 
     @property

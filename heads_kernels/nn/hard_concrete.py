@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_size, is_real, refuse
+from heads_kernels.checks import check_choice, check_size, is_real, refuse
 from heads_kernels.dtensor import distributed_as, of_first, whole
 from heads_kernels.nn.gates import HeadGate
 
@@ -98,8 +98,7 @@ class HardConcrete(HeadGate):
             refuse("stretch", f"is {stretch!r}", "pass (low, high) with low < 0 and high > 1")
         if not is_real(eps) or not 0 < eps < 0.5:
             refuse("eps", f"is {eps!r}", "pass a float in (0, 0.5), such as 1e-6")
-        if evaluate not in EVALUATE:
-            refuse("evaluate", f"is {evaluate!r}", f"use one of {', '.join(map(repr, EVALUATE))}")
+        check_choice("evaluate", evaluate, EVALUATE)
         if generator is not None and (
             not isinstance(generator, torch.Generator) or generator.device.type != "cpu"
         ):
@@ -314,8 +313,7 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
     Raises:
         ValueError: the model has no `HardConcrete`; `reduce` is unknown.
     """
-    if reduce not in REDUCE:
-        refuse("reduce", f"is {reduce!r}", f"use one of {', '.join(map(repr, REDUCE))}")
+    check_choice("reduce", reduce, REDUCE)
     gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
     if not gates:
         was = f"is a {type(model).__name__} without HardConcrete gates"

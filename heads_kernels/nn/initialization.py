@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_size, refuse
+from heads_kernels.checks import check_choice, check_size, check_tensor, refuse
 
 MIXING_INITS: Final = ("concatenate", "ones", "normal", "xavier")
 Module = TypeVar("Module", bound=nn.Module)
@@ -33,13 +33,8 @@ def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
         TypeError, ValueError: `tensor` is not floating `[H, Ds]`; `kind` is unknown; "concatenate" with Ds < H, which
             would leave heads empty.
     """
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        was = f"has dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"is {tensor!r}"
-        refuse("tensor", was, "pass a floating tensor [H, Ds]", TypeError)
-    if tensor.dim() != 2:
-        refuse("tensor", f"has shape {list(tensor.shape)}", "pass [H, Ds]")
-    if kind not in MIXING_INITS:
-        refuse("kind", f"is {kind!r}", f"use one of {', '.join(map(repr, MIXING_INITS))}")
+    check_tensor("tensor", tensor, "pass a floating tensor [H, Ds]", (2,))
+    check_choice("kind", kind, MIXING_INITS)
     if kind == "ones":
         return tensor.fill_(1.0)
     if kind == "normal":

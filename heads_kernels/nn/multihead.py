@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,22 @@ from heads_kernels.nn.masks import is_bias, module_bias, module_mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.statistics import AttentionStatistics
+
+if TYPE_CHECKING:
+    pass
+
+
+class Options(TypedDict, total=False):
+    """What the constructors of all attention modules take by name, besides what is their own."""
+
+    kdim: int | None
+    vdim: int | None
+    bias: bool
+    dropout: float
+    output_gate: str | None
+    batch_first: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class _OwnForward:
@@ -93,16 +109,16 @@ class Multihead(nn.Module, ABC):
         rows: tuple[int, int, int],
         *,
         value_dim: int,
-        kdim: int | None,
-        vdim: int | None,
-        bias: bool,
-        qk_bias: bool,
-        dropout: float,
         scale: float,
-        output_gate: str | None,
-        batch_first: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        qk_bias: bool | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        output_gate: str | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_flag("batch_first", batch_first)
@@ -118,6 +134,7 @@ class Multihead(nn.Module, ABC):
         self.dropout = check_dropout(dropout, "dropout")
         self.scale = check_scale(scale, 1.0)
         linear = partial(nn.Linear, device=device, dtype=dtype)
+        qk_bias = bias if qk_bias is None else qk_bias
         self.q_proj = linear(embed_dim, rows[0], bias=qk_bias)
         self.k_proj = linear(self.kdim, rows[1], bias=qk_bias)
         self.v_proj = linear(self.vdim, rows[2], bias=bias)
@@ -257,24 +274,17 @@ class Multihead(nn.Module, ABC):
             kept_heads=getattr(self, "kept_heads", None),
         )
         operands = self.operands(rows, self._source(keys, values, cache, alone))
-        call: Any = None
-        if self.observer is not None or self.edit_heads is not None:
-            call = AttentionCall(
-                **{"mixing": None, "content_bias": None, **operands},  # type: ignore[arg-type]
-                mask=visible,
-                scale=self.scale,
-                bias=bias,
-                batch=batch,
-                self_attention=alone,
-            )
-        if self.observer is not None:
-            self.observer(call)
         # The operator gets the unflattened batch dimensions, so that a bias that broadcasts is not expanded.
         arguments: dict[str, Any] = {
             name: each if each is None or name in ("mixing", "alpha") else unflatten(each, batch)
             for name, each in operands.items()
         }
         arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
+        call: Any = None
+        if self.observer is not None or self.edit_heads is not None:
+            call = AttentionCall.of(self.operator, self_attention=alone, **arguments)
+        if self.observer is not None:
+            self.observer(call)
         heads = self._attend(rows, arguments, batch, self.beside(rows, visible, cache))
         heads = heads.transpose(1, 2)
         if self.edit_heads is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.nn.attention import GatedMultiheadAttention
-from heads_kernels.nn.snapshot import kept_on_error
+from heads_kernels.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
 

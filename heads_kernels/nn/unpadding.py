@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import refuse, shape_of
+from heads_kernels.checks import check_tensor, refuse, shape_of
 from heads_kernels.mask import Mask
 
 
@@ -87,10 +87,7 @@ def unpad(x: Tensor, real: Tensor) -> tuple[Tensor, Mask, Callable[[Tensor], Ten
     if x.dim() < 2:
         refuse("x", f"has shape {shape_of(x)}", "pass a tensor [B, T, ...]")
     instead = f"pass a bool tensor {[*x.shape[:2]]}, True = real"
-    if not isinstance(real, Tensor):
-        refuse("real", f"is a {type(real).__name__}", instead, TypeError)
-    if real.dtype != torch.bool:
-        refuse("real", f"has dtype {real.dtype}", instead, TypeError)
+    check_tensor("real", real, instead, (2,), (torch.bool,))
     if real.shape != x.shape[:2]:
         refuse("real", f"has shape {shape_of(real)}, but x has {shape_of(x)}", instead)
     if real.device != x.device:

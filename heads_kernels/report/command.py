@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import heads_kernels as hk
-from heads_kernels.analysis.figures import write_whole
+from heads_kernels.files import write_whole
 from heads_kernels.report.inputs import BadOption, Inputs, load
 from heads_kernels.report.panels import LEFT_OUT, measure
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -55,18 +57,20 @@ def test_a_modules_call_has_its_maps_and_its_tokens(shared: bool, left: bool) ->
 def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
-    call = AttentionCall(
-        query, key, key, None, None, hk.Mask(causal=True), 0.5, sinks=torch.ones(4)
-    )
+    terms = {"attn_mask": hk.Mask(causal=True), "scale": 0.5, "sinks": torch.ones(4)}
+    call = AttentionCall.of(hk.gated_attention, query, key, key, **terms)
     second = torch.arange(6) == 1
     excluded = [None, second, second[None], torch.stack([second, ~second])]
     expected = [
-        hk.attention_statistics(
-            query, key, attn_mask=call.mask, scale=0.5, sinks=call.sinks, exclude_keys=keys
-        )
-        for keys in excluded
+        hk.attention_statistics(query, key, exclude_keys=keys, **terms) for keys in excluded
     ]
     assert call.real_queries.all()
+    assert (call.scale, call.Hk, call.intervals.band_hi) == (0.5, 2, 1)
+    assert call.sinks is terms["sinks"]
+    assert call.flops() == call.call.flops() > 0
+    assert copy.deepcopy(call).call.sizes == (2, 4, 6, 6)
+    with pytest.raises(ValueError, match="key has"):
+        AttentionCall.of(hk.gated_attention, query, key[..., :4], key)
     monkeypatch.setattr(attention_call, "parse", None)
     for keys, statistics in zip(excluded, expected, strict=True):
         for found, each in zip(call.statistics(keys)[:-1], statistics[:-1], strict=True):
@@ -162,7 +166,8 @@ class Observed(House):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observer is not None and self.calls_observer:
-            self.observer(AttentionCall(*self.operands(x), None, None, None, self.width**-0.5))
+            scale = self.width**-0.5
+            self.observer(AttentionCall.of(hk.gated_attention, *self.operands(x), scale=scale))
         return super().forward(x)
 
 

@@ -136,7 +136,7 @@ def test_memory_is_bounded_where_eager_alone_serves(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("heads_kernels.analysis.positions._by_operator", lambda *arguments: None)
     query, key = torch.randn(2, 1, 4, 4096, 8)
     bias = torch.zeros(1, 1, 1, 4096)
-    call = hk.analysis.AttentionCall(query, key, key, None, None, None, 0.3, bias)
+    call = hk.analysis.AttentionCall.of(hk.gated_attention, query, key, key, bias=bias, scale=0.3)
     own = own_keys(call)
     band = Band(own * 0, own + 1, torch.ones(1, 4096, 1))
     lse = (0.3 * query @ key.mT).logsumexp(-1)

@@ -23,8 +23,8 @@ from heads_kernels.convert.counts import Sizes
 from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import projected_layers
 from heads_kernels.heads.saving import record_in_config
+from heads_kernels.heads.shared import SharedProjection
 from heads_kernels.integrations.transformers import from_pretrained, release
-from heads_kernels.nn.shared import SharedProjection
 from tests.convert.converted_models import (
     convert,
     gradients,

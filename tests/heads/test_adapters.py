@@ -214,7 +214,9 @@ def test_adapters_on_converted_layers(name: str) -> None:
     """Parts of a projection are run, not read: adapters there learn, and are pruned with their heads."""
     model = adapted(name, parts=())
     collaborate(model, [20, 20], progress=False)
-    shared = [part for part in model.modules() if isinstance(part, hk.nn.shared.SharedProjection)]
+    shared = [
+        part for part in model.modules() if isinstance(part, hk.heads.shared.SharedProjection)
+    ]
     assert len(shared) == 4
     for part in shared:
         assert part(torch.randn(2, part.in_features)).shape == (2, part.out_features)

@@ -294,6 +294,10 @@ def test_an_interrupted_save_leaves_what_was_there(
     model = translator()
     hk.heads.save(model, path)
     before = path.read_bytes()
+    new = tmp_path / "new"
+    new.touch()
+    assert path.stat().st_mode == new.stat().st_mode  # safetensors alone makes it its owner's
+    new.unlink()
 
     def interrupted(model: nn.Module, filename: str, **options: Any) -> None:
         Path(filename).write_bytes(b"half")

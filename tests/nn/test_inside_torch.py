@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
-from heads_kernels.nn.state_dict import split_projections
+from heads_kernels.nn.attention import split_projections
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import CAUSAL, PADDED, B, E, H, S, T, layer_of, spread
 

@@ -18,8 +18,8 @@ import heads_kernels as hk
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.heads.layouts import class_calls_interface
 from heads_kernels.integrations.transformers import use
-from heads_kernels.integrations.transformers.tested import ATTENTION_ALONE
 from tests.support.alike import assert_alike
+from tests.support.families import ATTENTION_ALONE
 from tests.support.tiny_models import (
     TINY,
     batch,

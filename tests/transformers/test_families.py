@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.convert.install import read_heads
-from heads_kernels.integrations.transformers import TESTED, from_pretrained, release, tested, use
-from heads_kernels.integrations.transformers.tested import OF_A_FORM
+from heads_kernels.integrations.transformers import TESTED, from_pretrained, release, use
 from tests.convert.converted_models import CONVERTIBLE, ROTARY, TURNED, convert
+from tests.support import families
 from tests.support.alike import assert_alike
+from tests.support.families import OF_A_FORM
 from tests.support.tiny_models import (
     FEW,
     TINY,
@@ -376,8 +377,8 @@ def test_every_family_has_a_tiny_model() -> None:
 
 
 def test_table_of_the_documentation_is_generated() -> None:
-    """`python -c "from heads_kernels.integrations.transformers import tested; print(tested.table())"` makes it."""
+    """`python -m tests.support.families` prints it."""
     document = DOCUMENT.read_text(encoding="utf-8")
-    assert tested.table() in document
-    assert tested.of_a_form() in document
-    assert tested.attention_alone() in document
+    assert families.table() in document
+    assert families.of_a_form() in document
+    assert families.attention_alone() in document

@@ -20,7 +20,7 @@ import transformers
 import heads_kernels as hk
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers import attention, release, use
-from heads_kernels.integrations.transformers.relative_bias import RelativeBias
+from heads_kernels.integrations.transformers.masks import RelativeBias
 from tests.support.tiny_models import build, outputs, randomised, with_gradients
 
 T5_LIKE = ("t5", "umt5", "longt5")

@@ -153,8 +153,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: types.SimpleNamespace(model=build("bert")), "pass its model, a BertModel, which is chan"),
     (lambda: stock("RoFormerModel", TINY["bert"].arguments), "'roformer'.* computes its attention"),
     (lambda: stock("DogeModel", TINY["llama"].arguments), "family 'doge'.*, which handles masks"),
-    (lambda: small("inkling2_text"), r"Inkling2TextModel .*plain attention \(attention sinks by"),
-    (lambda: small("deepseek_v32"), "DeepseekV32Attention, chooses keys by index"),
+    (lambda: small("inkling2_text"), "sinks is passed to .* a Inkling2.*Attention, and is not"),
+    (lambda: small("deepseek_v32"), "indices is passed to .* a DeepseekV32Attention, and is not supported"),
     *((partial(stock, *each), rf"model is a {each[0]} .*masks.* it cannot be used") for each in WITH_MASKS),
 ]  # fmt: skip
 
@@ -175,7 +175,11 @@ def test_arguments_that_are_refused() -> None:
     with pytest.raises(TypeError, match="unpad is a int"):
         use(use(model), unpad=1)  # type: ignore[arg-type]
     inkling = small("inkling2_text")
-    inkling.set_attn_implementation("heads_kernels")
+    with pytest.raises(
+        ValueError, match=r"sinks is passed to .* a Inkling2\w+Attention, and is not"
+    ):
+        inkling.set_attn_implementation("heads_kernels")
+    inkling.config._attn_implementation = "heads_kernels"
     with pytest.raises(
         ValueError, match=r"sinks is given by Inkling2\w+Attention .* use attn_impl"
     ):

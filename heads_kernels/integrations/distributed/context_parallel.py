@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from heads_kernels.batch import unflatten
 from heads_kernels.call import Call
-from heads_kernels.checks import check_flag, check_size, refuse
+from heads_kernels.checks import check_choice, check_flag, check_size, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.dtensor import is_sharded, of_first
 from heads_kernels.functional import collaborative_attention, gated_attention
@@ -121,8 +121,7 @@ class ContextParallel:
         if mesh.ndim > 2 or (mesh.ndim == 2 and names is None):
             instead = "pass mesh['cp'], or with tensor parallelism mesh['tp', 'cp']"
             refuse("mesh", f"has {mesh.ndim} dimensions, named {names}", instead)
-        if method not in METHODS:
-            refuse("method", f"is {method!r}", f"use one of {', '.join(map(repr, METHODS))}")
+        check_choice("method", method, METHODS)
         check_flag("balanced", balanced)
         if length is not None:
             check_size("length", length)

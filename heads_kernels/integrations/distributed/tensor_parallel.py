@@ -9,10 +9,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.projected import projected_layers
+from heads_kernels.heads.shared import FusedProjection
 from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn import CollaborativeMultiheadAttention, HardConcrete
 from heads_kernels.nn.multihead import Multihead
-from heads_kernels.nn.shared import FusedProjection
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

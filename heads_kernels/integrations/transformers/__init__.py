@@ -4,10 +4,8 @@ Importing this package registers the attention function and the mask function wi
 `from_pretrained(..., attn_implementation="heads_kernels")` and `model.set_attn_implementation("heads_kernels")` work.
 """
 
-from heads_kernels.integrations.transformers.checkpoints import from_pretrained
 from heads_kernels.integrations.transformers.classes import register_patches, unregister_patches
-from heads_kernels.integrations.transformers.models import release, use
-from heads_kernels.integrations.transformers.registering import register
+from heads_kernels.integrations.transformers.models import from_pretrained, register, release, use
 from heads_kernels.integrations.transformers.tested import TESTED
 
 register()

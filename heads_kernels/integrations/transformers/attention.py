@@ -9,35 +9,33 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from heads_kernels.checks import GATE_ACTIVATIONS, GateActivation, refuse
+from heads_kernels.checks import GateActivation, refuse
 from heads_kernels.dtensor import is_sharded, local_part, summed_gradient
 from heads_kernels.functional import (
     attention_statistics,
     collaborative_attention,
     gated_attention,
 )
+from heads_kernels.heads.shared import rotary_places, split_rotary, split_shared
 from heads_kernels.integrations.transformers.head_masks import (
     given_head_mask,
     head_mask_row,
     requests_statistics,
 )
-from heads_kernels.integrations.transformers.masks import PreparedMask
-from heads_kernels.integrations.transformers.relative_bias import RelativeBias
-from heads_kernels.integrations.transformers.whole_masks import whole_mask
+from heads_kernels.integrations.transformers.masks import PreparedMask, RelativeBias, whole_mask
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall, visible_under
 from heads_kernels.nn.hard_concrete import check_one_noise
-from heads_kernels.nn.shared import rotary_places, split_rotary, split_shared
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.gate import activate
+from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.statistics import AttentionStatistics
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: Arguments of attention functions that the operator does not support.
-UNSERVED: Final = {
+_UNSERVED: Final = {
     "sinks": "attention sinks by row",
     "indices": "keys chosen by index",
     "block_indices": "keys chosen by index",
@@ -123,22 +121,19 @@ def attention_forward(
         "sinks": None if s_aux is None else _of_kept_heads(module, H, s_aux, 0),
         "scale": scale,
     }
+    operator: Any = collaborative_attention if is_shared else gated_attention
     observer, edit = getattr(module, "observer", None), getattr(module, "edit_heads", None)
+    is_asked = observer is not None or edit is not None
+    if context is not None and (is_asked or output_attentions):
+        name = "observe or patch" if is_asked else "output_attentions"
+        refuse(name, "is asked of parts of sequences", "set context to None, and pass whole ones")
     call = None
-    if observer is not None or edit is not None:
-        parts: dict[str, Any] = {"mixing": None, "content_bias": None, **operands, **scores}
+    if is_asked:
         visible = visible_under(attention_mask) if _is_added(attention_mask) else mask
-        call = AttentionCall(**parts, mask=visible)
+        call = AttentionCall.of(operator, **operands, **scores, attn_mask=visible)
     if observer is not None:
         observer(call)
-
-    operator: Any = collaborative_attention if is_shared else gated_attention
     if context is not None:
-        if call is not None or output_attentions:
-            name = "output_attentions" if call is None else "observe or patch"
-            refuse(
-                name, "is asked of parts of sequences", "set context to None, and pass whole ones"
-            )
         operator = partial(context, operator)
     heads = operator(
         **operands,
@@ -155,14 +150,15 @@ def attention_forward(
         del operands["value"]
         statistics = attention_statistics(**operands, **scores, attn_mask=mask)
     if output_gate is not None:  # the operator's gate is the head gate
-        out = out * _by_token(output_gate, gate_activation).to(out.dtype)
+        wide = output_gate.to(torch.promote_types(output_gate.dtype, torch.float32))
+        out = out * as_4d(activate(wide, gate_activation)).transpose(1, 2).to(out.dtype)
     if edit is not None:
         out = edit(out, call)
     return out, statistics
 
 
 def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
-    for name, what in UNSERVED.items():
+    for name, what in _UNSERVED.items():
         if arguments.get(name) is not None:
             was = f"is given by {type(module).__name__} ({what})"
             instead = "the operator has none; use attn_implementation='sdpa' or 'eager'"
@@ -266,18 +262,6 @@ def _of_kept_heads(module: nn.Module, H: int, tensor: Tensor, dim: int) -> Tenso
     if kept is None or tensor.dim() < abs(dim) or tensor.shape[dim] in (1, H):
         return tensor
     return tensor.index_select(dim, kept)
-
-
-def _by_token(gate: Tensor, activation: str) -> Tensor:
-    """A gate as a factor of `[B, T, H, Dv]`."""
-    if activation not in GATE_ACTIVATIONS:
-        instead = f"use one of {', '.join(map(repr, GATE_ACTIVATIONS))}"
-        refuse("gate_activation", f"is {activation!r}", instead)
-    if activation != "identity":
-        gate = activate(gate.to(torch.promote_types(gate.dtype, torch.float32)), activation)
-    if gate.dim() <= 2:  # [H] or [B, H]
-        return gate[..., None, :, None]
-    return gate.transpose(1, 2) if gate.dim() == 4 else gate.transpose(1, 2)[..., None]
 
 
 # ---------------------------------------------------------------------- gates of heads

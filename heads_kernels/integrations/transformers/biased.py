@@ -1,4 +1,6 @@
-"""Replacements for attention classes of transformers that compute biased scores themselves: they call the operator.
+"""Replacements for classes of transformers whose scores have a bias.
+
+Those that compute attention themselves call the operator. T5 and its relatives hand on what is small, not `[H, T, S]`.
 
 ALiBi stays the bias by key position that BLOOM and MPT compute: it is as small as a table of offsets and, unlike a
 function of the distance, exact if padding has holes.
@@ -16,7 +18,7 @@ from torch.nn.functional import normalize
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
-from heads_kernels.integrations.transformers.relative_bias import RelativeBias
+from heads_kernels.integrations.transformers.masks import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.statistics import AttentionStatistics
 
@@ -24,30 +26,33 @@ from heads_kernels.ops.statistics import AttentionStatistics
 class Biased(Replacement):
     """A layer whose stock forward computes attention itself.
 
-    A tensor as mask comes from another attention function, which the config names: most subclasses then run the stock
-    forward.
+    A tensor as mask comes from another attention function, which the config names: the stock forward then runs.
     """
 
     calls_operator = True
-    repeats = True
 
-    def runs_stock(self, **reasons: bool) -> bool:
-        """Whether a subclass runs the stock forward: one of the reasons holds, by the name of an argument.
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        """Whether the mask is a tensor.
 
         Raises:
             ValueError: the heads have gates, which the stock forward ignores.
         """
-        name = next((name for name, holds in reasons.items() if holds), None)
-        if name is not None and getattr(self, "head_gate", None) is not None:
+        return self.is_reason("attention_mask", isinstance(given.get("attention_mask"), Tensor))
+
+    def is_reason(self, argument: str, holds: bool) -> bool:
+        """`holds`, which makes the stock forward run."""
+        if holds and getattr(self, "head_gate", None) is not None:
             was = f"makes stock {self.stock.__name__} run, which ignores the gates of its heads"
             instead = "pass padding as [B, S], or remove the gates: hk.heads.ungate(model)"
-            refuse(name, was, instead)
-        return name is not None
+            refuse(argument, was, instead)
+        return holds
 
-    def by_heads(self, projected: Tensor) -> Tensor:
-        """`[B, T, H * D]` as `[B, H, T, D]`."""
-        heads = projected.view(*projected.shape[:-1], -1, self.attention_head_size)
-        return heads.transpose(1, 2)
+    def by_heads(self, hidden_states: Tensor, *projections: Any) -> list[Tensor]:
+        """What each of these projections gives, `[B, H, T, D]`."""
+        found = (each(hidden_states) for each in projections)
+        return [
+            each.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2) for each in found
+        ]
 
     def attend(
         self,
@@ -74,6 +79,55 @@ class Biased(Replacement):
         return out.flatten(2), statistics
 
 
+# ---------------------------------------------------------------------- T5: layers hand the bias of the first on
+class OwnRelativePositions(Replacement):
+    """Attention with T5's biases, which looks them up in an embedding of its own: nothing of size `[H, T, S]` is made.
+
+    UMT5's stock forward takes no bias of another layer: it adds zeros in cross-attention, where it has no embedding.
+    """
+
+    def compute_bias(
+        self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+    ) -> RelativeBias | Tensor:
+        """What the stock forward adds to the scores. While decoding with a static cache, whose length is a tensor, it
+        is the stock tensor of one row."""
+        if self.config._attn_implementation != NAME or isinstance(past_seen_tokens, Tensor):
+            return self._stock_bias(query_length, key_length, device, past_seen_tokens)
+        return RelativeBias(self, past_seen_tokens)
+
+    def _stock_bias(self, *args: Any) -> Tensor:
+        stock: Any = super()
+        bias: Tensor = stock.compute_bias(*args)
+        return bias
+
+    def offset_table(self, T: int, S: int, start: int) -> Tensor:
+        """The bias at every offset of keys from T rows that start at position `start`, `[H, T + S - 1]`: that of the
+        last row and as many more keys."""
+        row = self._stock_bias(1, max(T + S - 1, 1), None, start + T - 1)  # [1, H, 1, T + S - 1]
+        return row[0, :, 0]
+
+
+class RelativePositions(OwnRelativePositions):
+    """Layers that take the bias of the first. In cross-attention nothing is added in the place of zeros."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, position_bias: Any = None, **kwargs: Any
+    ) -> Any:
+        is_ours = self.config._attn_implementation == NAME
+        if is_ours and position_bias is None and not self.has_relative_attention_bias:
+            position_bias = RelativeBias(None)
+        return super().forward(hidden_states, *args, position_bias=position_bias, **kwargs)
+
+
+class PaddedRelativePositions(RelativePositions):
+    """Switch Transformers', whose encoder makes a mask of floats `[B, 1, 1, S]` of its padding: 0 where visible."""
+
+    def forward(self, hidden_states: Tensor, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.config._attn_implementation == NAME and isinstance(mask, Tensor):
+            mask = mask == 0
+        return super().forward(hidden_states, mask, *args, **kwargs)
+
+
 # ---------------------------------------------------------------------- MPNet
 class MPNetBias(Replacement):
     """The encoder, which computes the bias of all layers: per offset instead of `[B, H, T, T]`."""
@@ -98,7 +152,7 @@ class MPNetBias(Replacement):
 class MPNet(Biased):
     """Attention with the encoder's bias, then the projection `o`."""
 
-    def forward(
+    def fused(
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
@@ -106,13 +160,7 @@ class MPNet(Biased):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor)):
-            return super().forward(
-                hidden_states, attention_mask, position_bias, output_attentions, **kwargs
-            )
-        query, key, value = (
-            self.by_heads(each(hidden_states)) for each in (self.q, self.k, self.v)
-        )
+        query, key, value = self.by_heads(hidden_states, self.q, self.k, self.v)
         out, statistics = self.attend(
             query, key, value, attention_mask, position_bias, self.dropout.p
         )
@@ -126,23 +174,22 @@ class Bloom(Biased):
     unread = frozenset({"use_cache", "output_attentions"})
     is_causal = True
 
-    def forward(
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        slow = self.pretraining_tp > 1 and self.slow_but_exact  # it omits the bias of `dense`
+        return super().runs_stock(given) or self.is_reason("slow_but_exact", slow)
+
+    def fused(
         self,
         hidden_states: Tensor,
         residual: Tensor,
         alibi: Tensor,
         attention_mask: Any,
-        layer_past: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
-        slow = self.pretraining_tp > 1 and self.slow_but_exact  # it omits the bias of `dense`
-        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor), slow_but_exact=slow):
-            return super().forward(
-                hidden_states, residual, alibi, attention_mask, layer_past, **kwargs
-            )
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         bias = alibi.view(-1, self.num_heads, 1, alibi.shape[-1])  # [B, H, 1, S]
         dropout = self.attention_dropout.p
         out, statistics = self.attend(query, key, value, attention_mask, bias, dropout)
@@ -155,7 +202,7 @@ class Mpt(Biased):
 
     is_causal = True
 
-    def forward(
+    def fused(
         self,
         hidden_states: Tensor,
         position_bias: Tensor | None,
@@ -163,9 +210,6 @@ class Mpt(Biased):
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        cache = kwargs.pop(self.cache_name, cache)
-        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor)):
-            return super().forward(hidden_states, position_bias, cache, attention_mask, **kwargs)
         projected = self.Wqkv(hidden_states)
         if self.clip_qkv:
             projected = projected.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -193,7 +237,7 @@ class Mpt(Biased):
 class LayoutLMv3(Biased):
     """Biases by position in the text and on the page, `[B, H, T, T]` each, scaled like the scores."""
 
-    def forward(
+    def fused(
         self,
         hidden_states: Tensor,
         attention_mask: Any = None,
@@ -201,11 +245,7 @@ class LayoutLMv3(Biased):
         rel_2d_pos: Any = None,
         **kwargs: Any,
     ) -> Any:
-        if self.runs_stock(attention_mask=isinstance(attention_mask, Tensor)):
-            return super().forward(hidden_states, attention_mask, rel_pos, rel_2d_pos, **kwargs)
-        query, key, value = (
-            self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
-        )
+        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
         bias = None
         if self.has_relative_attention_bias:
             bias = rel_pos + rel_2d_pos if self.has_spatial_attention_bias else rel_pos
@@ -216,7 +256,10 @@ class LayoutLMv3(Biased):
 class Data2VecVision(Biased):
     """A relative position bias `[1, H, T, T]`, per layer or shared by all layers; there is no mask."""
 
-    def forward(
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        return Replacement.runs_stock(self, given)
+
+    def fused(
         self,
         hidden_states: Tensor,
         output_attentions: bool = False,
@@ -224,17 +267,7 @@ class Data2VecVision(Biased):
         interpolate_pos_encoding: bool = False,
         resolution: Any = None,
     ) -> Any:
-        if self.config._attn_implementation != NAME:
-            return super().forward(
-                hidden_states,
-                output_attentions,
-                relative_position_bias,
-                interpolate_pos_encoding,
-                resolution,
-            )
-        query, key, value = (
-            self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
-        )
+        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
         bias = relative_position_bias
         if self.has_relative_position_bias:
             window = tuple(size // self.config.patch_size for size in resolution)
@@ -252,15 +285,16 @@ class Swinv2(Biased):
     The model makes the mask of its shifted windows itself, with any attention function.
     """
 
-    def forward(
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        return False
+
+    def fused(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         output_attentions: bool | None = False,
     ) -> Any:
-        query, key, value = (
-            self.by_heads(each(hidden_states)) for each in (self.query, self.key, self.value)
-        )
+        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
         scale = self.logit_scale.clamp(max=math.log(100)).exp()  # [H, 1, 1]
         query, key = normalize(query, dim=-1) * scale, normalize(key, dim=-1)
         table = self.continuous_position_bias_mlp(self.relative_coords_table).flatten(0, 2)
@@ -278,9 +312,17 @@ BIASED: Final[dict[str, tuple[type[Replacement], str]]] = {
     "Data2VecVisionSdpaSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
     "Data2VecVisionSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
     "LayoutLMv3SelfAttention": (LayoutLMv3, "layoutlmv3"),
+    "LongT5Attention": (RelativePositions, "longt5"),
     "MPNetEncoder": (MPNetBias, "mpnet"),
     "MPNetSelfAttention": (MPNet, "mpnet"),
+    "MT5Attention": (RelativePositions, "mt5"),
     "MptAttention": (Mpt, "mpt"),
+    "Pix2StructTextAttention": (RelativePositions, "pix2struct"),
+    "Pop2PianoAttention": (RelativePositions, "pop2piano"),
     "Swin2SRSelfAttention": (Swinv2, "swin2sr"),
     "Swinv2SelfAttention": (Swinv2, "swinv2"),
+    "SwitchTransformersAttention": (PaddedRelativePositions, "switch_transformers"),
+    "T5Attention": (RelativePositions, "t5"),
+    "UMT5Attention": (OwnRelativePositions, "umt5"),
+    "UdopAttention": (RelativePositions, "udop"),
 }

@@ -19,17 +19,11 @@ from heads_kernels.heads.layouts import class_calls_interface
 from heads_kernels.integrations.transformers.biased import BIASED
 from heads_kernels.integrations.transformers.head_masks import RowsOfHeadMask
 from heads_kernels.integrations.transformers.output_gated import WAYS
-from heads_kernels.integrations.transformers.relative_bias import T5_LIKE
-from heads_kernels.integrations.transformers.replacement import (
-    Replacement,
-    Replacing,
-    cache_name,
-)
+from heads_kernels.integrations.transformers.replacement import Replacement, Replacing
 
 #: Stock class -> what stands before it, and its folder or file in transformers.models.
 _REPLACED: Final[dict[str, tuple[type[Replacement], str]]] = {
     **WAYS,
-    **T5_LIKE,
     **BIASED,
     "AlbertTransformer": (RowsOfHeadMask, "albert"),
 }
@@ -43,10 +37,9 @@ def replacement(stock: Any) -> Any:
     """
     if stock.__name__ not in _REPLACED or not stock.__module__.startswith("transformers."):
         return None
-    before, _ = _REPLACED[stock.__name__]
-    if class_calls_interface(stock) and (before.calls_operator or before.unknown_arguments(stock)):
-        return None
-    return _made(stock)
+    made = _made(stock)
+    stays = class_calls_interface(stock) and (made.calls_operator or made.unknown_arguments())
+    return None if stays else made
 
 
 def replace_classes(model: nn.Module) -> None:
@@ -78,12 +71,7 @@ def replacement_of(name: str) -> Any:
 @cache
 def _made(stock: Any) -> Any:
     before, _ = _REPLACED[stock.__name__]
-    members = {
-        "stock": stock,
-        "cache_name": cache_name(stock),
-        "__module__": __name__,
-        "__doc__": before.__doc__,
-    }
+    members = {"stock": stock, "__module__": __name__, "__doc__": before.__doc__}
     return Replacing(f"{before.prefix}{stock.__name__}", (before, stock), members)
 
 

@@ -10,27 +10,38 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from heads_kernels.checks import refuse
+from heads_kernels.heads.configs import attention_function
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.replacement import Replacement
 
 
 @dataclass(eq=False)
 class HeadMaskPlace:
-    """Which head mask belongs to an attention module.
+    """An attention module of a model, and which head mask belongs to it.
 
     Attributes:
+        module: the attention module.
+        holder: what has its config: the module, or else the inmost model that contains it.
         argument: the argument of `model(...)` that is its head mask.
         known: the names of all head masks that its model uses.
         layer, layers: its row of a mask `[L, H]`, and L; L is 0 where the caller of the module picks the row.
     """
 
+    module: Any
+    holder: Any
     argument: str
     known: tuple[str, ...]
     layer: int = 0
     layers: int = 0
+
+    @property
+    def runs(self) -> str:
+        """The name of its attention function."""
+        return attention_function(self.holder)
 
 
 #: The attribute of an attention module that holds its `HeadMaskPlace`.
@@ -116,6 +127,11 @@ def requests_statistics(module: nn.Module) -> bool:
     return state is not None and place in state.statistics
 
 
+def masks_among(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The head masks among arguments, by name."""
+    return {n: e for n, e in arguments.items() if n.endswith("head_mask") and e is not None}
+
+
 def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | None:
     """The head mask of the model's pass that reaches this attention module, or None.
 
@@ -124,11 +140,7 @@ def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | No
     Raises:
         ValueError: a mask that the model does not use; a module without a place.
     """
-    masks = {
-        name: mask
-        for name, mask in arguments.items()
-        if name.endswith("head_mask") and mask is not None
-    }
+    masks = masks_among(arguments)
     place: HeadMaskPlace | None = getattr(module, PLACE, None)
     if place is None:
         if masks:
@@ -172,8 +184,8 @@ def is_pair(model: Any) -> bool:
     return bool(model.config.model_type.endswith("encoder-decoder"))
 
 
-def places(model: Any) -> Iterator[tuple[nn.Module, HeadMaskPlace]]:
-    """Every attention module that head masks of a model can reach, with its place."""
+def places(model: Any) -> Iterator[HeadMaskPlace]:
+    """Every attention module that head masks of a model can reach."""
     if is_pair(model):
         yield from places(model.encoder)
         yield from places(model.decoder)
@@ -185,7 +197,15 @@ def places(model: Any) -> Iterator[tuple[nn.Module, HeadMaskPlace]]:
     }
     known = tuple(dict.fromkeys(argument for _, argument in found.values()))
     for name, (module, argument) in found.items():
-        yield module, HeadMaskPlace(argument, known, *_row(model, name))
+        holder = module if hasattr(module, "config") else inmost_model(model, name)
+        yield HeadMaskPlace(module, holder, argument, known, *_row(model, name))
+
+
+def inmost_model(model: Any, name: str) -> Any:
+    """The inmost model that contains the module of this name: `model`, or one in it."""
+    path = name.split(".")
+    around = (model.get_submodule(".".join(path[:end])) for end in range(len(path) - 1, 0, -1))
+    return next((each for each in around if isinstance(each, PreTrainedModel)), model)
 
 
 def _argument(model: Any, name: str) -> str:
@@ -214,17 +234,14 @@ class RowsOfHeadMask(Replacement):
     """ALBERT's loop over its layers: one layer runs several times, each time with its row of a head mask `[L, H]`."""
 
     prefix = "Rowwise"
-    repeats = True
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        head_mask: Tensor | None = None,
-        **kwargs: Any,
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        head_mask = given.get("head_mask")
+        return head_mask is None or head_mask.dim() != 2
+
+    def fused(
+        self, hidden_states: Tensor, head_mask: Tensor, attention_mask: Any = None, **kwargs: Any
     ) -> Any:
-        if head_mask is None or head_mask.dim() != 2:
-            return super().forward(hidden_states, attention_mask, head_mask=head_mask, **kwargs)
         layers = self.config.num_hidden_layers
         if head_mask.shape[0] != layers:
             was = f"has shape {list(head_mask.shape)}, but the layer runs {layers} times"

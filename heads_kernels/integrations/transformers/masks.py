@@ -1,4 +1,5 @@
-"""The masks of transformers' mask functions as `hk.Mask`s, made without reading the values of tensors.
+"""The masks of transformers' mask functions as `hk.Mask`s, made without reading the values of tensors, and the biases
+that T5's layers hand on to each other.
 
 A forward pass has one mask, in the form of a flex attention mask, which models pass on unread. What intervals cannot
 express becomes a bool tensor; what is added to scores becomes the operator's `bias`. Padded query rows are computed,
@@ -7,7 +8,6 @@ since some models read them; the modules of `hk.nn` hide them in self-attention.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -25,7 +25,9 @@ from transformers.masking_utils import (
 
 from heads_kernels.checks import refuse
 from heads_kernels.mask import Mask
-from heads_kernels.mask.terms import Alignment
+from heads_kernels.mask.terms import Alignment, Causal, KeyMask, Term, Window
+from heads_kernels.nn.multihead import Context
+from heads_kernels.offset_bias import OffsetBias
 
 MaskFunction = Callable[..., Any]
 Shape = tuple[int, int, int, int]
@@ -120,14 +122,8 @@ class PreparedMask(BlockMask):
 
 
 def _refuse_use(operation: str) -> NoReturn:
-    """Refuse `operation` on a `PreparedMask`, and name the module whose code calls it."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
-        frame = frame.f_back
-    by = "code outside of a module"
-    if frame is not None:
-        by = f"{type(frame.f_locals['self']).__name__} ({frame.f_code.co_filename}, line {frame.f_lineno})"
-    was = f"of attn_implementation='heads_kernels' is computed with ({operation}) by {by}"
+    """Refuse `operation` on a `PreparedMask`; the traceback has the line of the model that computes with it."""
+    was = f"of attn_implementation='heads_kernels' is computed with ({operation})"
     refuse("attention_mask", was, "load the model with attn_implementation='eager' or 'sdpa'")
 
 
@@ -273,3 +269,65 @@ def _real_keys(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor
     if missing > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     return attention_mask[:, kv_offset:end]
+
+
+def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask | Tensor) -> Mask:
+    """The mask of whole sequences whose part is `attention_mask`; made once for a pass.
+
+    It has the same causal and window terms, and the padding of all parts.
+    """
+    if not isinstance(attention_mask, PreparedMask) or isinstance(attention_mask.mask, Tensor):
+        was = f"of {type(module).__name__} is a tensor of pairs, of which this process has a part"
+        refuse("attention_mask", was, "pass a padding mask [B, T], or none")
+    whole: Mask | None = attention_mask.derived.get("whole")
+    if whole is None:
+        terms: list[Term] = []
+        for term in attention_mask.mask.terms:
+            if isinstance(term, KeyMask):
+                real = context.join(term.real.to(torch.uint8), 1)
+                terms.append(KeyMask(real.bool()))
+            elif isinstance(term, (Causal, Window)):
+                terms.append(term)
+            else:
+                was = f"of {type(module).__name__} has {term}, of which this process has a part"
+                instead = "pass attention_mask, of ones without padding; packed sequences and chunks are not split"
+                refuse("attention_mask", was, instead)
+        whole = attention_mask.derived["whole"] = Mask.of(tuple(terms))
+    return whole
+
+
+# ---------------------------------------------------------------------- biases by the distance of keys
+class RelativeBias:
+    """The `position_bias` that layers hand on, in place of a tensor `[1, H, T, S]`.
+
+    It keeps the module that has the embedding rather than its values: a layer that is checkpointed runs again in the
+    backward pass, and has to look them up again for the embedding to get its gradient.
+
+    Args:
+        module: the module that has the embedding, whose `offset_table(T, S, start)` is the table of a call's
+            `OffsetBias`; None: nothing is added, as in cross-attention.
+        start: position of the first query row.
+    """
+
+    def __init__(self, module: Any, start: int = 0) -> None:
+        self.module = module
+        self.start = start
+        self.found: OffsetBias
+        self.call: tuple[Any, ...] | None = None  # the call that `found` is for, without gradients
+
+    def offsets(
+        self, kept_heads: Tensor | None, sizes: tuple[int, int], device: torch.device
+    ) -> OffsetBias | None:
+        """The bias of a call of sizes (T, S), of these heads or of all of them; None where nothing is added.
+
+        Without gradients it is worked out once for all layers that this object is handed to.
+        """
+        if self.module is None or (kept_heads is not None and len(kept_heads) == 0):
+            return None
+        call = (*sizes, device)
+        if torch.is_grad_enabled() or self.call != call:
+            table = self.module.offset_table(*sizes, self.start)
+            self.found = OffsetBias(table.to(device).contiguous(), first=1 - sizes[0])
+            self.call = None if torch.is_grad_enabled() else call
+        found = self.found
+        return found if kept_heads is None else OffsetBias(found.values[kept_heads], found.first)

@@ -1,22 +1,30 @@
-"""`use` and `release`: run a transformers model on the operators, and undo it."""
+"""Ways of a transformers model to the operators: by name, by `use`, which `release` undoes, or from a checkpoint of a
+pruned or converted model."""
 
 from __future__ import annotations
 
+import os
+from functools import wraps
 from typing import Any, Final, TypeVar
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from heads_kernels.checks import check_flag, refuse
+from heads_kernels.heads.changed_calls import adds_bias_of_all_heads
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.heads.pruned_calls import adds_bias_of_all_heads
+from heads_kernels.heads.saving import RECORD, number_heads, restore_shape
+from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.classes import replace_classes
+from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.support import (
-    asked,
+    check_keywords,
     check_model,
+    check_named,
     configs_of,
     family,
 )
@@ -26,7 +34,7 @@ from heads_kernels.integrations.transformers.unpadding import (
     unpad_layers,
     unpaddable_layers,
 )
-from heads_kernels.nn.snapshot import kept_on_error
+from heads_kernels.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,8 +45,6 @@ _COMPUTE_WITH_MASKS: Final = {
     "InformerProbSparseAttention": "adds masks to its scores",
     "T5Gemma2MergedAttention": "is given two masks concatenated",
 }
-#: An argument of attention functions for which modules compute with masks: the keys of each row, chosen by index.
-_CHOSEN_KEYS: Final = "indices"
 
 
 def use(model: Model, *, unpad: bool = False) -> Model:
@@ -122,6 +128,116 @@ def release(model: Model) -> Model:
     return model
 
 
+# ---------------------------------------------------------------------- by name
+def register() -> None:
+    """Make `attn_implementation="heads_kernels"` known to transformers, and refuse it where it cannot be served.
+
+    transformers accepts any registered name for any model, so two methods of `PreTrainedModel` are wrapped: the one
+    that checks the name, and the one that finishes construction. Other names are not affected.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, prepare_mask)
+    check: Any = PreTrainedModel.get_correct_attn_implementation
+    finish: Any = PreTrainedModel.post_init
+
+    @wraps(check)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel,
+        requested_attention: str | None,
+        is_init_check: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if requested_attention == NAME:
+            check_named(self, is_made=not is_init_check)
+            if not is_init_check:
+                watch(self)
+        return check(self, requested_attention, is_init_check, *args, **kwargs)
+
+    @wraps(finish)
+    def post_init(self: PreTrainedModel) -> None:
+        finish(self)
+        if self.config._attn_implementation == NAME:
+            check_keywords(self)
+            watch(self)
+
+    stock: Any = PreTrainedModel
+    stock.get_correct_attn_implementation = get_correct_attn_implementation
+    stock.post_init = post_init
+
+
+# ---------------------------------------------------------------------- from a checkpoint
+#: Arguments that say where a checkpoint is, and so where its config is.
+_PLACE = (
+    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
+    "trust_remote_code",
+)  # fmt: skip
+
+
+def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any) -> Any:
+    """`cls.from_pretrained(path, **kwargs)` for checkpoints whose heads may have been pruned or converted.
+
+    `hk.heads.prune` and `hk.convert` record the remaining and converted heads in `model.config.heads_kernels`, which
+    `model.save_pretrained` saves. The model is created in that shape before its weights are loaded, so dtypes, devices,
+    shards and task heads work as in transformers. transformers' own `from_pretrained` refuses most such checkpoints for
+    their sizes; one converted with Ds = H D loads there with a warning about new weights, but computes wrong results. A
+    model with converted layers has `attn_implementation="heads_kernels"`.
+
+    Args:
+        path: folder or name of any checkpoint, pruned, converted or neither.
+        cls: a model class, or one of transformers' `AutoModel...`; default `AutoModel`.
+        **kwargs: those of `cls.from_pretrained`, such as `dtype` and `attn_implementation`.
+
+    Returns:
+        The model; with `output_loading_info` what transformers returns.
+
+    Raises:
+        ValueError: the recorded shape does not fit the model; another `attn_implementation` is given for converted
+            layers; the checkpoint has learned gates (save them with `hk.heads.save`, or fold them into the weights
+            with `hk.heads.prune`).
+    """
+    from transformers import AutoModel
+
+    model_class = _model_class(path, AutoModel if cls is None else cls, kwargs)
+    with_info = kwargs.pop("output_loading_info", False)
+    model, info = _in_shape(model_class).from_pretrained(path, output_loading_info=True, **kwargs)
+    model.__class__ = model_class
+    if gates := sorted(key for key in info["unexpected_keys"] if ".head_gate." in key):
+        instead = "keep such models by hk.heads.save and load, or fold the gates in first by hk.heads.prune"
+        refuse("path", f"is a checkpoint with learned gates, {gates[0]} the first", instead)
+    number_heads(model.base_model, getattr(model.config, RECORD, {}))
+    return (model, info) if with_info else model
+
+
+def _model_class(path: str | os.PathLike[str], cls: Any, kwargs: dict[str, Any]) -> Any:
+    """The class of the model that `cls` makes of this checkpoint."""
+    from transformers import AutoConfig
+
+    if not hasattr(cls, "from_config"):  # no `AutoModel...`
+        return cls
+    place = {name: kwargs[name] for name in _PLACE if name in kwargs}
+    config = kwargs.get("config") or AutoConfig.from_pretrained(path, **place)
+    trust = {name: place[name] for name in ("trust_remote_code",) if name in place}
+    with torch.device("meta"):
+        return type(cls.from_config(config, **trust))
+
+
+def _in_shape(model_class: Any) -> Any:
+    """A subclass whose models get, when they are made, the shape that their config says."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        record = getattr(config, RECORD, {})
+        if "converted" in record and config._attn_implementation is None:
+            config._attn_implementation = NAME
+        model_class.__init__(self, config, *args, **kwargs)
+        if record:
+            replace_classes(self)  # heads of some families are known in their replacements alone
+        restore_shape(self.base_model, record)
+
+    members = {"__init__": __init__, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), members)
+
+
 # ---------------------------------------------------------------------- what is refused
 def _instead_of(holder: Any) -> str:
     """What to pass for an object that is no model of transformers, but may hold some."""
@@ -148,10 +264,7 @@ def _instead_of(holder: Any) -> str:
 def _check_masks_are_passed_on(model: PreTrainedModel) -> None:
     """Refuse a model that would fail in its first pass, since its code computes with the masks of the pass."""
     for name, module in model.named_modules():
-        what = _COMPUTE_WITH_MASKS.get(type(module).__name__)
-        if what is None and calls_interface(module) and _CHOSEN_KEYS in asked(module):
-            what = "chooses keys by index, and computes with masks for it"
-        if what is not None:
+        if (what := _COMPUTE_WITH_MASKS.get(type(module).__name__)) is not None:
             was = f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}"
             refuse("model", was, f"it cannot be used; tested families: {', '.join(TESTED)}")
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from heads_kernels.checks import GateActivation
-from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.statistics import AttentionStatistics
@@ -33,7 +32,6 @@ class OutputGated(Replacement):
         rotate: that function.
     """
 
-    repeats = True
     gate_activation: GateActivation = "sigmoid"
     rotary = "apply_rotary_pos_emb"
     rotate: Callable[..., Positions]
@@ -42,11 +40,6 @@ class OutputGated(Replacement):
         super().__init_subclass__()
         if "stock" in vars(cls):
             cls.rotate = staticmethod(getattr(sys.modules[cls.stock.__module__], cls.rotary))
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.config._attn_implementation != NAME:
-            return super().forward(hidden_states, *args, **kwargs)
-        return self.fused(hidden_states, *args, **kwargs)
 
     def fused(
         self,
@@ -59,7 +52,6 @@ class OutputGated(Replacement):
         **kwargs: Any,
     ) -> tuple[Tensor, AttentionStatistics | None]:
         """The forward pass, with the arguments of the stock forwards of all families."""
-        cache = kwargs.pop(self.cache_name, cache)
         query, logits = self.query_and_logits(hidden_states)
         query, key, value = self.positioned(hidden_states, query, position_embeddings)
         if attention_scaling is not None:

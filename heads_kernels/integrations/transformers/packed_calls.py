@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from heads_kernels.integrations.transformers.head_masks import requests_statistics
-from heads_kernels.integrations.transformers.masks import PreparedMask
-from heads_kernels.integrations.transformers.relative_bias import RelativeBias
+from heads_kernels.integrations.transformers.masks import PreparedMask, RelativeBias
 from heads_kernels.mask import Mask
 from heads_kernels.mask.kept import traced
 from heads_kernels.mask.terms import Causal, KeyMask, Window
@@ -218,20 +217,6 @@ class PackedCall:
             lambda each: self.mask.pack(packing, each) if has_tokens(each) else each, value
         )
 
-    def without_cache(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a check: no cache, which has to stay empty, and no mask of all keys that one has."""
-        return tuple(map(self._without_cache, args)), {
-            name: self._without_cache(value) for name, value in kwargs.items()
-        }
-
-    def _without_cache(self, value: Any) -> Any:
-        if isinstance(value, Cache):
-            return None
-        is_own = isinstance(value, PreparedMask) and value.derived.get(PackedMask) is self.mask
-        return self.mask.padded if is_own else value
-
     def cross_mask(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The mask of the encoder's states, where the call has none."""
         if self.keys is None or arguments.get("encoder_attention_mask") is not None:
@@ -240,7 +225,7 @@ class PackedCall:
 
 
 def without_cache(value: Any) -> Any:
-    """An argument of a model for a pass without its cache, of which the prepared mask may have all keys."""
+    """An argument of a check: no cache, which has to stay empty, and no mask of all keys that one has."""
     if isinstance(value, Cache):
         return None
     if isinstance(value, PreparedMask) and (packed := value.derived.get(PackedMask)) is not None:

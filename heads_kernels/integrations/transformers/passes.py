@@ -12,14 +12,14 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.configs import NAME, attention_function
+from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.gating import refuse_ignored_gates
 from heads_kernels.integrations.transformers.head_masks import (
     PLACE,
@@ -27,6 +27,7 @@ from heads_kernels.integrations.transformers.head_masks import (
     PassState,
     in_pass,
     is_pair,
+    masks_among,
     pass_state,
     places,
     set_pass_state,
@@ -45,19 +46,6 @@ PASS: Final = "_heads_kernels_pass"
 BEFORE: Final = "_attn_implementations_before"
 
 
-class Layer(NamedTuple):
-    """An attention module of a model."""
-
-    module: Any
-    place: HeadMaskPlace
-    model: Any  # the inmost model that contains it
-
-    @property
-    def runs(self) -> str:
-        """The name of its attention function; modules without a config depend on that of their model."""
-        return attention_function(self.module if hasattr(self.module, "config") else self.model)
-
-
 @dataclass(eq=False)
 class Pass:
     """The hooks of a model.
@@ -73,7 +61,7 @@ class Pass:
         handles: of the hooks.
     """
 
-    arguments: dict[str, list[Layer]]
+    arguments: dict[str, list[HeadMaskPlace]]
     is_one_stack: dict[str, bool]
     takes_any: bool
     computes_itself: bool
@@ -82,7 +70,7 @@ class Pass:
     handles: list[Any] = field(default_factory=list)
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[HeadMaskPlace]:
         return [layer for each in self.arguments.values() for layer in each]
 
 
@@ -90,8 +78,8 @@ class Pass:
 def watch(model: nn.Module) -> None:
     """Install the hooks on a model and on every model inside it."""
     unwatch(model)
-    for module, place in places(model):
-        setattr(module, PLACE, place)
+    for place in places(model):
+        setattr(place.module, PLACE, place)
     passes: dict[str, Pass] = {}
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel):
@@ -135,23 +123,14 @@ def _pass_of(model: PreTrainedModel) -> Pass:
     )
 
 
-def _by_argument(model: Any) -> dict[str, list[Layer]]:
+def _by_argument(model: Any) -> dict[str, list[HeadMaskPlace]]:
     """The attention modules of a model, by the name of the argument with their head mask."""
-    if is_pair(model):
-        decoder = _by_argument(model.decoder)
-        return _by_argument(model.encoder) | {
-            f"decoder_{name}": each for name, each in decoder.items()
-        }
-    found: dict[str, list[Layer]] = {}
-    parts = {
-        name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
-    }
+    found: dict[str, list[HeadMaskPlace]] = {}
     for name, module in model.named_modules():
         if (place := getattr(module, PLACE, None)) is not None:
-            inmost = max(
-                (each for each in parts if not each or name.startswith(f"{each}.")), key=len
-            )
-            found.setdefault(place.argument, []).append(Layer(module, place, parts[inmost]))
+            is_decoders = is_pair(model) and name.startswith("decoder.")
+            argument = f"decoder_{place.argument}" if is_decoders else place.argument
+            found.setdefault(argument, []).append(place)
     return found
 
 
@@ -170,11 +149,7 @@ def _begin(
         for layer in own.layers:
             if layer.runs != NAME and getattr(layer.module, "head_gate", None) is not None:
                 refuse_ignored_gates(f"a {type(layer.module).__name__}", layer.runs)
-    masks = {
-        name: mask
-        for name, mask in kwargs.items()
-        if name.endswith("head_mask") and mask is not None
-    }
+    masks = masks_among(kwargs)
     asks = kwargs.get("output_attentions")
     asks = bool(getattr(model.config, "output_attentions", False) if asks is None else asks)
     if is_outermost:
@@ -190,14 +165,14 @@ def _begin(
         state.read = outer.read
     elif model.training and torch.compiler.is_compiling():
         # A compiled layer under gradient checkpointing cannot record that it read its mask.
-        state.read = {layer.place: True for layer in own.layers}
+        state.read = dict.fromkeys(own.layers, True)
     for name, mask in masks.items():
         if own.is_one_stack.get(name, False):
             for layer in own.arguments[name]:
-                state.given[layer.place] = mask
+                state.given[layer] = mask
     if asks and own.is_one_stack[""]:
         for layer in own.layers:
-            state.statistics[layer.place] = True
+            state.statistics[layer] = True
     if (state.given or state.statistics) and model.training and not torch.compiler.is_compiling():
         _keep_for_checkpoints(model)
     set_pass_state(state)
@@ -257,7 +232,7 @@ def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
     if output is None or not is_outermost:  # None: the pass failed
         return
     for name in state.masks:
-        if not any(layer.place in state.read for layer in own.arguments[name]):
+        if not any(layer in state.read for layer in own.arguments[name]):
             was = f"was read by no layer of the {type(model).__name__}"
             instead = "pass it to the part of the model that has attention, or call hk.heads.close"
             refuse(name, was, instead)

@@ -14,8 +14,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
-from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.integrations.transformers.attention import UNSERVED, attention_forward
+from heads_kernels.heads.layouts import calls_interface, stock_of
+from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.classes import replacement, serves
 from heads_kernels.integrations.transformers.tested import TESTED
 
@@ -24,19 +24,16 @@ from heads_kernels.integrations.transformers.tested import TESTED
 UNUSED: Final = {
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "deterministic",
 }  # fmt: skip
-#: Arguments that the attention function accepts, or refuses itself.
-KNOWN: Final = {*inspect.signature(attention_forward).parameters, *UNSERVED, *UNUSED}
+#: Arguments that the attention function refuses where they are not None, as they are in some layers.
+OPTIONAL: Final = {"block_indices", "cache"}
+#: Arguments that modules may pass to the attention function.
+KNOWN: Final = {*inspect.signature(attention_forward).parameters, *UNUSED, *OPTIONAL}
 
 ITSELF: Final = "computes its attention itself"
 INSTEAD: Final = "use 'eager' or 'sdpa', if necessary for this part of the model alone"
 _MAKE: Final = (
     "create it with 'eager' or 'sdpa' and call heads_kernels.integrations.transformers.use(model)"
 )
-
-
-def stock_forward(module: nn.Module) -> Any:
-    """The stock forward of a module, without decorators."""
-    return inspect.unwrap(getattr(type(module), "stock", type(module)).forward)
 
 
 def configs_of(module: nn.Module) -> list[Any]:
@@ -64,14 +61,14 @@ def check_model(model: PreTrainedModel) -> None:
     for name, part in model.named_modules():
         if not isinstance(part, PreTrainedModel) or serves(type(part)):
             continue
-        if why := _why_not(part) or _why_not_sdpa(part):
+        if why := _why_not(part):
             where = f"model{'.' if name else ''}{name}"
             instead = f"it cannot be used; tested families: {', '.join(TESTED)}"
             refuse(where, f"is a {family(part)}, which {why}", instead)
     check_keywords(model)
     for name, module in model.named_modules():
         made = replacement(type(module))
-        if made is not None and (unknown := made.unknown_arguments(made.stock)):
+        if made is not None and (unknown := made.unknown_arguments()):
             was = f"is an argument of {name!r}, a {type(module).__name__}, and is not supported"
             refuse(unknown[0], was, INSTEAD)
     if not any(calls_interface(each) or replacement(type(each)) for each in model.modules()):
@@ -98,14 +95,14 @@ def check_named(model: PreTrainedModel, *, is_made: bool) -> None:
 
 
 def check_keywords(model: PreTrainedModel) -> None:
-    """Refuse a model that calls its attention function with an argument that the package does not know."""
+    """Refuse a model that calls its attention function with an argument that the package does not serve."""
     for name, module in model.named_modules():
-        if calls_interface(module) and (unknown := sorted(asked(module) - KNOWN)):
+        if calls_interface(module) and (unknown := sorted(_asked(module) - KNOWN)):
             was = f"is passed to the attention function by {name!r}, a {type(module).__name__}, and is not supported"
             refuse(unknown[0], was, INSTEAD)
 
 
-def asked(module: nn.Module) -> set[str]:
+def _asked(module: nn.Module) -> set[str]:
     """The names of the arguments that a module's forward passes to its attention function."""
     calls = (names for names in _keywords(module) if {"scaling", "dropout"} & set(names))
     return {name for names in calls for name in names}
@@ -141,24 +138,9 @@ def _classes_by_name(model: PreTrainedModel) -> str | None:
     )
 
 
-def _why_not_sdpa(model: PreTrainedModel) -> str | None:
-    """Why a model that does not support SDPA cannot be served; None where the reason is not in its scores."""
-    if model._supports_sdpa:
-        return None
-    handed = {
-        name
-        for module in model.modules()
-        if calls_interface(module)
-        for names in _keywords(module)
-        for name in names
-    }
-    asked = dict.fromkeys(what for name, what in UNSERVED.items() if name in handed)
-    return f"computes more than plain attention ({', '.join(asked)})" if asked else None
-
-
 def _keywords(module: nn.Module) -> list[tuple[str, ...]]:
     """The names of the keyword arguments of every call in a module's forward; none where it has no source."""
-    return _keywords_of(stock_forward(module))
+    return _keywords_of(inspect.unwrap(stock_of(type(module)).forward))
 
 
 @cache

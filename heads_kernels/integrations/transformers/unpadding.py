@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,8 +22,13 @@ from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.heads.layouts import calls_interface, stock_arguments
+from heads_kernels.integrations.transformers.biased import (
+    OwnRelativePositions,
+    RelativePositions,
+)
 from heads_kernels.integrations.transformers.classes import replacement
+from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
     UnpaddedLayer,
@@ -37,10 +42,6 @@ from heads_kernels.integrations.transformers.packed_check import (
     check_outputs,
     check_packed,
     filling,
-)
-from heads_kernels.integrations.transformers.relative_bias import (
-    OwnRelativePositions,
-    RelativePositions,
 )
 from heads_kernels.integrations.transformers.support import family
 
@@ -131,12 +132,9 @@ def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         if any(calls_interface(each) or replacement(type(each)) for each in layer.modules())
         and _names(layer)[:1] == ("hidden_states",)
     }
-    parts = {
-        name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
-    }
     for name, layer in found.items():
-        owner = max((each for each in parts if not each or name.startswith(f"{each}.")), key=len)
-        if "attention_mask" not in inspect.signature(parts[owner].forward).parameters:
+        owner = inmost_model(model, name)
+        if "attention_mask" not in inspect.signature(owner.forward).parameters:
             continue  # images have no padding
         if any(hasattr(module, "expert_capacity") for module in layer.modules()):
             continue  # which tokens an expert drops depends on the row
@@ -150,14 +148,7 @@ def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 def _names(layer: Any) -> tuple[str, ...]:
     """The names of the arguments of a layer that can come by position; none where any number can."""
-    kind: Any = type(layer)
-    return _names_of(kind)
-
-
-@cache
-def _names_of(layer_class: Any) -> tuple[str, ...]:
-    function = inspect.unwrap(getattr(layer_class, "stock", layer_class).forward)
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = stock_arguments(type(layer)).values()
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         return ()
     return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
@@ -205,7 +196,7 @@ def _packed(
         by_name |= cross
     if call.kind not in own.probed:
         rows = call.mask.padding.packing
-        both = (call.without_cache(args, kwargs), call.without_cache(packed, by_name))
+        both = tree_map(without_cache, ((args, kwargs), (packed, by_name)))
         check_packed(layer, own.name, rows, *both)
         own.probed.add(call.kind)
     return packed, by_name

@@ -19,86 +19,35 @@ class SharedProjection(nn.Module):
     content biases of the heads, and padded with zeros to a multiple of `head_dim`. The attention function separates
     them (`split_shared`). A cache keeps this one key per token for all heads.
 
+    A module that rotates heads by their position turns features f and f + head_dim/2 of every head by the angle of
+    frequency f. So each shared pair of features has a place in one of `slots` heads, at its frequency; other places
+    hold zeros. The attention function takes the features from their places (`split_rotary`), a cache keeps them alone.
+
     It is not a `nn.Linear`, so that tools that wrap or quantise those skip it: it has more outputs than its weight has
     rows.
 
     Attributes:
-        weight: `[Ds, D_in]`; there is no bias.
-        content: a `nn.Linear` with weight `[H, D_in]` from the key's input to the content biases; None in a query.
-        head_dim: of the module.
+        weight: `[Ds, D_in]`; with places the two features of a pair one after the other.
+        bias: `[Ds]`, or None.
+        content: a `nn.Linear` with weight `[H, D_in]` from the key's input to the content biases; None in a query, and
+            with places.
+        places: int64 `[Ds]`, the output of each feature; a buffer, or None where they are the first ones.
+        head_dim, slots: of the module; slots is 0 without places.
     """
 
     content: nn.Linear | None
-    bias: None
-
-    def __init__(
-        self,
-        in_features: int,
-        shared_dim: int,
-        head_dim: int,
-        content_heads: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.shared_dim = shared_dim
-        self.head_dim = head_dim
-        self.weight = nn.Parameter(torch.empty(shared_dim, in_features, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-        self.content = None
-        if content_heads is not None:
-            self.content = nn.Linear(
-                in_features, content_heads, bias=False, device=device, dtype=dtype
-            )
-
-    @property
-    def out_features(self) -> int:
-        """`n * head_dim`: features, content biases, zeros."""
-        used = self.shared_dim + (0 if self.content is None else self.content.out_features)
-        return -(-used // self.head_dim) * self.head_dim
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        # Outputs are concatenated, not weights: those of one token are fewer than the weights.
-        parts = [nn.functional.linear(inputs, self.weight)]
-        if self.content is not None:
-            parts.append(self.content(inputs))
-        if missing := -sum(part.shape[-1] for part in parts) % self.head_dim:
-            parts.append(parts[0].new_zeros(*inputs.shape[:-1], missing))
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, shared_dim={self.shared_dim}"
-        return f"{sizes}, head_dim={self.head_dim}"
-
-
-class RotaryProjection(nn.Module):
-    """The query or key that all heads share, for a module that rotates heads of `head_dim` features by their position.
-
-    The module's code turns features f and f + head_dim/2 of every head by the angle of frequency f. So each shared
-    pair of features has a place in one of `slots` heads, at its frequency; other places hold zeros. The attention
-    function takes the features from their places (`split_rotary`), a cache keeps them alone.
-
-    It is not a `nn.Linear`, for the same reason as `SharedProjection`.
-
-    Attributes:
-        weight: `[Ds, D_in]`; the two features of a pair one after the other.
-        bias: `[Ds]`, or None.
-        places: int64 `[Ds]`, the output of each feature; a buffer.
-            head_dim, slots: of the module.
-    """
-
     bias: nn.Parameter | None
-    places: Tensor
+    places: Tensor | None
 
     def __init__(
         self,
         in_features: int,
         shared_dim: int,
         head_dim: int,
-        slots: int,
         *,
-        bias: bool,
+        content_heads: int | None = None,
+        slots: int = 0,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -110,22 +59,36 @@ class RotaryProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(shared_dim, in_features, device=device, dtype=dtype))
         made = nn.Parameter(torch.empty(shared_dim, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", made)
-        self.register_buffer("places", torch.zeros(shared_dim, device=device, dtype=torch.int64))
+        places = torch.zeros(shared_dim, device=device, dtype=torch.int64) if slots else None
+        self.register_buffer("places", places)
+        self.content = None
+        if content_heads is not None:
+            self.content = nn.Linear(
+                in_features, content_heads, bias=False, device=device, dtype=dtype
+            )
 
     @property
     def out_features(self) -> int:
-        return self.slots * self.head_dim
+        """`n * head_dim`: features, content biases, zeros."""
+        used = self.shared_dim + (0 if self.content is None else self.content.out_features)
+        return max(self.slots, -(-used // self.head_dim)) * self.head_dim
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found = nn.functional.linear(inputs, self.weight, self.bias)
-        spread = found.new_zeros(*found.shape[:-1], self.out_features)
-        return spread.index_copy(-1, self.places, found)
+        # Outputs are concatenated, not weights: those of one token are fewer than the weights.
+        parts = [nn.functional.linear(inputs, self.weight, self.bias)]
+        if self.places is not None:
+            spread = parts[0].new_zeros(*inputs.shape[:-1], self.out_features)
+            return spread.index_copy(-1, self.places, parts[0])
+        if self.content is not None:
+            parts.append(self.content(inputs))
+        if missing := -sum(part.shape[-1] for part in parts) % self.head_dim:
+            parts.append(parts[0].new_zeros(*inputs.shape[:-1], missing))
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, shared_dim={self.shared_dim}"
-        return (
-            f"{sizes}, head_dim={self.head_dim}, slots={self.slots}, bias={self.bias is not None}"
-        )
+        slots = f", slots={self.slots}" if self.slots else ""
+        return f"{sizes}, head_dim={self.head_dim}{slots}, bias={self.bias is not None}"
 
 
 class FusedProjection(nn.Module):
@@ -140,9 +103,7 @@ class FusedProjection(nn.Module):
     """
 
     def __init__(
-        self,
-        parts: Mapping[str, nn.Linear | SharedProjection | RotaryProjection],
-        equal: bool = False,
+        self, parts: Mapping[str, nn.Linear | SharedProjection], equal: bool = False
     ) -> None:
         super().__init__()
         self.equal = equal
@@ -181,7 +142,7 @@ def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Te
 def split_rotary(
     query: Tensor, key: Tensor, mixing: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands of `hk.collaborative_attention` from rotated outputs of `RotaryProjection`s.
+    """Operands of `hk.collaborative_attention` from rotated outputs of `SharedProjection`s with places.
 
     Args:
         query: `[B, n, T, D]`.
