@@ -13,7 +13,6 @@ from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.nn.attention import split_projections
-from tests.support import reference
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import (
     CAUSAL,
