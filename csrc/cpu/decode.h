@@ -66,7 +66,7 @@ class Decoder {
   // Key heads of a task: one or, where the heads of a token are next to each other, as many as
   // leave the threads enough tasks, in groups of equal size.
   int64_t heads_of_task() const {
-    if (!tokens_first() || !task_.prefetches_values()) return 1;
+    if (!tokens_first()) return 1;
     const int64_t groups = ceil_div(key_heads_ * op_.D * int64_t{sizeof(Number)}, kRun);
     const int64_t tasks = op_.B * key_heads_ * parts_;
     return std::clamp<int64_t>(tasks / (kItemsPerThread * p_.threads), 1,

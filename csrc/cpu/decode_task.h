@@ -14,17 +14,11 @@ struct PartSums {
   Real* references;  // [rows] of the softmax; undefined where the row sees no key
 };
 
-// Up to this many keys, values are not prefetched (heuristic: they are in the caches).
-constexpr int64_t kShort = 2 * kPart;
-
-// Values of at least this many bytes that a single row reads are not prefetched (heuristic: the
-// processor foresees them, whatever lies between them).
-constexpr int64_t kLongRow = 512;
-
-// Values of a head that are prefetched and added at once (heuristic: those of all heads of a token
-// and the next ones stay in the first-level cache).
-template <typename Number>
-constexpr int64_t kValues = 8 * std::max<int64_t>(1, 4 / sizeof(Number));
+// Bytes of keys or values of a head that its rows read before those of the next block, twice as
+// many where there are several rows or heads: they stay in the first-level cache. Each is read with
+// the same row of the next block, which is prefetched. Measured on Zen 4 against half and twice as
+// many.
+constexpr int64_t kBlock = 4096;
 
 template <typename Operand, typename Number, typename Operator>
 class DecodeTask {
@@ -40,9 +34,6 @@ class DecodeTask {
         out_stride_(round_up(op.Dv, kLoad<Operand, Number>)) {}
 
   int64_t rows() const { return rows_; }
-  bool prefetches_values() const {
-    return op_.S > kShort && (rows_ > 1 || op_.Dv * int64_t{sizeof(Number)} < kLongRow);
-  }
   int64_t out_stride() const { return out_stride_; }
 
   // Of a task with `heads` key heads.
@@ -147,64 +138,64 @@ class DecodeTask {
   }
 
   // products[r][n] = scaled query of row r times key begin + n, of blocks of keys that some row
-  // sees.
+  // sees. Prefetches the next block, after the last one the first block of values.
   void multiply_queries(const KeyHead* heads, int64_t count, int64_t begin, int64_t size) const {
-    constexpr uint64_t kBlock = ~uint64_t{0} >> (kWord - kSums);
-    const int64_t bytes = op_.D * sizeof(Number);
-    for (int64_t n = 0; n < size; n += kSums) {
+    const int64_t block = std::max<int64_t>(kSums, block_of(op_.D, count));
+    for (int64_t n = 0; n < size; n += block) {
       for (int64_t i = 0; i < count; ++i) {
         const KeyHead& head = heads[i];
+        if (!(head.seen[n / kWord] >> n % kWord & ~uint64_t{0} >> (kWord - block))) continue;
         const Rows& keys = head.rows->head->key;
-        // The sums over lanes fill the queues of a core before it comes to the next keys: without
-        // this it reads 11 GB/s instead of 17 (Zen 4).
-        prefetch_share(i, count, begin + n + kSums, kSums, begin + size, bytes,
-                       [&](int64_t j) { return heads[j].rows->head->key; });
-        if (!(head.seen[n / kWord] >> n % kWord & kBlock)) continue;
-        multiply_keys_of(head, keys, begin + n, begin + size, n);
+        const Number* first = row_of(keys, begin + n);
+        const Number* next = n + block < size ? row_of(keys, begin + n + block)
+                                              : row_of(head.rows->head->value, begin);
+        multiply_keys_of(head, n, {first, keys.stride, std::min(block, size - n), next - first});
       }
     }
   }
 
-  // Prefetches share i of `count` of rows [first, first + block), `bytes` each, of as many heads:
-  // rows_of(j) are those of head j. All shares together are the rows in the order of memory.
-  template <typename RowsOf>
-  __attribute__((always_inline)) static void prefetch_share(int64_t i, int64_t count, int64_t first,
-                                                            int64_t block, int64_t end,
-                                                            int64_t bytes, RowsOf rows_of) {
-    const int64_t last = std::min(end, first + block * (i + 1) / count);
-    first += block * i / count;
-    if (count == 1) return prefetch_rows(rows_of(0), first, last, bytes);
-    for (int64_t n = first; n < last; ++n)
-#pragma GCC unroll 1
-      for (int64_t j = 0; j < count; ++j) prefetch_rows(rows_of(j), n, n + 1, bytes);
+  // How many keys or values of `width` are read at once, by all rows of a head one after the other,
+  // where `heads` are read in turn: a part of a word.
+  int64_t block_of(int64_t width, int64_t heads) const {
+    const int64_t bytes = width * int64_t{sizeof(Number)};
+    const int64_t most = rows_ > 1 || heads > 1 ? 2 * kBlock : kBlock;
+    int64_t block = kWord;
+    while (block > 8 && block * bytes > most) block /= 2;
+    return block;
   }
 
-  // All rows of a head times the keys from `first` on, kSums of them or up to `end`.
-  void multiply_keys_of(const KeyHead& head, const Rows& keys, int64_t first, int64_t end,
-                        int64_t n) const {
-    for (int64_t r = 0; r < head.count;) {
-      int64_t next = r + 1;
-      while (next < head.count && head.rows[next].same_features) ++next;
-      for_row_blocks(next - r, [&](auto R, int64_t row) {
-        multiply_block<R>(keys, first, end, head.queries + (r + row) * query_stride_,
-                          head.rows[r].head->features, head.weights + (r + row) * kPart + n);
+  // Keys of a head that are multiplied at once, and the distance in numbers of what is prefetched.
+  struct Keys {
+    const Number* first;
+    int64_t stride, count, ahead;
+  };
+
+  // All rows of a head times keys, from the n-th of the part on.
+  void multiply_keys_of(const KeyHead& head, int64_t n, const Keys& keys) const {
+    for (int64_t r = 0; r < head.count; ++r) {
+      int64_t rows = 1;
+      while (r + rows < head.count && head.rows[r + rows].same_features) ++rows;
+      for_rows(rows, [&](auto R, int64_t first, int64_t blocks) {
+        multiply_rows<R>(head, r + first, blocks, n, keys, first == 0 ? keys.ahead : 0);
       });
-      r = next;
+      r += rows - 1;
     }
   }
 
-  // R rows times the keys from `first` on, kSums of them or up to `end`.
+  // Blocks of R rows from r on, each times the keys.
   template <int R>
-  void multiply_block(const Rows& keys, int64_t first, int64_t end, const Operand* query,
-                      Ranges features, Real* products) const {
+  void multiply_rows(const KeyHead& head, int64_t r, int64_t blocks, int64_t n, const Keys& keys,
+                     int64_t ahead) const {
     constexpr int K = kSums / R;
-    for (int64_t k = 0; k < kSums; k += K) {
-      const int64_t left = end - first - k;
-      if (left <= 0) return;
-      const auto block = left < K ? multiply_keys<Operand, Number, R, K, true>
-                                  : multiply_keys<Operand, Number, R, K, false>;
-      block(row_of(keys, first + k), keys.stride, left, query, query_stride_, features,
-            products + k);
+    const Ranges& features = head.rows[r].head->features;
+    for (int64_t k = 0; k < keys.count; k += K) {
+      const int64_t left = keys.count - k;
+      const auto multiply = left < K ? multiply_keys<Operand, Number, R, K, true>
+                                     : multiply_keys<Operand, Number, R, K, false>;
+      for (int64_t i = r; i < r + blocks * R; i += R)
+        multiply(keys.first + k * keys.stride, keys.stride, left, i == r ? ahead : 0,
+                 head.queries + i * query_stride_, query_stride_, features,
+                 head.weights + i * kPart + n + k);
     }
   }
 
@@ -249,17 +240,19 @@ class DecodeTask {
     // Blocks of all heads in turn where the heads of a token are next to each other, else all
     // blocks of a head and then the next: the order of memory.
     const int64_t together = p_.value.stride[1] < p_.value.stride[2] ? count : 1;
-    const bool prefetches = prefetches_values();
-    const int64_t block = prefetches ? kValues<Number> : kWord;
+    // The processor foresees values that one row reads in the order of memory.
+    const bool foreseen = rows_ == 1 && together == 1;
+    const int64_t block = foreseen ? kWord : block_of(op_.Dv, together);
     for (int64_t first = 0; first < count; first += together) {
-      const Values* group = sources + first;
       for (int64_t n = 0; n < size; n += block) {
-        for (int64_t i = 0; i < together; ++i) {
-          if (prefetches)
-            prefetch_share(i, together, begin + n + block, block, begin + size,
-                           op_.Dv * int64_t{sizeof(Number)},
-                           [&](int64_t j) { return group[j].values(); });
-          add_block_of_values(group[i], begin, n, std::min(block, size - n), finite);
+        for (int64_t i = first; i < first + together; ++i) {
+          const Rows& values = sources[i].values();
+          const Number* next = n + block < size ? row_of(values, begin + n + block)
+                               : i + together < count
+                                   ? row_of(sources[i + together].values(), begin)
+                                   : row_of(sources[i].rows->head->key, begin + size);
+          add_block_of_values(sources[i], begin, n, std::min(block, size - n),
+                              foreseen ? 0 : next - row_of(values, begin + n), finite);
         }
       }
     }
@@ -272,7 +265,7 @@ class DecodeTask {
   // `count` values from begin + n on. A key that a row may not see adds nothing to it, NaN and
   // infinity included. `finite` is scratch [kWord][Dv].
   void add_block_of_values(const Values& source, int64_t begin, int64_t n, int64_t count,
-                           Number* finite) const {
+                           int64_t ahead, Number* finite) const {
     const auto [some, every] = seen_by(source.rows, source.count, n, count);
     if (!some) return;
     const Rows& values = source.values();
@@ -285,10 +278,13 @@ class DecodeTask {
     for (int k = first; k < last; ++k)
       if (!(every >> k & 1) && !is_finite(row_of(values, begin + k))) aside |= uint64_t{1} << k;
     const auto add = [&](const Number* data, int64_t stride) {
-      for_row_blocks(source.count, [&](auto R, int64_t r) {
-        add_columns<Operand, Number, R>(source.weights + r * kPart + (n + first) / kStep,
-                                        last - first, data, stride, op_.Dv,
-                                        source.sums + r * out_stride_, out_stride_);
+      for_rows(source.count, [&](auto R, int64_t row, int64_t blocks) {
+        for (int64_t r = row; r < row + blocks * R; r += R) {
+          const Prefetch next{count * r / source.count, count * (r + R) / source.count, ahead};
+          add_columns<Operand, Number, R>(source.weights + r * kPart + (n + first) / kStep,
+                                          last - first, data, stride, next, op_.Dv,
+                                          source.sums + r * out_stride_, out_stride_);
+        }
       });
     };
     if (!aside) return add(row_of(values, begin + first), values.stride);

@@ -15,17 +15,12 @@ constexpr int64_t kPart = 256;  // keys of a task, and the stride of rows of pro
 // Sums that are accumulated in registers at once: half of these.
 constexpr int kSums = HK_VECTOR_REGISTERS / 2;
 
-// Prefetches `bytes` of each of rows [first, last), all lines by one instruction: the processor
-// recognizes its stride and reads on by itself. Unrolled, with an instruction for each line, this
-// reads 22 GB/s instead of 38 (Zen 5). Inlined: g++ drops calls of a function that only prefetches.
-__attribute__((always_inline)) inline void prefetch_rows(const Rows& rows, int64_t first,
-                                                         int64_t last, int64_t bytes) {
-  const int64_t stride = rows.at(1) - rows.at(0);
-  if (stride == bytes) bytes *= std::max<int64_t>(0, last - first), last = first + 1;
-#pragma GCC unroll 1
-  for (int64_t n = first; n < last; ++n)
-#pragma GCC unroll 1
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows.at(n) + at);
+__attribute__((always_inline)) inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// Whether load c of some that are next to each other begins a line, if the first does.
+template <typename Operand, typename Number>
+constexpr bool begins_line(int c) {
+  return c * kLoad<Operand, Number> * static_cast<int>(sizeof(Number)) % 64 == 0;
 }
 
 // Lane i of the result is the sum of the lanes of v[i], each in the same order.
@@ -61,10 +56,11 @@ inline void prepare_query(RealOf<Operand>* row, int64_t width) {
 }
 
 // products[r][k] of R rows and K keys, [R][kPart]. `query` holds the rows in whole loads, 0 past
-// the width. kLast: there are only `count` keys, at least 1; the other products are undefined.
+// the width. Prefetches what is `ahead` numbers behind the keys. kLast: there are only `count`
+// keys, at least 1; the other products are undefined.
 template <typename Operand, typename Number, int R, int K, bool kLast>
-inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
-                          const Operand* query, int64_t query_stride, Ranges features,
+inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count, int64_t ahead,
+                          const Operand* query, int64_t query_stride, const Ranges& features,
                           RealOf<Operand>* products) {
   using Real = RealOf<Operand>;
   constexpr int L = kLanes<Real>;
@@ -84,15 +80,16 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
       Vec<Operand> q[R][C * V];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < C * V; ++v)
           q[r][v] = load(query + r * query_stride + d / kNumbers<Operand> +
                          (first + v) * kLanes<Operand>);
+      const Number* row = keys + d;
 #pragma GCC unroll 16
       for (int k = 0; k < K; ++k) {
-        const Number* row = keys + (kLast ? std::min<int64_t>(k, count - 1) : k) * key_stride + d;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
+          if (first == 0 && begins_line<Operand, Number>(c)) prefetch(row + c * W + ahead);
           const auto numbers = load_key(row + c * W);
 #pragma GCC unroll 2
           for (int v = 0; v < V; ++v) {
@@ -102,19 +99,27 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
               sum[r * K + k] = add_product<Operand>(x, q[r][c * V + v], sum[r * K + k]);
           }
         }
+        row += !kLast || k + 1 < count ? key_stride : 0;
+        asm("" : "+r"(row));  // g++ computes K addresses in advance and spills them
       }
     }
   };
-  constexpr int kChunk = std::max(1, kSums / (4 * R * kVectors<Operand, Number>));
-  constexpr std::integral_constant<int, kChunk> chunk{};
-  constexpr std::integral_constant<int, 1> one{};
   const auto whole = [](const Number* p) { return load_numbers<Operand>(p); };
+  // Long chunks: processors foresee whole rows better than parts of them.
+  constexpr int kChunk = kLast ? 1 : std::max(1, kSums / (2 * R * kVectors<Operand, Number>));
   for (const Range& range : features) {
     int64_t d = range.begin;
-    for (; d + kChunk * W <= range.end; d += kChunk * W) add(d, chunk, whole);
-    for (; d + W <= range.end; d += W) add(d, one, whole);
+    const auto add_chunks = [&](auto chunk) __attribute__((always_inline)) {
+      if constexpr (chunk <= kChunk)
+        for (; d + chunk * W <= range.end; d += chunk * W) add(d, chunk, whole);
+    };
+    add_chunks(std::integral_constant<int, 8>{});
+    add_chunks(std::integral_constant<int, 4>{});
+    add_chunks(std::integral_constant<int, 2>{});
+    add_chunks(std::integral_constant<int, 1>{});
     if (const int64_t rest = range.end - d)
-      add(d, one, [rest](const Number* p) { return load_numbers<Operand>(p, rest); });
+      add(d, std::integral_constant<int, 1>{},
+          [rest](const Number* p) { return load_numbers<Operand>(p, rest); });
   }
   alignas(64) Real sums[R * K];
 #pragma GCC unroll 4
@@ -122,12 +127,18 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
   for (int r = 0; r < R; ++r) std::memcpy(products + r * kPart, sums + r * K, sizeof(Real) * K);
 }
 
+// Rows [begin, end) of a block, and the distance in numbers of those that are prefetched with them.
+struct Prefetch {
+  int64_t begin = 0, end = 0, ahead = 0;
+};
+
 // out[r][w] += weights[r][n] * values[n][w] over `count` keys, for R rows and V vectors of columns;
 // kLast: only the first `width` columns. The keys are summed from zero: a long sum rounds once per
 // call.
 template <typename Operand, typename Number, int R, int V, bool kLast>
 inline void add_block(const Operand* weights, int64_t count, const Number* values, int64_t stride,
-                      int64_t width, RealOf<Operand>* out, int64_t out_stride) {
+                      const Prefetch& next, int64_t width, RealOf<Operand>* out,
+                      int64_t out_stride) {
   using Real = RealOf<Operand>;
   constexpr int L = kLanes<Real>;
   Vec<Real> sum[R][V] = {};
@@ -143,9 +154,16 @@ inline void add_block(const Operand* weights, int64_t count, const Number* value
     return kLast ? load_numbers<Operand>(row, width)
                  : load_numbers<Operand>(row + load * kLoad<Operand, Number>);
   };
+  const auto prefetch_row = [&](const Number* row) __attribute__((always_inline)) {
+    constexpr int kLoads = V / (kVectors<Operand, Number> * kNumbers<Operand>);
+#pragma GCC unroll 8
+    for (int i = 0; i < kLoads; ++i)
+      if (begins_line<Operand, Number>(i)) prefetch(row + i * kLoad<Operand, Number> + next.ahead);
+  };
   if constexpr (kNumbers<Operand> == 1) {
     constexpr int kEach = kVectors<Operand, Number>;
     for (int64_t n = 0; n < count; ++n) {
+      if (n >= next.begin && n < next.end) prefetch_row(values + n * stride);
       Vec<Operand> x[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; v += kEach) {
@@ -158,6 +176,7 @@ inline void add_block(const Operand* weights, int64_t count, const Number* value
   } else {  // two keys at a time: their numbers alternate
     for (int64_t n = 0; n < count; n += 2) {
       const Number* row = values + n * stride;
+      if (n >= next.begin && n < next.end) prefetch_row(row), prefetch_row(row + stride);
       Vec<Operand> x[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V / 2; ++v) {
@@ -185,12 +204,13 @@ inline void add_block(const Operand* weights, int64_t count, const Number* value
 // The same for R rows and all `width` columns.
 template <typename Operand, typename Number, int R>
 inline void add_columns(const Operand* weights, int64_t count, const Number* values, int64_t stride,
-                        int64_t width, RealOf<Operand>* out, int64_t out_stride) {
+                        const Prefetch& next, int64_t width, RealOf<Operand>* out,
+                        int64_t out_stride) {
   constexpr int L = kLanes<Operand>;
   constexpr int kMost = std::min(8, kSums / R), kLeast = kLoad<Operand, Number> / L;
   int64_t w = 0;
   const auto run = [&](auto block, int64_t columns) {
-    block(weights, count, values + w, stride, columns, out + w, out_stride);
+    block(weights, count, values + w, stride, next, columns, out + w, out_stride);
     w += columns;
   };
   while (width - w >= kMost * L) run(add_block<Operand, Number, R, kMost, false>, kMost * L);
@@ -203,13 +223,14 @@ inline void add_columns(const Operand* weights, int64_t count, const Number* val
   if (width - w > 0) run(add_block<Operand, Number, R, kLeast, true>, width - w);
 }
 
-// Calls body(std::integral_constant<int, R>, first row) for blocks of up to four of `count` rows.
+// Calls body(std::integral_constant<int, R>, first row, number of blocks) for blocks of R = 4, 2
+// and 1 of `count` rows.
 template <typename Body>
-inline void for_row_blocks(int64_t count, Body body) {
-  int64_t r = 0;
-  for (; r + 4 <= count; r += 4) body(std::integral_constant<int, 4>{}, r);
-  if (r + 2 <= count) body(std::integral_constant<int, 2>{}, r), r += 2;
-  if (r < count) body(std::integral_constant<int, 1>{}, r);
+inline void for_rows(int64_t count, Body body) {
+  const int64_t r = count / 4 * 4;
+  if (r > 0) body(std::integral_constant<int, 4>{}, 0, r / 4);
+  if (count & 2) body(std::integral_constant<int, 2>{}, r, 1);
+  if (count & 1) body(std::integral_constant<int, 1>{}, count - 1, 1);
 }
 
 }  // namespace hk::HK_LEVEL
