@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.backends import BACKENDS, CPU_MISSING, Backend, BackendName, find
+from heads_kernels.backends import BACKENDS, CPU_MISSING, SIMULATED, Backend, BackendName, find
 from heads_kernels.call import Call
 
 VARIABLE: Final = "HEADS_KERNELS_BACKENDS"
@@ -34,6 +34,9 @@ def _read(value: str) -> tuple[Backend, ...]:
 
 
 _NAMED: Final = _read(os.environ.get(VARIABLE, ""))
+
+#: Backends that may serve CPU tensors in this process.
+_ON_CPU: Final = {"cpu", "eager", *SIMULATED}
 
 #: Of float32 on a GPU, without the variable: `cuda` multiplies it on tensor cores, `triton` does not.
 _FLOAT32: Final = tuple(sorted(BACKENDS, key=lambda row: row.name != "cuda"))
@@ -111,6 +114,14 @@ def select(call: Call, backend: str | None = None) -> str:
 def in_order(query: Tensor) -> Sequence[Backend]:
     """The backends in the order in which they are tried."""
     return _NAMED or (_FLOAT32 if query.is_cuda and query.dtype == torch.float32 else BACKENDS)
+
+
+def first_on_cpu() -> str:
+    """Name of the first backend that may serve CPU tensors in this process."""
+    for row in _NAMED or BACKENDS:
+        if row.name in _ON_CPU:
+            return row.name
+    return ""
 
 
 def _why_eager(call: Call) -> str:

@@ -17,7 +17,7 @@ from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops import direct, statistics
-from heads_kernels.ops.attention import attend, attend_with_lse
+from heads_kernels.ops.attention import attend, attend_with_lse, record
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.ops.statistics import AttentionStatistics
 from heads_kernels.parse import check, form, parse
@@ -399,8 +399,9 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run an unchecked call from `form`; if it has DTensors, the part of it that belongs to this process."""
     if return_lse is False:
-        out = direct.attend(call, backend)
-        if out is not None:
+        found = direct.attend(call, backend)
+        if found is not None:
+            out = record(call, "cpu", results=found) if isinstance(found, tuple) else found
             return unflatten(out, batch)
     check(call)
     check_flag("return_lse", return_lse)

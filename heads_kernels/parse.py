@@ -96,15 +96,16 @@ def form(
     batch: Batch = None
     try:
         check_whole_sequence()
-        device = query.device.type
+        device = "cpu" if query.is_cpu else query.device.type  # the type takes longer
         if device != "meta" and torch.is_autocast_enabled(device):
             query, key, *values = operands = _autocast(*operands)
             value = values[0] if values else None
         rows, columns, rank = query.shape, key.shape, 3 if shared else 4
+        of_value = columns if len(operands) == 2 else value.shape  # type: ignore[union-attr]
         if not (  # one batch dimension, as nearly always: the general case takes longer
             len(rows) == len(columns) == rank
-            and rows[0] == columns[0]
-            and (len(operands) == 2 or (value.dim() == 4 and value.shape[0] == rows[0]))  # type: ignore[union-attr]
+            and (len(of_value) == 4 or len(operands) == 2)
+            and rows[0] == columns[0] == of_value[0]
         ):
             batch, (query, key, *values) = flatten_operands(
                 SHARED if shared else GROUPED, *operands
@@ -113,55 +114,63 @@ def form(
             rows, columns = query.shape, key.shape
             if batch is not None:
                 content_bias = _flatten("content_bias", content_bias, batch, "H, S")
-        B, T, S, D = rows[0], rows[-2], columns[-2], rows[-1]
         H = mixing.shape[0] if shared else rows[1]  # type: ignore[union-attr]
-        check_sizes(B, H, T, S)  # before memory is taken for the mask
-        attn_mask, dense_bias, table = _biases(attn_mask, bias, query, (B, H, T, S), batch)
-        mask = _mask(attn_mask, is_causal, query, (B, H, T, S), batch)
+        check_flag("is_causal", is_causal)
+        mask, dense_bias, table = _CAUSAL if is_causal else _EVERY_PAIR, None, None
+        if attn_mask is not None or bias is not None:
+            sizes = rows[0], H, rows[-2], columns[-2]
+            check_sizes(*sizes)  # before memory is taken for the mask
+            attn_mask, dense_bias, table = _biases(attn_mask, bias, query, sizes, batch)
+            if attn_mask is not None:
+                mask = _mask(attn_mask, is_causal, query, sizes, batch)
     except Exception:
         # If one of these is not a tensor or does not fit the others, that is the error to report.
         check_tensors(**dict(zip(("query", "key", "value"), operands, strict=False)))
         if shared:
             check_companion("mixing", mixing, query)  # type: ignore[arg-type]
         raise
-    if batch is not None:
-        gate = _flatten_gate(gate, batch)
-        exclude_keys = _flatten("exclude_keys", exclude_keys, batch, "S")
-    if enable_gqa is not True:
-        check_grouped_heads(query, key, enable_gqa)
+    row_weights = None
     if operator == "entmax_attention":
         alpha = check_alpha(alpha, query, H, compute_dtype(query.dtype))
-    check_flag("closed_grad", closed_grad)
-    lead = (B,) if batch is None else batch
-    row_weights = check_row_weights(received, query, (*lead, H, T), compute_dtype(query.dtype))
+    elif operator == "attention_statistics":
+        lead = (rows[0],) if batch is None else batch
+        sizes_of_rows = (*lead, H, rows[-2])
+        row_weights = check_row_weights(received, query, sizes_of_rows, compute_dtype(query.dtype))
+        if batch is not None:
+            row_weights = _flatten("received", row_weights, batch, "H, T")
+            exclude_keys = _flatten("exclude_keys", exclude_keys, batch, "S")
+        exclude_keys = check_excluded(exclude_keys, query, (rows[0], columns[-2]))
     if batch is not None:
-        row_weights = _flatten("received", row_weights, batch, "H, T")
-    call = Call(
-        query=query,
-        key=key,
-        value=value,
-        mixing=mixing,
-        content_bias=content_bias,
-        gate=gate,
-        bias=dense_bias,
-        offset_bias=table,
-        sinks=sinks,
-        alpha=alpha,
-        k_lo=mask.k_lo,
-        k_hi=mask.k_hi,
-        first_keys=mask.first_keys,
-        key_visible=mask.key_visible,
-        dense_mask=mask.dense,
-        exclude_keys=check_excluded(exclude_keys, query, (B, S)),
-        row_weights=row_weights,
-        seed=None,
-        band_lo=mask.band_lo,
-        band_hi=mask.band_hi,
-        scale=check_scale(scale, D / max(H, 1) if shared else D, query.dtype),
-        softcap=check_softcap(softcap),
-        dropout_p=check_dropout(dropout_p),
-        gate_activation=gate_activation,
-        closed_grad=closed_grad,
+        gate = _flatten_gate(gate, batch)
+    if enable_gqa is not True:
+        check_grouped_heads(query, key, enable_gqa)
+    check_flag("closed_grad", closed_grad)
+    call = Call(  # by position, in the order of its fields: 25 names would take three times as long
+        query,
+        key,
+        value,
+        mixing,
+        content_bias,
+        gate,
+        dense_bias,
+        table,
+        sinks,
+        alpha,
+        mask.k_lo,
+        mask.k_hi,
+        mask.first_keys,
+        mask.key_visible,
+        mask.dense,
+        exclude_keys,
+        row_weights,
+        None,  # seed
+        mask.band_lo,
+        mask.band_hi,
+        check_scale(scale, rows[-1] / max(H, 1) if shared else rows[-1], query.dtype),
+        check_softcap(softcap),
+        check_dropout(dropout_p),
+        gate_activation,
+        closed_grad,
     )
     return call, batch
 
@@ -231,16 +240,13 @@ _CAUSAL: Final = Intervals(band_hi=1)
 
 
 def _mask(
-    attn_mask: Mask | Tensor | None,
+    attn_mask: Mask | Tensor,
     is_causal: bool,
     query: Tensor,
     shape: tuple[int, int, int, int],
     batch: Batch,
 ) -> Intervals:
     """The mask of a call of `shape` = (B, H, T, S)."""
-    check_flag("is_causal", is_causal)
-    if attn_mask is None:
-        return _CAUSAL if is_causal else _EVERY_PAIR
     if (
         batch is not None
         and isinstance(attn_mask, Tensor)

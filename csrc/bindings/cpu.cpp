@@ -35,33 +35,76 @@ void attention_forward(const py::tuple& call, const py::tuple& results, int thre
   run(params, threads);
 }
 
-// An empty output in the memory order of `like`, as `empty_heads` of ops/buffers.py makes it.
-py::object empty_heads(hk::ForwardParams& params, const Sizes& n, py::handle query) {
+py::object tuple_of(std::initializer_list<int64_t> numbers) {
+  py::object result = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  Py_ssize_t i = 0;
+  for (const int64_t number : numbers)
+    PyTuple_SET_ITEM(result.ptr(), i++, checked(PyLong_FromLongLong(number)).release().ptr());
+  return result;
+}
+
+// An empty tensor of this dtype, or null for that of the query, whose method makes it.
+py::object empty(py::handle query, std::initializer_list<int64_t> sizes,
+                 std::initializer_list<int64_t> strides, PyObject* dtype = nullptr) {
+  const Torch& torch = Torch::get();
+  const py::object of_sizes = tuple_of(sizes), of_strides = tuple_of(strides);
+  PyObject* const arguments[] = {query.ptr(), of_sizes.ptr(), of_strides.ptr(), dtype};
+  return checked(PyObject_VectorcallMethod(torch.new_empty_strided.ptr(), arguments, 3,
+                                           dtype ? torch.names_of_dtype.ptr() : nullptr));
+}
+
+// An empty [B, H, T, Dv] in the memory order of the query, or of the value where the query is
+// shared, as `empty_heads` of ops/buffers.py makes it.
+py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, py::handle query) {
   const hk::Tensor& like = params.mixing ? params.value : params.query;
   const bool tokens_first = like.stride[1] < like.stride[2];
   const int64_t Dv = params.value.size[3];
-  const int64_t stride[3] = {n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv,
-                             tokens_first ? n.H * Dv : Dv};
-  const py::object sizes = checked(Py_BuildValue("(LLLL)", n.B, n.H, n.T, Dv));
-  const py::object strides = checked(Py_BuildValue("(LLLL)", stride[0], stride[1], stride[2], 1LL));
-  PyObject* const arguments[] = {query.ptr(), sizes.ptr(), strides.ptr()};
-  const py::str& method = Torch::get().new_empty_strided;
-  py::object out = checked(PyObject_VectorcallMethod(method.ptr(), arguments, 3, nullptr));
-  params.out = needed(given(out, dlpack::kCpu, "out"), "out");
-  return out;
+  return empty(query, {n.B, n.H, n.T, Dv},
+               {n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv, tokens_first ? n.H * Dv : Dv, 1});
 }
 
-// The output of a call; None if it is empty, or if a tensor is not plain.
+// Whether every tensor of a tuple is plain.
+bool are_plain(const py::tuple& tuple) {
+  return std::all_of(tuple.begin(), tuple.end(),
+                     [](py::handle entry) { return !is_tensor(entry) || is_plain(entry); });
+}
+
+// Whether a tensor of a tuple requires a gradient.
+bool requires_grad(const py::tuple& tuple) {
+  const py::str& name = Torch::get().requires_grad;
+  return std::any_of(tuple.begin(), tuple.end(), [&](py::handle entry) {
+    return is_tensor(entry) && attribute(entry, name).ptr() == Py_True;
+  });
+}
+
+// What a call without dropout gives without an op: `out`, or (out, attended, lse) where `recording`
+// and an operand requires a gradient. None if it is empty, or if a tensor is not plain.
 py::object attend(const py::tuple& call, bool recording, int threads) {
-  for (const py::handle field : call)
-    if (is_tensor(field) && !is_plain(field, recording)) return py::none();
+  if (!are_plain(call)) return py::none();
   hk::ForwardParams params;
   const CallArguments arguments = read_call(call, dlpack::kCpu);
   const Sizes n = set_attention(params, arguments);
   if (!n.B || !n.H || !n.T || !params.value.size[3]) return py::none();
-  py::object out = empty_heads(params, n, call[0]);
+  params.closed_grad = arguments.closed_grad;
+  const py::handle query = call[0];
+  const py::object out = empty_heads(params, n, query);
+  params.out = needed(given(out, dlpack::kCpu, "out"), "out");
+  if (!recording || !requires_grad(call)) {
+    run(params, threads);
+    return out;
+  }
+  const bool wide = params.query.dtype == hk::DType::kFloat64;
+  PyObject* const compute = Torch::get().dtypes[wide ? 1 : 0].ptr();
+  const int64_t of_head = n.T, of_batch = n.H * n.T;
+  const py::object attended = params.gate ? empty_heads(params, n, query) : py::none();
+  const py::object lse =
+      params.alpha
+          ? empty(query, {2, n.B, n.H, n.T}, {n.B * of_batch, of_batch, of_head, 1}, compute)
+          : empty(query, {n.B, n.H, n.T}, {of_batch, of_head, 1}, compute);
+  params.attended = floating(given(attended, dlpack::kCpu, "attended"), "attended");
+  params.lse = needed(given(lse, dlpack::kCpu, "lse"), "lse");
   run(params, threads);
-  return out;
+  return py::make_tuple(out, attended, lse);
 }
 
 // `saved` is (dout, attended, lse, dlse), of which dlse may be None; `gradients` those of the
@@ -152,6 +195,7 @@ PYBIND11_MODULE(_cpu, m) {
   Torch::get();  // here, not at the first call, which two threads may make at once
   m.doc() = "C++ attention kernels for the CPU; called by the `cpu` backend, not by users.";
   m.def("call_fields", &call_fields, "The fields of a call as the arguments of a torch schema.");
+  m.def("are_plain", &are_plain);
   m.def("attend", &attend);
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);

@@ -17,9 +17,10 @@ namespace hk::bindings {
 
 // What is looked up once in torch.
 struct Torch {
-  py::str device{"device"}, dtype{"dtype"}, requires_grad{"requires_grad"}, is_neg{"is_neg"};
+  py::str device{"device"}, dtype{"dtype"}, requires_grad{"requires_grad"};
   py::str new_empty_strided{"new_empty_strided"};
-  py::object tensor, parameter;
+  py::tuple names_of_dtype = py::make_tuple(dtype);
+  py::object tensor, parameter, is_neg;
   py::object dtypes[4];  // in the order of DType
   dlpack::Describe describe;
 
@@ -27,6 +28,7 @@ struct Torch {
     const py::module_ torch = py::module_::import("torch");
     tensor = torch.attr("Tensor");
     parameter = torch.attr("nn").attr("Parameter");
+    is_neg = tensor.attr("is_neg");
     const char* names[4] = {"float32", "float64", "bfloat16", "float16"};
     for (int i = 0; i < 4; ++i) dtypes[i] = torch.attr(names[i]);
     describe = dlpack::describe_of(tensor.attr("__dlpack_c_exchange_api__").ptr());
@@ -50,8 +52,8 @@ inline py::object attribute(py::handle object, const py::str& name) {
 }
 
 inline bool is_tensor(py::handle object) {
-  return PyObject_TypeCheck(object.ptr(),
-                            reinterpret_cast<PyTypeObject*>(Torch::get().tensor.ptr()));
+  return !object.is_none() && PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(
+                                                                   Torch::get().tensor.ptr()));
 }
 
 // A tensor on `device`: pointer, sizes, strides and dtype.
@@ -87,13 +89,12 @@ inline Given tensor_of(py::handle tensor, dlpack::Device device, const char* nam
 }
 
 // Whether a tensor is no more than its memory: an instance of a subclass may have an implementation
-// of ops of its own, a gradient may be recorded, and the sign of a negated view is not in memory.
-inline bool is_plain(py::handle tensor, bool recording) {
+// of ops of its own, and the sign of a negated view is not in memory.
+inline bool is_plain(py::handle tensor) {
   const Torch& torch = Torch::get();
   const py::handle type = py::type::handle_of(tensor);
   if (!type.is(torch.tensor) && !type.is(torch.parameter)) return false;
-  if (recording && attribute(tensor, torch.requires_grad).ptr() == Py_True) return false;
-  return checked(PyObject_CallMethodNoArgs(tensor.ptr(), torch.is_neg.ptr())).ptr() == Py_False;
+  return checked(PyObject_CallOneArg(torch.is_neg.ptr(), tensor.ptr())).ptr() == Py_False;
 }
 
 inline DType dtype_of(py::handle dtype) {

@@ -46,14 +46,11 @@ def capturing(device: torch.device) -> bool:
 def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
     """A state that is equal in two calls only if `tensors` hold the same values; None if that cannot be known.
 
-    On the CPU these are the bytes of the tensors. On a GPU, where reading them would synchronise: their addresses, and
-    PyTorch's counts of writes to them.
+    Nothing may be watched (`is_watched`). On the CPU these are the bytes of the tensors. On a GPU, where reading them
+    would synchronise: their addresses, and PyTorch's counts of writes to them.
     """
-    if is_watched():
-        return None
-    tensors = dict.fromkeys(tensors)
     if device.type == "cpu":
-        if not all(map(readable, tensors)):
+        if not all(type(t) is Tensor and t.is_cpu for t in tensors):
             return None
         return [(t.dtype, t.shape, t.numpy().tobytes()) for t in tensors]
     if not _keeps(device) or not all(

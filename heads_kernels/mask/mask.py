@@ -36,7 +36,6 @@ from heads_kernels.mask.terms import (
     QueryLengths,
     QueryMask,
     Term,
-    Window,
     check_broadcast,
 )
 
@@ -82,6 +81,7 @@ class Mask:
     """
 
     _terms: tuple[Term, ...]
+    _tensors: tuple[Tensor, ...]  # of the terms
     _last: tuple[object, Intervals] | None = None  # the last (call, its intervals)
     _is_snapshot: bool = False  # whether its tensors are copies that nothing writes to
 
@@ -120,7 +120,12 @@ class Mask:
             terms += (QueryMask(parse_real("query_mask", query_mask, "[B, T], True = real row")),)
         if document_ids is not None:
             terms += (parse_documents(document_ids),)
+        self._set(terms)
+
+    def _set(self, terms: tuple[Term, ...]) -> None:
+        values = (value for term in terms for value in term.values())
         self._terms = terms
+        self._tensors = tuple(dict.fromkeys(v for v in values if isinstance(v, Tensor)))
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -131,7 +136,7 @@ class Mask:
     def of(cls, terms: tuple[Term, ...]) -> Mask:
         """The mask of these terms."""
         mask = cls()
-        mask._terms = terms
+        mask._set(terms)
         return mask
 
     def snapshot(self) -> Mask:
@@ -187,27 +192,20 @@ class Mask:
     def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
         """The `Intervals` of the mask for a call of these sizes on `device` (default: the device of its tensors).
 
-        With only `causal` and `window` they have no tensors. Otherwise the last result is cached and reused while
-        the tensors hold the same values (`kept.state_of`), so that the layers of a model share it.
+        The last result is cached and reused while the tensors hold the same values (`kept.state_of`), so that the
+        layers of a model share it.
         """
-        if self._is_snapshot and not is_watched():
-            last = self._last  # read once: another thread may replace it
-            call: tuple[object, ...] = B, H, T, S, device, torch.is_inference_mode_enabled()
-            if last is not None and last[0] == call:
-                return last[1]
-        tensors = [v for term in self.terms for v in term.values() if isinstance(v, Tensor)]
-        device = device_of(tensors) if device is None else torch.device(device)
-        if all(isinstance(term, (Causal, Window)) for term in self.terms):
+        device = device_of(self._tensors) if device is None else torch.device(device)
+        if is_watched():
             return self.work_out(B, H, T, S, device)
-        state = state_of(tensors, device)
+        on_cpu = device.type == "cpu"
+        state = () if on_cpu and self._is_snapshot else state_of(self._tensors, device)
         if state is None:
             return self.work_out(B, H, T, S, device)
         # A tensor made in inference mode cannot be saved for a backward pass.
-        call = B, H, T, S, device, torch.is_inference_mode_enabled()
-        if not (self._is_snapshot and device.type == "cpu"):
-            call += (state,)
-        last = self._last
-        if capturing(device):
+        call = B, H, T, S, device, torch.is_inference_mode_enabled(), state
+        last = self._last  # read once: another thread may replace it
+        if not on_cpu and capturing(device):
             last = _CAPTURED
         elif last is not None and last[0] == call:
             return last[1]
@@ -251,6 +249,9 @@ class Mask:
 
     def __getstate__(self) -> dict[str, object]:
         return {"_terms": self.terms}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set(state["_terms"])
 
     def to_dense(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Tensor:
         """A bool tensor `[B or 1, H or 1, T, S]`, True = visible."""

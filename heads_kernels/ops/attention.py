@@ -20,7 +20,7 @@ from torch import Tensor
 from heads_kernels.call import OPERANDS, SCHEMA, Call, compute_dtype
 from heads_kernels.checks import refuse
 from heads_kernels.flops import backward_flops, forward_flops
-from heads_kernels.ops import derivatives
+from heads_kernels.ops import derivatives, direct
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.autograd import first_order_only, is_recorded, needs_formula
 from heads_kernels.ops.buffers import empty_gradient, empty_heads
@@ -74,7 +74,7 @@ def attend(call: Call, backend: str) -> Tensor:
     if needs_formula(call, backend):
         return derivatives.attend(call)[0]
     if is_recorded(call):
-        return _Attention.apply(backend, False, *call)  # type: ignore[no-untyped-call, no-any-return]
+        return record(call, backend)
     return attention_op(*call, False, backend)[0]  # type: ignore[no-any-return]
 
 
@@ -88,7 +88,7 @@ def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         return derivatives.attend(call)
     bare = call._replace(gate=None, gate_activation="identity")
     if is_recorded(call):
-        out, lse = _Attention.apply(backend, True, *bare)  # type: ignore[no-untyped-call]
+        out, lse = record(bare, backend, return_lse=True)
     else:
         out, _, lse = attention_op(*bare, True, backend)
     if call.gate is None:
@@ -111,13 +111,11 @@ def _prepare(backend: str | None, *arguments: Any) -> tuple[Call, Results]:
     return call, _allocate(call, save)
 
 
-def _prepare_backward(
-    backend: str | None, *arguments: Any
-) -> tuple[Call, Saved, Gradients, list[bool]]:
+def _prepare_backward(backend: str | None, *arguments: Any) -> tuple[Call, Saved, list[bool]]:
     saved, (*fields, needs) = Saved(*arguments[:_SAVED]), arguments[_SAVED:]
     call = Call(*fields)
     _check_arguments(backend, call, **saved._asdict())
-    return call, saved, _allocate_gradients(call, needs), needs
+    return call, saved, needs
 
 
 def _check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> None:
@@ -135,7 +133,11 @@ def _forward(*arguments: Any) -> Results:
 
 def _backward(*arguments: Any) -> list[Tensor]:
     *rest, backend = arguments
-    call, saved, gradients, needs = _prepare_backward(backend, *rest)
+    return _run_backward(*_prepare_backward(backend, *rest), backend)
+
+
+def _run_backward(call: Call, saved: Saved, needs: list[bool], backend: str) -> list[Tensor]:
+    gradients = _allocate_gradients(call, needs)
     load(backend).backward(call, saved, gradients)
     return _requested(gradients, needs)
 
@@ -145,8 +147,8 @@ def _forward_fake(*arguments: Any) -> Results:
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
-    *_, gradients, needs = _prepare_backward(None, *arguments[:-1])
-    return _requested(gradients, needs)
+    call, _, needs = _prepare_backward(None, *arguments[:-1])
+    return _requested(_allocate_gradients(call, needs), needs)
 
 
 def _requested(gradients: Gradients, needs: list[bool]) -> list[Tensor]:
@@ -164,28 +166,33 @@ def _allocate(call: Call, save: bool) -> Results:
 
 
 def _allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
+    query, dtype = call.query, compute_dtype(call.query.dtype)
+    absent = query.new_empty(0)
+    no_sums = absent if dtype == query.dtype else absent.to(dtype)
+    gradients = []
+    for name, operand, need in zip(OPERANDS, call.operands, needs, strict=True):
+        is_sum = len(gradients) >= _OF_KERNELS
+        if not need or operand is None:
+            gradients.append(no_sums if is_sum else absent)
+        elif is_sum:
+            gradients.append(query.new_empty(_shape_of_sums(name, call), dtype=dtype))
+        else:
+            gradients.append(empty_gradient(operand))
+    return Gradients(*gradients)
+
+
+def _shape_of_sums(name: str, call: Call) -> tuple[int, ...]:
+    """Of the partial sums of an operand, see `Gradients`."""
     B, H, T, S = call.sizes
-    dtype = compute_dtype(call.query.dtype)
-    wanted = {
-        name: need and getattr(call, name) is not None
-        for name, need in zip(OPERANDS, needs, strict=True)
-    }
-
-    def sums(name: str, *shape: int) -> Tensor:
-        return call.query.new_empty(shape if wanted[name] else 0, dtype=dtype)
-
-    return Gradients(
-        empty_gradient(call.query, wanted["query"]),
-        empty_gradient(call.key, wanted["key"]),
-        empty_gradient(call.value, wanted["value"]),
-        sums("mixing", B, H, call.D),
-        sums("content_bias", B, H, S),
-        sums("gate", *gates.shape_of_rows(call.gate, (B, H, T, call.Dv))),
-        sums("bias", *(() if call.bias is None else call.bias.shape)),
-        sums("offset_bias", B, H, max(T + S - 1, 1)),
-        sums("sinks", B, H, T),
-        sums("alpha", B, H, T),
-    )
+    if name == "mixing":
+        return B, H, call.D
+    if name == "content_bias":
+        return B, H, S
+    if name == "gate":
+        return gates.shape_of_rows(call.gate, (B, H, T, call.Dv))
+    if name == "bias" and call.bias is not None:
+        return tuple(call.bias.shape)
+    return (B, H, max(T + S - 1, 1)) if name == "offset_bias" else (B, H, T)
 
 
 _SAVED = len(Saved._fields)
@@ -209,52 +216,68 @@ backward_op = define_op(
 
 
 # ---------------------------------------------------------------------- autograd
-_IS_TENSOR = [type.startswith("Tensor") for type in SCHEMA.values()]
+#: How many operands have gradients that need no last step: query, key and value.
+_OF_KERNELS = 3
+#: How many of the fields of a call are tensors, which come first.
+_TENSORS = sum(type.startswith("Tensor") for type in SCHEMA.values())
+
+
+def record(call: Call, backend: str, return_lse: bool = False, results: Any = None) -> Any:
+    """`out`, or `out` and `lse`, of a call, with a gradient.
+
+    `results` are those of the forward op if they have been computed without it (`direct.attend`).
+    """
+    given = [operand for operand in call.operands if operand is not None]
+    return _Attention.apply((call, backend, return_lse, results), *given)  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
+    """Takes the arguments of `record` and, because those in a tuple are not recorded, the operands that are given."""
+
     @staticmethod
-    def forward(
-        ctx: Any, backend: str, return_lse: bool, *fields: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        out, attended, lse = attention_op(*fields, True, backend)
-        if Call(*fields).gate is None:
+    def forward(ctx: Any, arguments: Any, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        call, backend, return_lse, results = arguments
+        out, attended, lse = results or attention_op(*call, True, backend)
+        if call.gate is None:
             attended = out
-        pairs = list(zip(fields, _IS_TENSOR, strict=True))
-        ctx.save_for_backward(attended, lse, *(a for a, tensor in pairs if tensor))
-        ctx.constants = [a for a, tensor in pairs if not tensor]
+        ctx.save_for_backward(attended, lse, *call[:_TENSORS])
+        ctx.constants = call[_TENSORS:]
         ctx.backend = backend
         return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> Any:
-        attended, lse, *kept = ctx.saved_tensors
-        tensors, constants = iter(kept), iter(ctx.constants)
-        call = Call(*(next(tensors if tensor else constants) for tensor in _IS_TENSOR))
-        needs = list(ctx.needs_input_grad[2 : 2 + len(OPERANDS)])
+        attended, lse, *tensors = ctx.saved_tensors
+        call = Call(*tensors, *ctx.constants)
+        of_given = iter(ctx.needs_input_grad[1:])
+        needs = [operand is not None and next(of_given) for operand in call.operands]
         if torch.is_grad_enabled() and ctx.backend == "eager":  # create_graph=True
-            return None, None, *_gradients_of_formula(call, needs, dout, dlse)
+            return None, *_gradients_of_formula(call, needs, dout, dlse)
         saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
-        sums = iter(backward_op(*saved, *call, needs, ctx.backend))
-        grads = tuple(
-            finish(name, next(sums), call) if need else None
-            for name, need in zip(OPERANDS, needs, strict=True)
-        )
-        grads = first_order_only(call.operator, grads, (dout, dlse, *call.operands))
-        return None, None, *grads, *([None] * (len(call) - len(OPERANDS)))
+        if ctx.backend == "cpu" and direct.serves_backward(saved, call):
+            sums = _run_backward(call, saved, needs, "cpu")
+        else:
+            sums = backward_op(*saved, *call, needs, ctx.backend)
+        found = iter(sums)
+        grads = [
+            finish(name, next(found), call) if need else None
+            for name, operand, need in zip(OPERANDS, call.operands, needs, strict=True)
+            if operand is not None
+        ]
+        return None, *first_order_only(call, grads, dout, dlse)
 
 
 def _gradients_of_formula(
     call: Call, needs: list[bool], dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Differentiable gradients of the fields of a call."""
+    """Differentiable gradients of the operands that are given."""
     operands: Any = [each for each, need in zip(call.operands, needs, strict=True) if need]
     results = derivatives.attend(call)[: 1 if dlse is None else 2]
     starts = (dout,) if dlse is None else (dout, dlse)
     grads = torch.autograd.grad(results, operands, starts, create_graph=True, allow_unused=True)
     found = iter(grads)
-    fields = len(call) - len(needs)
-    return *(next(found) if need else None for need in needs), *([None] * fields)
+    given = zip(call.operands, needs, strict=True)
+    return tuple(next(found) if need else None for operand, need in given if operand is not None)
 
 
 def finish(name: str, sums: Tensor, call: Call) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,12 +31,13 @@ class _FirstOrderOnly(torch.autograd.Function):
 
 
 def first_order_only(
-    operator: str, grads: tuple[Tensor | None, ...], inputs: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    """Mark the gradients of `inputs` as not differentiable a second time, with an error that says so."""
+    call: Call, grads: Sequence[Tensor | None], dout: Tensor, dlse: Tensor | None
+) -> Sequence[Tensor | None]:
+    """Mark gradients as not differentiable a second time, by `call`, `dout` or `dlse`, with an error that says so."""
     if not torch.is_grad_enabled():
         return grads
-    marked = _FirstOrderOnly.apply(operator, len(grads), *grads, *inputs)  # type: ignore[no-untyped-call]
+    inputs = dout, dlse, *call.operands
+    marked = _FirstOrderOnly.apply(call.operator, len(grads), *grads, *inputs)  # type: ignore[no-untyped-call]
     return tuple(marked)
 
 

@@ -38,13 +38,11 @@ def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
     return like.new_empty((B, H, L, W))
 
 
-def empty_gradient(tensor: Tensor, needed: bool) -> Tensor:
-    """A buffer for the gradient of `tensor`, dense and in its memory order; an empty tensor where it is not needed.
+def empty_gradient(tensor: Tensor) -> Tensor:
+    """A buffer for the gradient of `tensor`, dense and in its memory order.
 
     Rows are contiguous even where the strides do not define an order (a view whose rows overlap).
     """
-    if not needed:
-        return tensor.new_empty(0)
     like = torch.empty_like(tensor)
     return like if like.stride(-1) == 1 else tensor.new_empty(tensor.shape)
 

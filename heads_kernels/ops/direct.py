@@ -1,68 +1,58 @@
-"""The direct path: forward passes on the `cpu` backend that call the extension without a torch op.
+"""The direct path: passes on the `cpu` backend that call the extension without a torch op.
 
-It takes less than half of the time of an op in small calls. It is used only if the result is the same: no gradient is
-recorded, and no mode, transform, tracer, autocast or profiler of PyTorch, which act on ops, is active. The extension
-checks what `parse.check` checks for these calls; calls that it refuses run as ops, which have the error messages.
+It takes less than half of the time of an op in small calls. It is used only if the result is the same: no mode,
+transform, tracer or profiler of PyTorch, which act on ops, is active, and every tensor is plain. The extension checks
+what `parse.check` checks for these calls; calls that it refuses run as ops, which have the error messages.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch.autograd import forward_ad
-from torch.nn import Parameter
+from torch.compiler import is_dynamo_compiling
 
-from heads_kernels import backends
+from heads_kernels import backends, dispatch
 from heads_kernels.call import Call
-from heads_kernels.dispatch import in_order
 from heads_kernels.ops.library import load
 
-#: Other subclasses of Tensor may implement ops themselves.
-_CLASSES: Final = (Tensor, Parameter)
-#: Backends that may serve CPU tensors in this process.
-_OF_CPU: Final = {"cpu", "eager", *backends.SIMULATED}
+_profiler_enabled = torch._C._autograd._profiler_enabled
 
 
-def attend(call: Call, backend: str | None) -> Tensor | None:
-    """`out` of a call whose tensors are not checked, or None if the call has to run as an op."""
-    query = call.query
-    if call.dropout_p or backend not in (None, "cpu") or backends.CPU_MISSING:
+def attend(call: Call, backend: str | None) -> Tensor | tuple[Tensor, Tensor | None, Tensor] | None:
+    """`out` of a call whose tensors are not checked, or None if the call has to run as an op.
+
+    Where an operand requires a gradient, which is not recorded here: (out, attended, lse).
+    """
+    if backends.CPU_MISSING or call.dropout_p or not (call.query.is_cpu and is_unobserved()):
         return None
-    if type(query) not in _CLASSES or not query.is_cpu or not _is_unobserved():
-        return None
-    if call.gate is None and call.gate_activation != "identity":
-        return None
-    recording = torch.is_grad_enabled()
-    if recording and query.requires_grad:  # as in training; the cheapest check comes first
-        return None
-    if backend is None and not _is_first(query):
+    if backend != "cpu" and (backend is not None or dispatch.first_on_cpu() != "cpu"):
         return None
     try:
-        out: Tensor | None = load("cpu").attend(call, recording)
+        return load("cpu").attend(call)  # type: ignore[no-any-return]
     except (TypeError, ValueError, RuntimeError):
         return None
-    return out
 
 
-def _is_first(query: Tensor) -> bool:
-    """Whether `cpu` is the first backend that may serve the call."""
-    for row in in_order(query):
-        if row.name in _OF_CPU:
-            return row.name == "cpu"
-    return False
+def serves_backward(*tuples: tuple[object, ...]) -> bool:
+    """Whether a backward pass on `cpu` that reads these tensors may run without an op."""
+    return is_unobserved() and all(map(load("cpu").are_plain, tuples))
 
 
-def _is_unobserved() -> bool:
-    """Whether nothing in PyTorch acts on ops or replaces them."""
+def is_unobserved() -> bool:
+    """Whether nothing in PyTorch acts on ops or replaces them; autocast has been applied by `parse`."""
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-        or torch.is_autocast_enabled("cpu")
+        is_dynamo_compiling()
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _are_functorch_transforms_active()
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
         or forward_ad._current_level >= 0
     )
