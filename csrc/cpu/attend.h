@@ -179,34 +179,54 @@ inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ran
   }
 }
 
-// The same rounded to pairs; includes the features between the ranges.
+// words[m][0 .. packed(width)) = the tile's rows as pairs, from bfloat16; zero where a row sees
+// nothing and past the width.
+inline void gather_words(const Rows& source, const VisibleRows<float>& visible, int64_t width,
+                         Pair* words) {
+  const int64_t stride = row_stride<float>(width);
+  for (int m = 0; m < visible.columns; ++m) {
+    const bool read = m < visible.count && visible.sees(m);
+    char* row = reinterpret_cast<char*>(words + m * stride);
+    if (read) {
+      prefetch_next_head<false>(source, visible.first + m, width);
+      std::memcpy(row, source.at(visible.first + m), 2 * width);
+    }
+    const int64_t filled = read ? 2 * width : 0;
+    std::memset(row + filled, 0, 4 * packed<Pair>(width) - filled);
+  }
+}
+
+// The same as pairs, rounded where a factor is not 1; includes the features between the ranges.
 inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ranges features,
                        const float* factor, float* rows, PackedQuery<Pair>& query) {
   if (features.empty()) return;
   const int64_t width = features.end()[-1].end, stride = row_stride<float>(width);
+  if (!query.rest) {  // not mixed: all factors are 1
+    Pair* words = reinterpret_cast<Pair*>(rows);
+    gather_words(source, visible, width, words);
+    return transpose(words, stride, query.rows, BLOCK_M, visible.columns, packed<Pair>(width));
+  }
   gather_rows(source, visible, width, rows);
   for (int m = 0; m < visible.columns; ++m)
     for (int64_t d = 0; d < width; ++d) rows[m * stride + d] *= factor[d];
-  const int64_t padded = round_up(width, kLanes<float>);
-  if (!query.rest) {
-    pack_transposed(rows, stride, visible.columns, padded, rows, query.rows);
-  } else if (!split_transposed(rows, stride, visible.columns, padded, query.rows, query.rest,
-                               BLOCK_M)) {
+  if (!split_transposed(rows, stride, visible.columns, round_up(width, kLanes<float>), query.rows,
+                        query.rest, BLOCK_M))
     query.rest = nullptr;
-  }
 }
 
 // Which pairs of a tile the bias leaves visible: none, or all except where `hiding` ([64][64];
-// null: hides none) is -inf.
+// null: hides none) is -inf. The scores are yet to be multiplied by `factor`, a positive number.
 template <typename Real>
 struct Scored {
   bool any;
   const Real* hiding;
+  Real factor;
 };
 
-// scratch.scores[n][m] = score of key n of `tile` for row m, before any
+// scratch.scores[n][m] * factor = score of key n of `tile` for row m, before any
 // mask; not computed if the bias hides the whole tile. `key` holds the rows of that tile.
-// `with_slope`: also stores the derivative of the cap in scratch.slope.
+// `with_slope`: also stores the derivative of the cap in scratch.slope. Only scores of pairs for a
+// softmax leave a factor, which costs nothing in the exponent.
 template <typename Real, typename Operand>
 inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
                                const VisibleRows<Real>& visible, const KeySpan& tile,
@@ -221,7 +241,7 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
     load_bias(terms, visible, tile, scratch.bias_rows, scratch.bias);
     bias = scratch.bias;
   }
-  if (bias && hides_all(bias, tile.count(), columns)) return {false, bias};
+  if (bias && hides_all(bias, tile.count(), columns)) return {false, bias, Real(1)};
   Real* scores = scratch.scores;
   bool started = false;
   if (const Rows& row = head.content_bias) {
@@ -244,26 +264,30 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
     }
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
-  if (!terms.change_scores() && kScaledQuery<Operand>) return {true, nullptr};
+  if (!terms.change_scores() && kScaledQuery<Operand>) return {true, nullptr, Real(1)};
+  if (!terms.change_scores() && head.order == Real(0) && head.scale > Real(0))
+    return {true, nullptr, head.scale};
   const bool hides =
       finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.scale, tile.count(), columns,
                     bias, scores, with_slope ? scratch.slope : nullptr);
-  return {true, hides ? bias : nullptr};
+  return {true, hides ? bias : nullptr, Real(1)};
 }
 
 // sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w:
 // probabilities times values, or dS times keys. A key that a row may not see adds nothing to it,
-// NaN and infinity included.
+// NaN and infinity included. `packed`: scratch.weights holds the weights already, and `weights` is
+// read for keys with NaN or infinity alone.
 template <typename Real, typename Operand>
 inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeySpan& window,
                               const KeySpan& keys, Range columns, const Head<Real>& head,
-                              const VisibleRows<Real>& visible, const Real* weights,
+                              const VisibleRows<Real>& visible, const Real* weights, bool packed,
                               const TileScratch<Real, Operand>& scratch, Real* sum,
                               bool accumulate) {
   const int64_t width = columns.end - columns.begin;
   const Summands<Operand> rows = panel.summands(source, window, keys, columns);
   const Operand* right =
-      right_operand(weights, rows.first, keys.count(), visible.columns, scratch.weights);
+      packed ? scratch.weights
+             : right_operand(weights, rows.first, keys.count(), visible.columns, scratch.weights);
   sum += columns.begin * BLOCK_M;
   multiply(width, visible.columns, ceil_div(rows.first + keys.count(), kNumbers<Operand>),
            rows.matrix, right, BLOCK_M, sum, BLOCK_M, accumulate);
@@ -295,7 +319,16 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
         if (!scored.any) return;
         if (scored.hiding) keys.full = false;
         if (!keys.full) hide(scores, keys, visible, visible.columns);
-        if (tile.softmax.step(scores, keys.count(), visible.columns)) {
+        bool moved;
+        if constexpr (kNumbers<Operand> == 2) {
+          const auto rows = scratch.value.summands(head.value, window, keys, {0, head.Dv});
+          moved = tile.softmax.step_packed(scores, static_cast<int>(rows.first), keys.count(),
+                                           visible.columns, scored.factor,
+                                           dropout.active || !rows.aside->empty(), scratch.weights);
+        } else {
+          moved = tile.softmax.step(scores, keys.count(), visible.columns);
+        }
+        if (moved) {
           for (int64_t w = 0; w < head.Dv; ++w) {
             for (int m = 0; m < visible.columns; m += kLanes<Real>) {
               Real* at = tile.out + w * BLOCK_M + m;
@@ -308,7 +341,8 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
         if (dropout.active)
           drop(dropout, head.b, head.h, keys, visible.first, visible.columns, Real(1), scores);
         add_weighted_keys(scratch.value, head.value, window, keys, {0, head.Dv}, head, visible,
-                          scores, scratch, tile.out, tile.started);
+                          scores, kNumbers<Operand> == 2 && !dropout.active, scratch, tile.out,
+                          tile.started);
         tile.started = true;
       });
 }

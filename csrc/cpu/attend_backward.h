@@ -55,15 +55,18 @@ struct BackwardTile : QueryTile<Real, Operand> {
   alignas(64) Real delta[BLOCK_M];  // rowsum(dout * out)
 
   static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
+  // What the loop over the keys reads and writes of a tile whose rows are finite.
+  template <typename Operator>
+  static int64_t cached_bytes(const Operator& op) {
+    return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
+           buffer_bytes<Operand>(row_stride<Operand>(op.D) * kRows) +
+           buffer_bytes<Operand>(row_stride<Operand>(op.Dv) * kRows) +
+           buffer_bytes<Real>(round_up(op.D, kLanes<Real>) * BLOCK_M);
+  }
   template <typename Operator>
   static int64_t bytes(const Operator& op) {
-    const int64_t D = op.D, Dv = op.Dv;
-    return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
-           buffer_bytes<Operand>(row_stride<Operand>(D) * kRows) +
-           buffer_bytes<Operand>(row_stride<Operand>(Dv) * kRows) +
-           buffer_bytes<Real>(row_stride<Real>(D) * BLOCK_M) +
-           buffer_bytes<Real>(row_stride<Real>(Dv) * BLOCK_M) +
-           buffer_bytes<Real>(round_up(D, kLanes<Real>) * BLOCK_M);
+    return cached_bytes(op) + buffer_bytes<Real>(row_stride<Real>(op.D) * BLOCK_M) +
+           buffer_bytes<Real>(row_stride<Real>(op.Dv) * BLOCK_M);
   }
   template <typename Operator>
   BackwardTile(Workspace& w, const Operator& op, int64_t b, int64_t h,
@@ -81,16 +84,19 @@ struct BackwardTile : QueryTile<Real, Operand> {
 // Scratch that the tiles of a work item share.
 template <typename Real, typename Operand>
 struct BackwardScratch : TileScratch<Real, Operand> {
-  Real* more_rows;  // [64][max(D, Dv)]
-  Real* dprobs;     // [64][64] dP, then dS
-  Real* dropped;    // [64][64] probabilities after dropout
-  Real* slopes;     // [64][64] of entmax
+  Real* more_rows;          // [64][max(D, Dv)]
+  Real* dprobs;             // [64][64] dP, then dS
+  Real* dropped;            // [64][64] probabilities after dropout
+  Real* slopes;             // [64][64] of entmax
+  Operand* probs_packed;    // [64][64] P as the factor that is broadcast; empty if Operand is Real
+  Operand* dscores_packed;  // [64][64] dS, likewise
 
   template <typename Operator>
   static int64_t bytes(const Operator& op, int64_t Dv) {
     return TileScratch<Real, Operand>::bytes(op, Dv) +
            buffer_bytes<Real>(BLOCK_M * TileScratch<Real, Operand>::width(op.D, Dv)) +
-           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M);
+           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
+           2 * buffer_bytes<Operand>(TileScratch<Real, Operand>::kWeights);
   }
   template <typename Operator>
   BackwardScratch(Workspace& w, const Operator& op, int64_t Dv, int64_t tiles)
@@ -98,7 +104,9 @@ struct BackwardScratch : TileScratch<Real, Operand> {
         more_rows(w.take<Real>(BLOCK_M * this->width(op.D, Dv))),
         dprobs(w.take<Real>(BLOCK_N * BLOCK_M)),
         dropped(w.take<Real>(BLOCK_N * BLOCK_M)),
-        slopes(w.take<Real>(BLOCK_N * BLOCK_M)) {}
+        slopes(w.take<Real>(BLOCK_N * BLOCK_M)),
+        probs_packed(w.take<Operand>(this->kWeights)),
+        dscores_packed(w.take<Operand>(this->kWeights)) {}
 };
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.
@@ -280,7 +288,8 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& 
 // `hiding` is the bias of the tile if it hides a pair, else null. False if all are 0.
 template <typename Real, typename Operand>
 inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan& keys,
-                          const Real* hiding, BackwardScratch<Real, Operand>& scratch) {
+                          const Real* hiding, Real factor,
+                          BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
   const bool all_visible = keys.full && visible.all_rows;
@@ -294,7 +303,9 @@ inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
       const int at = n * BLOCK_M + m;
-      Vec<Real> p = exp<Real>(load(scratch.scores + at) - load(tile.lse + m));
+      Vec<Real> s = load(scratch.scores + at);
+      if (!kScaledQuery<Operand>) s = rounded_product<Real>(s * factor);
+      Vec<Real> p = exp_of_score<Operand>(s - load(tile.lse + m));
       if (!all_visible) p = visible.lanes_that_see(m, keys.begin + n) ? p : Vec<Real>{};
       if (hiding) p = load(hiding + at) != kHidden<Real> ? p : Vec<Real>{};
       store<Real>(scratch.scores + at, p);
@@ -328,6 +339,66 @@ inline void score_gradients(const BackwardTile<Real, Operand>& tile, Real scale,
   }
 }
 
+// P and dS times `scale` of a pair of tiles in one pass, packed for the three products that they
+// are factors of; `keep`: also as numbers, in place of scores and dP. In scratch.weights, dS comes
+// after `first` keys of weight 0. kWhole: none of these, an even number of keys, no pair is hidden,
+// and the columns are whole vectors of pairs.
+template <bool kWhole>
+inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, float scale,
+                         const KeySpan& keys, int64_t first, const float* hiding, bool keep,
+                         const BackwardScratch<float, Pair>& scratch) {
+  constexpr int L = kLanes<float>;
+  const VisibleRows<float>& visible = tile.visible;
+  const bool all_visible = keys.full && visible.all_rows && !hiding;
+  const int64_t count = keys.count(), columns = visible.columns;
+  for (int64_t m = 0; m < columns; m += 2 * L) {
+    for (int64_t r = kWhole ? 0 : -first; r < count; r += 2) {
+      Vec<Pair> dscores[2] = {};
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const int64_t n = r + i;
+        if (!kWhole && (n < 0 || n == count)) continue;
+        Vec<float> p[2] = {}, ds[2] = {};
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const int64_t lane = m + v * L, at = n * BLOCK_M + lane;
+          if (!kWhole && lane == columns) continue;
+          p[v] = exp_of_score<Pair>(rounded_product<float>(load(scratch.scores + at) * factor) -
+                                    load(tile.lse + lane));
+          ds[v] = p[v] * (load(scratch.dprobs + at) - load(tile.delta + lane)) * scale;
+          if (kWhole) continue;
+          if (!all_visible) {
+            IntVec<float> sees = visible.lanes_that_see(static_cast<int>(lane), keys.begin + n);
+            if (hiding) sees &= load(hiding + at) != kHidden<float>;
+            p[v] = sees ? p[v] : Vec<float>{};
+            ds[v] = sees ? ds[v] : Vec<float>{};
+          }
+          if (keep) {
+            store<float>(scratch.scores + at, p[v]);
+            store<float>(scratch.dprobs + at, ds[v]);
+          }
+        }
+        dscores[i] = narrow_neighbours(ds[0], ds[1]);
+        store(scratch.probs_packed + (n * BLOCK_M + m) / 2, narrow_neighbours(p[0], p[1]));
+        store(scratch.dscores_packed + (n * BLOCK_M + m) / 2, dscores[i]);
+      }
+      Pair* both = scratch.weights + (kWhole ? r : r + first) / 2 * BLOCK_M + m;
+      store(both, couple<0>(dscores[0], dscores[1]));
+      store(both + L, couple<1>(dscores[0], dscores[1]));
+    }
+  }
+}
+
+inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, float scale,
+                         const KeySpan& keys, int64_t first, const float* hiding, bool keep,
+                         const BackwardScratch<float, Pair>& scratch) {
+  const VisibleRows<float>& visible = tile.visible;
+  const bool whole = first == 0 && !hiding && !keep && keys.full && visible.all_rows &&
+                     keys.count() % 2 == 0 && visible.columns % (2 * kLanes<float>) == 0;
+  whole ? pack_weights<true>(tile, factor, scale, keys, 0, nullptr, false, scratch)
+        : pack_weights<false>(tile, factor, scale, keys, first, hiding, keep, scratch);
+}
+
 // Runs the backward loop of `count` tiles over the keys [range.begin, range.end): adds to the
 // gradients of the keys, and to `dquery` of the tiles for `dquery_features` (empty: no dquery).
 template <typename Real, typename Operand>
@@ -345,48 +416,69 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
         const int columns = tile.visible.columns;
         const int64_t offset = keys.begin - gradients.begin;
         const bool sloped = with_raw && head.terms.cap != Real(0);
-        const auto [any, hiding] =
+        const auto [any, hiding, factor] =
             score_tile(head, tile.query, tile.visible, keys,
                        scratch.key.rows(head.key, window, keys), scratch, sloped);
         if (!any) return;
         if (hiding || head.order != Real(0)) keys.full = false;
-        if (!probabilities(tile, keys, hiding, scratch)) return;
-        if (with_dscores)
+        Left<Operand, false> probs = rows_of(scratch.probs_packed, BLOCK_M / 2);
+        Left<Operand, false> dscores = rows_of(scratch.dscores_packed, BLOCK_M / 2);
+        const auto multiply_values = [&] {
           multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
                    scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
                    BLOCK_M, false);
-        if (dropout.active) {
-          std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
-          drop(dropout, head.b, head.h, keys, tile.visible.first, columns,
-               static_cast<Real>(dropout.keep_scale), scratch.dropped, scratch.dprobs);
-        }
-        if (with_dscores)
-          score_gradients(tile, gradients.bias ? Real(1) : scale, keys, hiding, scratch);
-        if (gradients.bias)
-          gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
-        if (sloped || (gradients.bias && with_raw))
-          for (int n = 0; n < keys.count(); ++n)
-            for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>) {
-              Vec<Real> draw = load(scratch.dprobs + m);
-              if (gradients.bias) draw *= scale;
-              if (sloped)  // the slope of a hidden pair may be NaN
-                draw = draw == Real(0) ? draw : draw * load(scratch.slope + m);
-              store<Real>(scratch.dprobs + m, draw);
+        };
+        const bool at_once = kNumbers<Operand> == 2 && with_raw && !dropout.active && !sloped &&
+                             !gradients.bias && head.order == Real(0);
+        if constexpr (kNumbers<Operand> == 2) {
+          if (at_once) {
+            multiply_values();
+            bool keep = tile.bad_queries.count || tile.bad_douts.count || gradients.dcontent_bias;
+            int64_t first = 0;
+            if (!dquery_features.empty()) {
+              const auto summands =
+                  scratch.key.summands(head.key, window, keys, *dquery_features.begin());
+              first = summands.first;
+              keep = keep || !summands.aside->empty();
             }
-        if (gradients.dvalue) {
-          const Real* weights = dropout.active ? scratch.dropped : scratch.scores;
-          add_weighted_queries(
-              weights, left_operand(weights, keys.count(), columns, scratch.weights),
-              tile.dout_rows, tile.bad_douts, head.Dv, Range{0, head.Dv}, keys, head, tile.visible,
-              gradients.dvalue + offset * row_stride<Real>(head.Dv));
+            pack_weights(tile, factor, scale, keys, first, hiding, keep, scratch);
+          }
         }
-        if (gradients.dkey) {
-          const auto left = left_operand(scratch.dprobs, keys.count(), columns, scratch.weights);
+        if (!at_once) {
+          if (!probabilities(tile, keys, hiding, factor, scratch)) return;
+          if (with_dscores) multiply_values();
+          if (dropout.active) {
+            std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
+            drop(dropout, head.b, head.h, keys, tile.visible.first, columns,
+                 static_cast<Real>(dropout.keep_scale), scratch.dropped, scratch.dprobs);
+          }
+          if (with_dscores)
+            score_gradients(tile, gradients.bias ? Real(1) : scale, keys, hiding, scratch);
+          if (gradients.bias)
+            gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
+          if (sloped || (gradients.bias && with_raw))
+            for (int n = 0; n < keys.count(); ++n)
+              for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>) {
+                Vec<Real> draw = load(scratch.dprobs + m);
+                if (gradients.bias) draw *= scale;
+                if (sloped)  // the slope of a hidden pair may be NaN
+                  draw = draw == Real(0) ? draw : draw * load(scratch.slope + m);
+                store<Real>(scratch.dprobs + m, draw);
+              }
+          probs = left_operand(dropout.active ? scratch.dropped : scratch.scores, keys.count(),
+                               columns, scratch.probs_packed);
+          dscores = left_operand(scratch.dprobs, keys.count(), columns, scratch.dscores_packed);
+        }
+        if (gradients.dvalue)
+          add_weighted_queries(dropout.active ? scratch.dropped : scratch.scores, probs,
+                               tile.dout_rows, tile.bad_douts, head.Dv, Range{0, head.Dv}, keys,
+                               head, tile.visible,
+                               gradients.dvalue + offset * row_stride<Real>(head.Dv));
+        if (gradients.dkey)
           for (const Range& features : head.features)
-            add_weighted_queries(scratch.dprobs, left, tile.query_rows, tile.bad_queries, head.D,
+            add_weighted_queries(scratch.dprobs, dscores, tile.query_rows, tile.bad_queries, head.D,
                                  features, keys, head, tile.visible,
                                  gradients.dkey + offset * row_stride<Real>(head.D));
-        }
         if (gradients.dcontent_bias)
           for (int n = 0; n < keys.count(); ++n) {
             Vec<Real> sum{};
@@ -396,7 +488,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
           }
         for (const Range& features : dquery_features)
           add_weighted_keys(scratch.key, head.key, window, keys, features, head, tile.visible,
-                            scratch.dprobs, scratch, tile.dquery, true);
+                            scratch.dprobs, at_once, scratch, tile.dquery, true);
       });
 }
 
@@ -433,6 +525,14 @@ inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, c
                          BackwardScratch<Real, Operand>& scratch) {
   const int64_t D = tile.head.D, padded = round_up(D, kLanes<Real>), stride = row_stride<Real>(D);
   const int columns = tile.visible.columns;
+  if constexpr (kNumbers<Operand> == 2) {
+    Pair* words = reinterpret_cast<Pair*>(scratch.rows);
+    if (!mixing) gather_words(query, tile.visible, D, words);
+    if (!mixing && couple_rows(words, stride, columns, padded, tile.query_rows)) {
+      tile.bad_queries.count = 0;
+      return;
+    }
+  }
   Real* rows = staging(tile.query_rows, scratch.rows);
   gather_rows(query, tile.visible, D, rows);
   if (mixing)

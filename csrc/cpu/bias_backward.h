@@ -53,7 +53,8 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
   // Sums over all rows are formed in groups of `tiles_together`, which then must not depend on the
   // number of threads.
   const int64_t wanted = all_rows ? 1 : kItemsPerThread * p.threads;
-  const int64_t most = std::min(tiles_in_cache(tile_bytes), std::max<int64_t>(1, op.query_tiles));
+  const int64_t most = std::min(tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)),
+                                std::max<int64_t>(1, op.query_tiles));
   const int64_t tiles_together = std::clamp<int64_t>(op.query_tiles * entries / wanted, 1, most);
   const int64_t parts = all_rows ? 1 : ceil_div(op.query_tiles, tiles_together);
   const int64_t bytes =

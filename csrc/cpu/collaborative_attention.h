@@ -141,8 +141,9 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
         backward(p),
         Ds_stride(row_stride<Real>(this->D)),
         Dv_stride(row_stride<Real>(this->Dv)),
-        tiles_together(std::clamp<int64_t>(
-            this->query_tiles, 1, tiles_in_cache(BackwardTile<Real, Operand>::bytes(*this)))),
+        tiles_together(
+            std::clamp<int64_t>(this->query_tiles, 1,
+                                tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(*this)))),
         groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {
     this->skips_closed = !p.closed_grad;
     this->skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;

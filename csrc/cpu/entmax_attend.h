@@ -64,7 +64,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
     keys.full = keys.full && support.all && !dropout.active;
     if (dropout.active) drop(dropout, head.b, head.h, keys, visible.first, columns, Real(1), p);
     add_weighted_keys(scratch.value, head.value, kept[at].window, keys, {0, head.Dv}, head, visible,
-                      p, scratch, tile.out, tile.started);
+                      p, false, scratch, tile.out, tile.started);
     tile.started = true;
   }
 }

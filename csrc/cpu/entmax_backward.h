@@ -85,8 +85,8 @@ inline void add_pairs(BackwardTile<Real, Operand>& tile, const DropoutParams& dr
   const int columns = visible.columns;
   const KeySpan all{0, std::numeric_limits<int64_t>::max()};
   for_visible_pairs(&tile, 1, all, [&](auto&, const KeySpan& window, KeySpan keys) {
-    const auto [any, hiding] = score_tile(head, tile.query, visible, keys,
-                                          scratch.key.rows(head.key, window, keys), scratch);
+    const auto [any, hiding, factor] = score_tile(
+        head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys), scratch);
     if (!any) return;
     if (hiding || !keys.full) hide(scratch.scores, keys, visible, columns);
     subtract_top(tile.lse, keys.count(), columns, scratch.scores);
@@ -119,7 +119,8 @@ template <typename Real, typename Operand, typename Operator, typename Body>
 inline void with_centers(const Operator& op, const BackwardParams& p, Body body) {
   const std::unique_ptr<Real[]> centers(new Real[op.B * op.H * op.T]());
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
-  const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * p.threads);
+  const WorkItems items(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)),
+                        kItemsPerThread * p.threads);
   const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + tile_bytes;
   if (p.dalpha) std::fill_n(static_cast<Real*>(p.dalpha.data), op.B * op.H * op.T, Real(0));
   parallel_for(items.count(), p.threads, 2 * op.multiply_adds(), bytes,

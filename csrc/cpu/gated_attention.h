@@ -173,7 +173,7 @@ void gated_attention_backward(const BackwardParams& params) {
   }
   const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
-  const WorkItems whole(op, tiles_in_cache(tile_bytes), 1);
+  const WorkItems whole(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)), 1);
   const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + whole.size * tile_bytes;
   const BiasEntries bias(params);
   // Where it broadcasts over rows, its sums would follow the order of the tiles in a work item.
@@ -212,7 +212,8 @@ void gated_attention_backward(const BackwardParams& params) {
                  });
   }
   if (params.dquery || params.dgate || params.dsinks) {
-    const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
+    const WorkItems items(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)),
+                          kItemsPerThread * params.threads);
     parallel_for(items.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
       BackwardScratch<Real, Operand> scratch(w, op, op.Dv, items.size);
       op.tiles_backward(items.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, scratch, w);

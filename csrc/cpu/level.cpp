@@ -21,7 +21,8 @@ int64_t products(DType dtype, int64_t steps, int threads) {
   return on_threads(threads, [=] { return chain_products<Pair>(steps); });
 }
 int64_t powers(DType dtype, int64_t steps, int threads) {
-  return HK_PLAIN::kKernels.powers(dtype, steps, threads);
+  if (dtype != DType::kBFloat16) return HK_PLAIN::kKernels.powers(dtype, steps, threads);
+  return on_threads(threads, [=] { return chain_powers<Pair>(steps); });
 }
 #else
 constexpr bool kPairs = false;

@@ -59,6 +59,25 @@ inline void pack_rows(const float* rows, int64_t stride, int64_t count, int64_t 
   pair_rows(rows, stride, 0, count, width, operand, stride);
 }
 
+// The same of rows that are pairs already, in whole vectors of them; false if a number is not
+// finite.
+inline bool couple_rows(const Pair* rows, int64_t stride, int64_t count, int64_t width,
+                        Pair* operand) {
+  bool finite = true;
+  for (int64_t r = 0; r < count; ++r)
+    finite = finite && all_finite(rows + r * stride, packed<Pair>(width));
+  for (int64_t r = 0; finite && r < count; r += 2) {
+    for (int64_t c = 0; c < width; c += 2 * kLanes<Pair>) {
+      const Vec<Pair> a = load(rows + r * stride + c / 2);
+      const Vec<Pair> b = load(rows + (r + 1) * stride + c / 2);
+      Pair* both = operand + r / 2 * stride + c;
+      store(both, couple<0>(a, b));
+      if (c + kLanes<Pair> < width) store(both + kLanes<Pair>, couple<1>(a, b));
+    }
+  }
+  return finite;
+}
+
 // rows [count][stride] transposed, [width][64], as the factor that is read by vectors; both sizes
 // in whole vectors. `scratch` is as large as the rows, and may be the rows.
 template <typename Real>

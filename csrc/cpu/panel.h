@@ -121,9 +121,14 @@ class Panel<Pair> {
 
   Left<Pair, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
     if (!held_.replace(source, window)) {
+      const bool contiguous = source.stride == width_;
       for (int64_t r = 0; r < window.count(); ++r) {
         char* row = reinterpret_cast<char*>(rows_ + r * stride(width_));
         prefetch_next_head<false>(source, window.begin + r, width_);
+        // The next window arrives from memory while tiles read this one.
+        const char* next = source.at(window.end + r);
+        for (int64_t at = 0; contiguous && at < 2 * width_; at += 64)
+          __builtin_prefetch(next + at, 0, 2);
         std::memcpy(row, source.at(window.begin + r), 2 * width_);
         std::memset(row + 2 * width_, 0, 4 * packed<Pair>(width_) - 2 * width_);
       }
@@ -151,7 +156,7 @@ class Panel<Pair> {
   bool turned_ = false;  // `transposed_` holds the window
   std::vector<int64_t> aside_;
 
-  static int64_t stride(int64_t width) { return row_stride<Pair>(ceil_div(width, 2)); }
+  static int64_t stride(int64_t width) { return packed<Pair>(width); }
 
   void transpose_window(const KeySpan& window) {
     const int64_t count = round_up(window.count(), 2 * kLanes<Pair>);

@@ -41,13 +41,14 @@ inline int64_t chain_products(int64_t steps) {
 }
 
 // `steps` powers of e in each of the chains; returns the number of powers.
-template <typename Real>
+template <typename Operand>
 inline int64_t chain_powers(int64_t steps) {
+  using Real = RealOf<Operand>;
   Vec<Real> x[kPowerChains];
   for (int c = 0; c < kPowerChains; ++c) x[c] = splat<Real>(static_cast<Real>(c));
   for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 8
-    for (int c = 0; c < kPowerChains; ++c) x[c] = exp<Real>(-x[c]);
+    for (int c = 0; c < kPowerChains; ++c) x[c] = exp_of_score<Operand>(-x[c]);
   }
   for (int c = 0; c < kPowerChains; ++c) asm volatile("" : HK_IN_REGISTER(x[c]));
   return steps * kPowerChains * kLanes<Real>;

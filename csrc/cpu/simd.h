@@ -96,6 +96,20 @@ inline Vec<Real> splat(Real x) {
   return x - Vec<Real>{};  // x - 0 is x to the bit, so this is one broadcast
 }
 
+// x, rounded before it is used: a product is not contracted with the sum that follows. The
+// difference of two large and equal products is then 0.
+template <typename Real>
+inline Vec<Real> rounded_product(Vec<Real> x) {
+#if defined(__x86_64__) && HK_VECTOR_BYTES == 64
+  asm("" : "+v"(x));
+#elif defined(__x86_64__)
+  asm("" : "+x"(x));
+#else
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
 // sum + a * b, lane by lane.
 template <typename Operand>
 inline Vec<RealOf<Operand>> add_product(Vec<Operand> a, Vec<Operand> b, Vec<RealOf<Operand>> sum) {
@@ -111,9 +125,13 @@ inline Real sum_lanes(Vec<Real> v) {
 
 template <typename Real>
 inline bool any_lane(IntVec<Real> mask) {
+#if HK_VECTOR_BYTES == 64
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
   Int<Real> any = 0;
   for (int i = 0; i < kLanes<Real>; ++i) any |= mask[i];
   return any != 0;
+#endif
 }
 
 // The larger one of bound and x in each lane, and x where x is NaN.
@@ -134,7 +152,7 @@ inline Vec<Real> at_least(Vec<Real> bound, Vec<Real> x) {
 // 2, ln(2) / 2] (relative error 2.5e-9 for float, 4.2e-18 for double). Exactly 0 below the normal
 // range, -inf included; NaN stays NaN. For x up to 44.
 template <typename Real>
-inline Vec<Real> exp(Vec<Real> x) {
+__attribute__((always_inline)) inline Vec<Real> exp(Vec<Real> x) {
   constexpr bool kSingle = sizeof(Real) == 4;
   constexpr int kMantissaBits = kSingle ? 23 : 52;
   constexpr Real kBias = kSingle ? Real(127) : Real(1023);

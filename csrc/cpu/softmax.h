@@ -4,6 +4,7 @@
 
 #include "common/params.h"
 #include "common/philox.h"
+#include "cpu/pair.h"
 #include "cpu/scores.h"
 
 namespace hk::HK_LEVEL {
@@ -40,24 +41,83 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores to unnormalised probabilities, in place; true where earlier sums
-  // must be rescaled.
+  // Scores to unnormalised probabilities, in place; true where earlier sums must be rescaled.
   bool step(Real* scores, int keys, int columns) {
-    constexpr int L = kLanes<Real>;
-    IntVec<Real> moved{};
-    int m = 0;
-    for (; columns - m >= 4 * L; m += 4 * L) moved |= step_vectors<4>(scores, keys, m);
-    for (; m < columns; m += L) moved |= step_vectors<1>(scores, keys, m);
-    return any_lane<Real>(moved);
+    return for_vectors(columns, [&](auto vectors, int m) {
+      constexpr int V = vectors;
+      Vec<Real> shift[V], row_sum[V] = {};
+      const IntVec<Real> moved = raise<V>(scores, keys, m, Real(1), shift);
+      for (int n = 0; n < keys; ++n) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          Real* at = scores + n * BLOCK_M + m + v * kLanes<Real>;
+          const Vec<Real> p = exp<Real>(load(at) - shift[v]);
+          store<Real>(at, p);
+          row_sum[v] += p;
+        }
+      }
+      add_sums<V>(m, row_sum);
+      return moved;
+    });
+  }
+
+  // The same of scores times `factor`, for probabilities that are factors of products of pairs:
+  // `words` receives them after `first` keys of weight 0. `keep`: the scores become numbers too.
+  bool step_packed(Real* scores, int first, int keys, int columns, Real factor, bool keep,
+                   Pair* words) {
+    const bool whole = first == 0 && keys % 2 == 0 && !keep;
+    return whole ? step_packed<true>(scores, 0, keys, columns, factor, false, words)
+                 : step_packed<false>(scores, first, keys, columns, factor, keep, words);
   }
 
  private:
-  // V vectors of query rows side by side: that many chains of maxima and sums hide each other's
-  // latency. Lanes that must be rescaled as a vector mask.
-  template <int V>
-  IntVec<Real> step_vectors(Real* scores, int keys, int m) {
+  // kWhole: an even number of keys from the first on, nothing to keep.
+  template <bool kWhole>
+  bool step_packed(Real* scores, int first, int keys, int columns, Real factor, bool keep,
+                   Pair* words) {
+    return for_vectors(columns, [&](auto vectors, int m) {
+      constexpr int V = vectors;
+      Vec<Real> shift[V], row_sum[V] = {};
+      const IntVec<Real> moved = raise<V>(scores, keys, m, factor, shift);
+      for (int r = -first; r < keys; r += 2) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+          const int lane = m + v * kLanes<Real>;
+          Vec<Real> p[2] = {};
+#pragma GCC unroll 2
+          for (int i = 0; i < 2; ++i) {
+            if (!kWhole && (r + i < 0 || r + i == keys)) continue;
+            Real* at = scores + (r + i) * BLOCK_M + lane;
+            p[i] = exp_of_score<Pair>(rounded_product<Real>(load(at) * factor) - shift[v]);
+            if (!kWhole && keep) store<Real>(at, p[i]);
+            row_sum[v] += p[i];
+          }
+          store(words + (r + first) / 2 * BLOCK_M + lane, narrow_couples(p[0], p[1]));
+        }
+      }
+      add_sums<V>(m, row_sum);
+      return moved;
+    });
+  }
+
+  // Calls body(V, m) for the lanes from m on, V vectors of query rows side by side: that many
+  // chains of maxima and sums hide each other's latency. Returns whether it returns any lane.
+  template <typename Body>
+  static bool for_vectors(int columns, Body body) {
     constexpr int L = kLanes<Real>;
-    Vec<Real> row_max[V], shift[V], row_sum[V];
+    IntVec<Real> moved{};
+    int m = 0;
+    for (; columns - m >= 4 * L; m += 4 * L) moved |= body(std::integral_constant<int, 4>{}, m);
+    for (; m < columns; m += L) moved |= body(std::integral_constant<int, 1>{}, m);
+    return any_lane<Real>(moved);
+  }
+
+  // Raises the references to the maxima where needed, and gives what is subtracted from scores.
+  // Lanes that must be rescaled as a vector mask.
+  template <int V>
+  IntVec<Real> raise(const Real* scores, int keys, int m, Real factor, Vec<Real>* shift) {
+    constexpr int L = kLanes<Real>;
+    Vec<Real> row_max[V];
     for (int v = 0; v < V; ++v) row_max[v] = splat<Real>(kHidden<Real>);
     for (int n = 0; n < keys; ++n) {
 #pragma GCC unroll 4
@@ -69,6 +129,7 @@ struct OnlineSoftmax {
     IntVec<Real> moved{};
     for (int v = 0; v < V; ++v) {
       const int at = m + v * L;
+      row_max[v] *= factor;
       const Vec<Real> before = load(reference + at);
       const IntVec<Real> rises = row_max[v] > before + Real(kSlack);
       const Vec<Real> now = rises ? row_max[v] : before;
@@ -76,22 +137,16 @@ struct OnlineSoftmax {
       shift[v] = now == kHidden<Real> ? Vec<Real>{} : now;
       store<Real>(reference + at, now);
       store<Real>(rescale + at, exp<Real>(before - shift[v]));
-      row_sum[v] = Vec<Real>{};
-    }
-    for (int n = 0; n < keys; ++n) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) {
-        Real* at = scores + n * BLOCK_M + m + v * L;
-        const Vec<Real> p = exp<Real>(load(at) - shift[v]);
-        store<Real>(at, p);
-        row_sum[v] += p;
-      }
-    }
-    for (int v = 0; v < V; ++v) {
-      const int at = m + v * L;
-      store<Real>(sum + at, load(sum + at) * load(rescale + at) + row_sum[v]);
     }
     return moved;
+  }
+
+  template <int V>
+  void add_sums(int m, const Vec<Real>* row_sum) {
+    for (int v = 0; v < V; ++v) {
+      const int at = m + v * kLanes<Real>;
+      store<Real>(sum + at, load(sum + at) * load(rescale + at) + row_sum[v]);
+    }
   }
 };
 
