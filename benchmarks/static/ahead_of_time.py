@@ -244,7 +244,7 @@ STATED: Final = (
     Bound(256, "64 gates of elements a thread beside the sums, after the loop over keys",
         "triton.forward", "sm_90", work="gated_attention: *gate of elements*"),
     Bound(64, "base addresses outside of the loops over tiles, which spill nothing",
-        "triton.gluon_forward", "sm_90"),
+        "triton.gluon_*", "sm_90"),
     Bound(128, "the same beside the cells of a mask", "triton.gluon_forward", "sm_90", work="*dense mask*"),
     Bound(192, "the words of Philox beside a tile of scores",
         "gated_attention.keys", "sm_90", work="*dropout*"),

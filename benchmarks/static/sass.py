@@ -128,8 +128,19 @@ def _graph(code: Code) -> Any:
         plain = last.name not in {*_ENDS, "BRA"} and not (last.name == "BSYNC" and jumps)
         if (plain or goes_on) and end < len(lines):
             graph.add_edge(start, end)
+    _follow_tables(graph)
     # What nothing leads to is padding behind the kernel.
     return graph.subgraph({0, *networkx.descendants(graph, 0)})
+
+
+def _follow_tables(graph: Any) -> None:
+    """Add the ways from tables of jumps (BRX) to what nothing else leads to: partitions of specialized warps."""
+    tables = [node for node, own in graph.nodes(data="lines") if own[-1].name == "BRX"]
+    reached = {0}.union(networkx.descendants(graph, 0), tables)
+    parts = networkx.condensation(graph.subgraph(set(graph) - reached))
+    for part in [each for each in parts if not parts.pred[each]]:
+        entry = min(parts.nodes[part]["members"])
+        graph.add_edges_from((table, entry) for table in tables)
 
 
 def _leaves(each: Instruction) -> bool:
@@ -161,7 +172,9 @@ def _bodies(graph: Any) -> dict[int, set[int]]:
             inside = graph.subgraph(set(graph) - {head})
             body = networkx.ancestors(inside, block) | {block} if block != head else set()
             result.setdefault(head, {head}).update(body)
-    return result
+    # Specialized warps wait for work in a loop around all that they do.
+    tables = {block for block, own in graph.nodes(data="lines") if own[-1].name == "BRX"}
+    return {head: body for head, body in result.items() if not body & tables}
 
 
 # ---------------------------------------------------------------------- loops

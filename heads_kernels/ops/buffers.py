@@ -4,8 +4,8 @@ The dtype and memory order of an output are the same for kernels and for the fak
 
 On the GPU every gradient has one owner: tiles of keys for `dkey` and `dvalue`, tiles of query rows for `dquery`, and
 for the gradient of a bias its own tiles or diagonals of tiles. Each pass recomputes the scores, so there are no
-atomics. Where a sum over heads, or over keys, has too few tiles to fill the GPU, it is split over programs, and their
-float32 parts are added in order.
+atomics; `triton/gluon_backward.py` adds to `dquery` in a fixed order instead. Where a sum over heads, or over keys, has
+too few tiles to fill the GPU, it is split over programs, and their float32 parts are added in order.
 """
 
 from __future__ import annotations

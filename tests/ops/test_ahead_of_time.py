@@ -98,26 +98,35 @@ OTHERS_IN_GLUON += works(
     "works", [IN_GLUON, pytest.param(OTHERS_IN_GLUON, marks=pytest.mark.release)]
 )
 def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cache: Path) -> None:
-    """Of specialized warps: in the loops over full and over partial tiles of the first consumer.
+    """Of specialized warps, in the loops over full and over partial tiles of each consumer.
 
-    The first spills nothing, the second at most 4 instructions, of addresses beside the cells of a mask.
-
-    What leads to the second consumer, a table of jumps, is not followed; its code is that of the first.
+    The first spills nothing, the second at most 4 instructions, of addresses beside the cells of a mask; in the
+    backward pass none does.
 
     ptxas may put the softmax behind the product that it should run beside: then none of the exponentials would be under
-    it. Of 66 for a tile of 128 keys two are those of a row's sums.
+    it. Of 66 for a tile of 128 keys two are those of a row's sums; the backward pass has no such sums.
     """
     gated = [work for work in works if work.name.startswith("gated")]
     found = ahead_of_time.compile_all(
         ["sm_90"], gated, ["bfloat16"], kernel_cache, processes=1, with_loops=True
     )
-    kernels = [one for one in found if one.kernel.name == "triton.gluon_forward"]
-    assert kernels
-    for one in kernels:
+    passes = {
+        name: [one for one in found if one.kernel.name == f"triton.gluon_{name}"]
+        for name in ("forward", "backward")
+    }
+    for one in [*passes["forward"], *passes["backward"]]:
         assert not one.broken()
         assert not one.kernel.serialized
         assert one.kernel.warps == 8
-        for loop, most in zip(one.kernel.loops, (0, 4), strict=True):
+    assert passes["backward"]
+    for one in passes["backward"]:
+        assert len(one.kernel.loops) == 2
+        for loop in one.kernel.loops:
+            assert loop.spills == 0
+            assert loop.overlap == (32, 32)
+    assert passes["forward"]
+    for one in passes["forward"]:
+        for loop, most in zip(one.kernel.loops, (0, 4) * 2, strict=True):
             under_way, every = loop.overlap
             assert loop.spills <= most, one
             assert under_way * 66 >= every * 60, one

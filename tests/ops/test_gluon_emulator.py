@@ -41,11 +41,13 @@ def run(module: ModuleType, order: str, poisoned: bool = False) -> Results:
     return results
 
 
-def mutated(folder: Path, *changes: tuple[str, str]) -> ModuleType:
-    """The module of the kernel with other lines, in it or in `gluon_tiles`."""
-    own = {"heads_kernels.ops.triton.gluon_tiles": f"{folder.name}_tiles"}
+def mutated(
+    folder: Path, *changes: tuple[str, str], modules: tuple[ModuleType, ...] = (gluon_tiles, gluon_forward)
+) -> ModuleType:  # fmt: skip
+    """The last of a kernel's modules, of which each may import those before it, with other lines in them."""
+    own = {module.__name__: f"{folder.name}_{module.__name__.rpartition('.')[2]}" for module in modules}  # fmt: skip
     sources = {}
-    for module in (gluon_tiles, gluon_forward):
+    for module in modules:
         assert module.__file__ is not None
         text = Path(module.__file__).read_text(encoding="utf-8")
         for name, mutant in own.items():
@@ -55,7 +57,7 @@ def mutated(folder: Path, *changes: tuple[str, str]) -> ModuleType:
         assert any(old in text for text in sources.values()), old
         sources = {module: text.replace(old, changed) for module, text in sources.items()}
     for module, text in sources.items():
-        found = load(folder, f"{folder.name}_{module.__name__.rpartition('_')[2]}", text)
+        found = load(folder, own[module.__name__], text)
     return found
 
 

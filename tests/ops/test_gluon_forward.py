@@ -26,7 +26,7 @@ if not TRITON_INTERPRETED:
 
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.triton import forward, gluon_forward, tiles
+from heads_kernels.ops.triton import forward, gluon_forward, specialized, tiles
 from heads_kernels.ops.triton.gluon_tiles import place_of
 from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
@@ -50,19 +50,24 @@ def in_gluon(order: str) -> Iterator[mock.Mock]:
     """Whatever the kernel can serve goes to it, emulated; the mock is its launch."""
 
     def chosen(call: Any, outputs: Results) -> Tiles | None:
-        return _tiles(call) if forward.served_by_warps(call, outputs) else None
+        return _tiles(call) if specialized.served(call, _described(call, outputs)) else None
 
     with (
-        mock.patch.object(forward, "_warp_tiles", chosen),
+        mock.patch.object(forward, "specialized_forward", chosen),
         mock.patch.object(gluon_forward, "launch", side_effect=emulated(order)) as launched,
     ):
         yield launched
 
 
+def _described(call: Any, outputs: Results) -> list[torch.Tensor]:
+    tensors = [call.query, call.key, call.value, outputs.out]
+    return [*tensors, outputs.attended] if outputs.attended.numel() else tensors
+
+
 def served(case: GatedCase, dtype: torch.dtype) -> bool:
     call = case.make(dtype).parsed()
     out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
-    return forward.served_by_warps(call, Results(out, out[:0], out[:0]))
+    return specialized.served(call, _described(call, Results(out, out[:0], out[:0])))
 
 
 #: Beside the named cases: several tiles of each kind for a program, and what only this kernel has.
@@ -155,7 +160,7 @@ def test_which_calls_it_serves() -> None:
             mock.patch.object(tiles, "TRITON_INTERPRETED", False),
             mock.patch.object(tiles, "_kind_of_target", return_value=kind),
         ):
-            return forward._warp_tiles(call, Results(out, out[:0], out[:0])) is not None
+            return specialized.specialized_forward(call, Results(out, out[:0], out[:0])) is not None
 
     assert chosen()
     assert chosen(dtype=torch.float16, is_causal=True, gate="BHTD", sinks=True, softcap=30.0)
@@ -172,7 +177,7 @@ def test_which_calls_it_serves() -> None:
     )  # fmt: skip
     for changes in refused:
         assert not chosen(**changes), changes
-    with mock.patch.object(forward, "_HAS_GLUON", False):
+    with mock.patch.object(specialized, "_HAS_GLUON", False):
         assert not chosen()
 
 

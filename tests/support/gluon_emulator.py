@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tests.support.gluon_machine import Barrier, Cell, Fault, Machine, Shared
+from tests.support.gluon_machine import Added, Barrier, Cell, Fault, Machine, Shared
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -55,6 +55,10 @@ class Pointer:
     def __init__(self, tensor: Tensor, offset: Any = None) -> None:
         self.tensor, self.offset = tensor, tensor.storage_offset() if offset is None else offset
 
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=_TYPES[self.tensor.dtype])
+
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.tensor, np.asarray(self.offset) + np.asarray(more))
 
@@ -83,7 +87,7 @@ class Tiles:
 
     @property
     def bytes(self) -> int:
-        return 2 * int(np.prod(self.block))
+        return self._tensor.itemsize * int(np.prod(self.block))
 
     def _inside(self, at: Any) -> tuple[slice, ...]:
         return tuple(slice(int(a), int(a) + n) for a, n in zip(at, self.block, strict=True))
@@ -97,6 +101,9 @@ class Tiles:
     def write(self, at: Any, tile: np.ndarray) -> None:
         part = self._tensor[self._inside(at)]
         part.copy_(torch.from_numpy(tile)[tuple(slice(n) for n in part.shape)])
+
+    def add(self, at: Any, tile: np.ndarray) -> None:
+        self.write(at, self.read(at) + tile)
 
 
 class Buffer(Shared):
@@ -207,6 +214,15 @@ class _Language:
         kept = torch.from_numpy(np.broadcast_to(values, at.shape)[where].copy())
         storage[torch.from_numpy(at[where].astype(np.int64))] = kept.to(storage.dtype)
 
+    def atomic_add(self, pointer: Pointer, more: int, sem: str) -> Value:
+        storage, at, _ = pointer.places(None)
+        found = int(storage[int(at)])
+        storage[int(at)] += more
+        return value(self._machine.count(int(at), found, more, sem))
+
+    def barrier(self) -> None:
+        pass
+
     def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> Any:
         machine = self._machine
         if dtype is gl.int64:
@@ -241,13 +257,20 @@ def _hardware(machine: Machine) -> dict[str, Any]:
 
     def async_store(tiles: Tiles, at: Any, source: Shared) -> None:
         source.read("a copy")
-        machine.stores.append((tiles, at, source))
+        machine.stores.append((tiles.write, at, source))
 
-    def store_wait(pending: int) -> None:
+    def async_atomic_add(tiles: Tiles, at: Any, source: Shared) -> None:
+        source.read("a copy")
+        machine.adds(tuple(map(int, at)))
+        machine.stores.append((tiles.add, at, source))
+
+    def store_wait(pending: int, read_only: bool = True) -> None:
         while len(machine.stores) > pending:
-            tiles, at, source = machine.stores.pop(0)
-            tiles.write(at, source.array)
+            write, at, source = machine.stores.pop(0)
+            write(at, source.array)
             source.read_ends("a copy")
+        if not read_only:
+            machine.stored()
 
     def fence_async_shared() -> None:
         for cell in machine.cells:
@@ -278,7 +301,10 @@ def _hardware(machine: Machine) -> dict[str, Any]:
         arrive=when(Barrier.arrive), expect=when(Barrier.expect),
     )  # fmt: skip
     copies = types.SimpleNamespace(
-        async_load=async_load, async_store=async_store, store_wait=store_wait
+        async_load=async_load,
+        async_store=async_store,
+        async_atomic_add=async_atomic_add,
+        store_wait=store_wait,
     )
     return {
         "mbarrier": barriers, "tma": copies, "async_load": async_load, "async_store": async_store,
@@ -346,8 +372,9 @@ def emulated(order: str) -> Callable[..., None]:
             tuple(map(_argument, args)),
             {name: _argument(each) for name, each in constants.items()},
         )
+        added = Added()
         for program in range(programs):
-            machine = Machine(order)
+            machine = Machine(order, added)
             names = _Names(_Language(machine, program, programs), _hardware(machine))
             with np.errstate(all="ignore"):
                 names.function(kernel)(*args, **constants)

@@ -184,11 +184,24 @@ class Shared:
             )
 
 
+@dataclass
+class Added:
+    """What programs have added to tiles in global memory, and what each value of a counter makes known of it."""
+
+    to: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    released: dict[int, list[set[int]]] = field(default_factory=dict)
+    count: int = 0
+
+
 class Machine:
     """One program: its partitions, of which one runs at a time, and its shared memory."""
 
-    def __init__(self, order: str) -> None:
+    def __init__(self, order: str, added: Added | None = None) -> None:
         self.order = order
+        self.added = added or Added()
+        self._adding: list[int] = []
+        self._known: set[int] = set()  # additions that are in memory before what follows
+        self._asked: tuple[int, int | None] | None = None
         self.barriers: list[Barrier] = []
         self.cells: list[Cell] = []
         self.copies = 0
@@ -230,6 +243,41 @@ class Machine:
     def stores(self) -> list[Any]:
         """Tiles of the partition that runs, on their way to global memory."""
         return self._own.__dict__.setdefault("stores", [])  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------ additions, and their order
+    def adds(self, at: tuple[int, ...]) -> None:
+        """A copy adds to the tile `at`, where whoever added before must be done."""
+        before = self.added.to.setdefault(at, [])
+        if not self._known.issuperset(before):
+            raise Fault(f"a tile at {at} is added to before what others add is known to be there")
+        self.added.count += 1
+        before.append(self.added.count)
+        self._adding.append(self.added.count)
+
+    def stored(self) -> None:
+        """What was added is in memory."""
+        self._known.update(self._adding)
+        self._adding.clear()
+
+    def count(self, counter: int, found: int, more: int, sem: str) -> int:
+        """Of a counter that is `found`, and `more` is added to: what the program gets.
+
+        Who asks (0 more) gets the value before at first, as if programs before were late; then the value. Nobody else
+        runs, so that who asks again would do so forever.
+        """
+        known = self.added.released.setdefault(counter, [set()])
+        if more:
+            known.append(known[found] | (self._known if sem == "release" else set()))
+            self._asked = None
+            return found
+        if self._asked == (counter, found):
+            raise Fault(f"a deadlock: counter {counter} stays {found}")
+        first = self._asked != (counter, None)
+        self._asked = (counter, None if first else found)
+        seen = max(found - 1, 0) if first else found
+        if sem == "acquire":
+            self._known |= known[seen]
+        return seen
 
     # ------------------------------------------------------------------ turns
     def wait_until(self, ready: Callable[[], bool], what: str) -> None:

@@ -72,6 +72,35 @@ def test_the_hot_path_is_a_full_tile_with_aligned_copies() -> None:
     assert kinds == {"control": 6, "alu": 2, "shared": 1, "tensor": 1, "mufu": 1}
 
 
+#: Specialized warps wait in a loop for the number of their partition, which a table of jumps leads to.
+PARTITIONS = """
+    @P0 BRA `(.L_x_1)
+.L_x_0:
+    HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ
+    @P1 BRA `(.L_x_0)
+    EXIT
+.L_x_1:
+    BAR.SYNC 0x1
+    BRX R2 -0x10
+.L_x_2:
+    USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xe8
+    @!P0 BRA `(.L_x_2)
+.L_x_3:
+    HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ
+    STL [R1], R4
+    @P1 BRA `(.L_x_3)
+    BRA `(.L_x_1)
+.L_x_4:
+    BRA `(.L_x_4)
+"""
+
+
+def test_loops_of_every_partition() -> None:
+    own, other = sass.loops(sass_of(PARTITIONS))
+    assert [own.instructions, other.instructions] == [2, 3]
+    assert [own.spills, other.spills] == [0, 1]
+
+
 def test_exponentials_under_a_product() -> None:
     def loop(*words: str) -> sass.Loop:
         lines = [word.partition(" ") for word in words]

@@ -16,6 +16,7 @@ from heads_kernels.ops.triton.bias_gradients import bias_pass, offsets_pass
 from heads_kernels.ops.triton.entmax_centers import centers_pass
 from heads_kernels.ops.triton.forward import closed_pass, forward_pass
 from heads_kernels.ops.triton.rows import first_pass
+from heads_kernels.ops.triton.specialized import specialized_backward
 from heads_kernels.ops.triton.statistics import statistics
 
 __all__ = ["backward", "forward", "statistics"]
@@ -31,12 +32,17 @@ def forward(call: Call, results: Results) -> None:
 def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill `gradients`; empty ones are not computed."""
     g, dout = gradients, contiguous_rows(saved.dout)
-    first = first_pass(call, saved, dout, g.dgate, g.dsinks)
+    tiles = specialized_backward(call, g, dout)
+    first = first_pass(call, saved, dout, g.dgate, g.dsinks, gated_rows=tiles is not None)
     if g.dgate.numel() and call.closed_grad:
         closed_pass(call, first.operands, first.reads, g.dgate)
     if call.alpha is not None:
         first = centers_pass(call, first, g.dalpha)
-    if call.mixing is None:
+    if tiles is not None:
+        from heads_kernels.ops.triton.gluon_backward import specialized_pass
+
+        specialized_pass(call, first, g, tiles)
+    elif call.mixing is None:
         gated_keys.keys_pass(call, first, g.dkey, g.dvalue)
         gated_queries.queries_pass(call, first, g.dquery)
     else:

@@ -8,7 +8,7 @@ backward pass that of closed heads, whose forward pass was skipped and whose gat
 query has too few tiles for the GPU (`buffers.key_splits`), its keys are split over several programs, and another kernel
 combines what they leave.
 
-On sm_90 a kernel with specialized warps, in Gluon, stands for the first where it can (`gluon_forward`).
+On sm_90 a kernel with specialized warps, in Gluon, stands for the first where it can (`specialized`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from heads_kernels.backends import FARTHEST_ROW
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.buffers import SHORT_QUERY, key_splits, split_attended
+from heads_kernels.ops.buffers import key_splits, split_attended
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.triton.attend import (
     KeyTiles,
@@ -61,6 +61,7 @@ from heads_kernels.ops.triton.operands import (
 )
 from heads_kernels.ops.triton.rows import Reads
 from heads_kernels.ops.triton.softmax import online_softmax
+from heads_kernels.ops.triton.specialized import specialized_forward
 from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import (
     TileConstants,
@@ -68,11 +69,8 @@ from heads_kernels.ops.triton.tiles import (
     padded,
     tile_constants,
     tiles_for,
-    warp_tiles,
 )
 
-#: Names of Gluon, which is experimental, change between releases: those that its kernel has been compiled with.
-_HAS_GLUON: Final = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 #: Splits of a row that are read at once: all of a usual call. 32 x 256 numbers take 64 registers of 128 threads.
 _SPLITS_AT_ONCE: Final = 32
 
@@ -231,7 +229,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
     call = _with_positive_scale(call)
-    if (specialized := _warp_tiles(call, outputs)) is not None:
+    if (specialized := specialized_forward(call, outputs)) is not None:
         from heads_kernels.ops.triton.gluon_forward import specialized_pass
 
         specialized_pass(call, outputs, specialized)
@@ -342,33 +340,6 @@ def _descriptors(
     block = tiles.block_n * tiles.full_tiles
     key, value = (tiles_in(x, block, padded(x.shape[3])) for x in (call.key, call.value))
     return key, value
-
-
-def served_by_warps(call: Call, outputs: Results) -> bool:
-    """Whether the kernel in Gluon can serve the call; see `gluon_forward`.
-
-    It has no biases, dropout, mixing, entmax or first keys, and descriptors must be able to describe all tensors.
-    """
-    others = call.mixing, call.alpha, call.bias, call.offset_bias, call.first_keys
-    tensors = [call.query, call.key, call.value, outputs.out]
-    if outputs.attended.numel():
-        tensors.append(outputs.attended)
-    plain = not call.dropout_p and all(part is None for part in others)
-    return plain and all(map(describable, tensors))
-
-
-def _warp_tiles(call: Call, outputs: Results) -> Tiles | None:
-    """The tiles of the kernel in Gluon, if it serves the call; None: the kernels above do.
-
-    Where its tiles would be mostly padding they do too: queries of a few rows, narrow heads, values of another width.
-    Keys are so many as for other descriptors.
-    """
-    D, Dv = call.D, call.Dv
-    long = call.T > SHORT_QUERY and call.S >= FEWEST_KEYS
-    if not (long and padded(D) == padded(Dv) > 32 and _HAS_GLUON):
-        return None
-    tiles = warp_tiles("gated_attention.forward", call.query, D)
-    return tiles if tiles is not None and served_by_warps(call, outputs) else None
 
 
 def _tiles(call: Call) -> Tiles:

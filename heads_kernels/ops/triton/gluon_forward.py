@@ -11,16 +11,14 @@ Overlap  A consumer issues Q K^T of a tile, then P V of the tile before, and com
 Memory   The query, and in its place the output, then two rings. Scores, probabilities and sums stay in registers: 232
          a thread of a consumer, 40 of the others: 64,512 for 384 threads.
 
-`forward` decides what comes here (`warp_tiles`). Functions of Triton's kernels that make no tiles of their own run in
+`specialized` decides what comes here. Functions of Triton's kernels that make no tiles of their own run in
 Gluon as they are; tiles have a layout here. `tests/support/gluon_emulator.py` runs both files without a GPU.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Final
+from typing import Final
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,14 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.triton.attend import SoftmaxSums, normalized, softmax_scale
-from heads_kernels.ops.triton.descriptors import outer_strides
 from heads_kernels.ops.triton.gate import activate, open_rows, row_gates
 from heads_kernels.ops.triton.gluon_tiles import (
+    CACHED,
     CONSUMER_ROWS,
     Shared,
     first_key,
@@ -45,6 +42,7 @@ from heads_kernels.ops.triton.gluon_tiles import (
     place_of,
     producer,
     store_tiles,
+    tiles_of,
     visits_of,
 )
 from heads_kernels.ops.triton.launch import launch
@@ -67,8 +65,6 @@ from heads_kernels.ops.triton.visible import pairs_visible, partial_count, range
 
 #: The width of a swizzled tile of 16 bits.
 _NARROWEST: Final = 64
-#: Keys and values of heads in work at once: of the 50 MiB of L2, what the output leaves (heuristic).
-_CACHED: Final = 32 << 20
 
 
 @gluon.jit
@@ -318,25 +314,11 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
         tiles, call.D, call.Dv, gate=gate_kind(call.gate), activation=call.gate_activation, width=width
     )  # fmt: skip
     queries, keys = ((block, width) for block in (CONSUMER_ROWS.value, tiles.block_n))
-    together = _CACHED // (4 * max(S, 1) * width) * sizes.group
+    together = CACHED // (4 * max(S, 1) * width) * sizes.group
     launch(
         _specialized_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
-        _tiles_in(call.query, *queries), _tiles_in(call.key, *keys), _tiles_in(call.value, *keys),
-        _tiles_in(out, *queries), _tiles_in(attended, *queries) if attended.numel() else None,
+        tiles_of(call.query, *queries), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
+        tiles_of(out, *queries), tiles_of(attended, *queries) if attended.numel() else None,
         terms, visible_to_tiles(call, terms, visible, tiles), gate, row_lse_of(lse), sizes,
         max(1, min(together, B * H)), TILE=constants, STAGES=tiles.num_stages,
     )  # fmt: skip
-
-
-def _tiles_in(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
-    """`descriptors.tiles_in`, with the layout that products read."""
-    shape = [1, 1, block, columns]
-    strides = [*outer_strides(rows), 1]
-    return TensorDescriptor(rows, list(rows.shape), strides, shape, _layout(*shape, rows.dtype))
-
-
-@functools.cache
-def _layout(*shape: Any) -> gl.NVMMASharedLayout:
-    """The layout of a tile in shared memory, of its sizes and dtype."""
-    *sizes, dtype = shape
-    return gl.NVMMASharedLayout.get_default_for(sizes, getattr(gl, str(dtype).split(".")[1]))

@@ -6,12 +6,16 @@ Two workers bring them: `producer` of one warp, and `inspector` of two.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from heads_kernels.ops.triton.descriptors import outer_strides
 from heads_kernels.ops.triton.operands import Place
 from heads_kernels.ops.triton.visible import (
     full_tile,
@@ -31,6 +35,8 @@ store_tiles: Final = (
     tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 )
 
+#: Bytes that heads in work at once read: of the 50 MiB of L2, what others leave (heuristic).
+CACHED: Final = 32 << 20
 #: Query rows of a consumer: the fewest that four warps multiply.
 CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)
 #: Keys looked at together for a hidden one. Heuristic: 8 a thread, as of `visible`.
@@ -175,3 +181,17 @@ def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
                 poison.slice(first, 8).store(of_keys)
             fence_async_shared()
         mbarrier.arrive(shared.value_ready.index(stage), count=1)
+
+
+def tiles_of(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
+    """`descriptors.tiles_in`, with the layout that products read."""
+    shape = [1, 1, block, columns]
+    strides = [*outer_strides(rows), 1]
+    return TensorDescriptor(rows, list(rows.shape), strides, shape, _layout(*shape, rows.dtype))
+
+
+@functools.cache
+def _layout(*shape: Any) -> gl.NVMMASharedLayout:
+    """The layout of a tile in shared memory, of its sizes and dtype."""
+    *sizes, dtype = shape
+    return gl.NVMMASharedLayout.get_default_for(sizes, getattr(gl, str(dtype).split(".")[1]))

@@ -156,7 +156,13 @@ def _rows_kernel(dout, attended, gate, terms, seen, written, H, T, TILE: tl.cons
         if written.dgate_rows is not None:
             tl.store(written.dgate_rows + of_pair, total, mask=rows < T)
         if TILE.gate != "none":
-            total = total * row_gates(gate, b, h, rows, T, TILE)
+            of_rows = row_gates(gate, b, h, rows, T, TILE)
+            total = total * of_rows
+            if written.dattended is not None:
+                gated = do * of_rows[:, None]
+                store_tile(
+                    written.dattended, b, h, first_row, T, gated, TILE.dv, BLOCK_M, TILE.block_dv
+                )
     of_lse = tl.zeros((BLOCK_M,), tl.float32)
     if seen.dlse is not None:
         of_lse = tl.load(seen.dlse + of_pair, mask=rows < T, other=0.0)
@@ -215,23 +221,27 @@ def as_rows(terms):
 
 
 def first_pass(
-    call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor | None
-) -> FirstPass:
-    """Fill `dgate` and `dsinks`, unless they are empty or None, and what the other passes read."""
+    call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor | None, gated_rows: bool = False
+) -> FirstPass:  # fmt: skip
+    """Fill `dgate` and `dsinks`, unless they are empty or None, and what the other passes read.
+
+    `gated_rows`: dattended has the gates of rows in it, which otherwise are left to those passes.
+    """
     B, H, T, Dv = dout.shape
     operands, gate, kind = operands_of(call), gate_of(call.gate), gate_kind(call.gate)
     of_rows = row_lse_of(saved.lse)
     lse, delta = (saved.lse.new_empty(B, H, T) for _ in range(2))
     of_dout = rows_of(dout)
     by_element = kind == "elements"
-    dattended = rows_of(torch.empty_like(dout)) if by_element else of_dout
+    gated = by_element or (gated_rows and kind == "rows")
+    dattended = rows_of(torch.empty_like(dout)) if gated else of_dout
     tiles = tiles_for("backward.rows", dout, Dv, Dv)
     dgate_rows = None
     if dgate.numel():
         dgate_rows = rows_of(dgate) if by_element else dgate
     read = RowsRead(of_rows.ptr, saved.dlse, _seeing(call, operands))
     written = RowsWritten(
-        lse, delta, dgate_rows, dattended if by_element else None,
+        lse, delta, dgate_rows, dattended if gated else None,
         None if dsinks is None or not dsinks.numel() else dsinks,
     )  # fmt: skip
     launch(
@@ -240,7 +250,7 @@ def first_pass(
         read, written, H, T,
         TILE=tile_constants(tiles, 0, Dv, gate=kind, activation=call.gate_activation),
     )  # fmt: skip
-    if by_element:
+    if gated:
         gate, kind = None, "none"
     return FirstPass(operands, Reads(dattended, gate, of_rows._replace(ptr=lse), delta), kind)
 

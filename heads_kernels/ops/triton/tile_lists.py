@@ -97,13 +97,14 @@ def visible_to_tiles(
     tiles: Tiles,
     by_keys: bool = False,
     support: Support | None = None,
+    listed: bool = False,
 ) -> Visible:
     """`visible` of the call as kernels with these tiles read it: with lists of tiles where they are needed.
 
     `by_keys`: lists of tiles of rows for every tile of keys, not the other way around. Tiles outside of `support` are
     in none.
     """
-    if visible.dense is None and terms.bias is None and support is None:
+    if visible.dense is None and terms.bias is None and support is None and not listed:
         return visible
     B, H, T, S = call.sizes
     batches, heads = varying_pairs(call) if support is None else (B, H)

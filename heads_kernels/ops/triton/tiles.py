@@ -246,7 +246,7 @@ _HALF: Final[dict[str, dict[str, dict[int, Tiles]]]] = {
             256: Tiles(128, 32, num_warps=8, num_stages=2, full_tiles=2),
         },
         "gated_attention.keys": {
-            64: Tiles(64, 128, num_warps=8, num_stages=2),
+            64: Tiles(64, 128, num_warps=8, num_stages=4),
             256: Tiles(32, 128, num_warps=8, num_stages=2),
         },
         "gated_attention.queries": {
@@ -417,15 +417,20 @@ _HALF["sm_100"] = _HALF["sm_90"] | {
     },
 }
 
-#: The same for the kernels in Gluon that stand for others (`gluon_forward`): a consumer has 64 rows, and all else fits
-#: into shared memory. Without its row here, the kernel of the table above runs.
+#: The same for the kernels in Gluon that stand for others (`gluon_forward`, `gluon_backward`): what consumers do not
+#: hold in registers fits into shared memory. Without its row here, the kernel of the table above runs. A backward pass
+#: takes an even number of stages; with 128 rows it would spill.
 _SPECIALIZED: Final[dict[str, dict[str, dict[int, Tiles]]]] = {
     "sm_90": {
         "gated_attention.forward": {
             64: Tiles(128, 128, num_warps=4, num_stages=3),
             128: Tiles(128, 128, num_warps=4, num_stages=2),
             256: Tiles(128, 64, num_warps=4, num_stages=2),
-        }
+        },
+        "gated_attention.backward": {
+            64: Tiles(64, 128, num_warps=8, num_stages=4),
+            128: Tiles(64, 128, num_warps=8, num_stages=2),
+        },
     }
 }
 

@@ -1,0 +1,308 @@
+"""Gated attention backward for sm_90 in Gluon: `dquery`, `dkey` and `dvalue` in five products of a tile.
+
+    p = exp(scores - lse)        dp = dattended value^T        dscores = p * (g * dp - delta)
+    dvalue = (g * p)^T dattended        dkey = scale * dscores^T query        dquery = scale * dscores key
+
+Grid     One program owns 128 keys of a key head and sums their dkey and dvalue over all query heads that read it (or a
+         part of them, `splits`); tiles of 64 query rows come to it. A closed head has none. Programs take their numbers
+         when they start: those with smaller numbers are at work or done.
+Order    dquery is summed in float32 by copies that add, over the keys in ascending order: of every tile of rows a
+         counter says how many programs have added to it. So the same call gives the same bits.
+Warps    8 consumers hold the tiles transposed, [keys, rows]: each four of them 64 keys, and half of the columns of
+         dquery. A producer of 1 warp asks for tiles through tensor descriptors, a reader of 2 warps brings lse and
+         delta of rows, an adder of 1 warp adds dquery.
+Rings    Of STAGES tiles of query and dattended, and lse and delta. `query_ready`, `dout_ready` and `terms_ready`
+         complete when these have come, `free` when they have been read. `dquery_ready` completes when a tile of dquery
+         is in shared memory, `dquery_free` when it has been read there.
+Overlap  Q K^T and dO V^T are issued together. Exponentials run during the second, the gradient of scores during the
+         product for dvalue; dquery is stored during the product for dkey.
+Memory   Keys, values, rings, dscores, dquery. Scores, probabilities and both sums stay in registers: 232 a thread of a
+         consumer, 32 of the others: 63,488 for 384 threads.
+
+`specialized` decides what comes here. `tests/support/gluon_emulator.py` runs this file without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heads_kernels.call import Call
+from heads_kernels.ops.attention import Gradients
+from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
+from heads_kernels.ops.triton.gate import head_gate
+from heads_kernels.ops.triton.gluon_row_tiles import (
+    Order,
+    Shared,
+    adder,
+    next_place,
+    producer,
+    reader,
+    tiles_of_head,
+)
+from heads_kernels.ops.triton.gluon_tiles import CACHED, tiles_of
+from heads_kernels.ops.triton.launch import launch
+from heads_kernels.ops.triton.load import head_of
+from heads_kernels.ops.triton.operands import (
+    Place,
+    Rows,
+    Splits,
+    rows_of,
+    sizes_of,
+)
+from heads_kernels.ops.triton.rows import FirstPass
+from heads_kernels.ops.triton.scores import probabilities
+from heads_kernels.ops.triton.tile_lists import visible_to_tiles
+from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
+
+
+class Written(NamedTuple):
+    """What consumers write."""
+
+    dkey: Rows
+    dvalue: Rows
+    end: None = None
+
+
+@gluon.jit
+def _make_finite(rows, TILE: gl.constexpr):
+    """0 for numbers of keys or values that are not finite; 1 for finite rows, nan for others.
+
+    The product for dquery reads keys that a row does not see, and dp of such a pair is multiplied by 0. The scores of
+    nan keys are nan where they are seen; rows that see such a value have lse nan.
+    """
+    PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    ones = gl.full([TILE.block_n], 1.0, gl.float32, layout=gl.SliceLayout(1, PART))
+    for column in gl.static_range(0, TILE.block_d, 64):
+        part = rows.slice(column, 64, dim=1)
+        wide = part.load(PART).to(gl.float32)
+        ones += gl.sum(wide - wide, 1)
+        part.store(gl.where(wide - wide == 0.0, wide, 0.0).to(rows.dtype))
+    fence_async_shared()
+    return ones
+
+
+@gluon.jit
+def _visible_keys(visible, place, S, KEY: gl.constexpr, TILE: gl.constexpr):
+    """The numbers of a program's keys; -1, which is in no range, for a key that `key_visible` hides."""
+    keys = place.first + gl.arange(0, TILE.block_n, layout=KEY)
+    if visible.key_visible is not None:
+        at = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys + keys
+        keys = gl.where(gl.load(at, mask=keys < S, other=0) != 0, keys, -1)
+    return keys
+
+
+@gluon.jit
+def _consumers(
+    reads, shared, written, terms, visible, place, part, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """The keys of a program against all of its tiles of rows."""
+    BLOCK_M: gl.constexpr = TILE.block_m
+    BLOCK_N: gl.constexpr = TILE.block_n
+    BLOCK_D: gl.constexpr = TILE.block_d
+    # Groups of four warps have half of the keys each; of dquery half of the columns.
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_M, 16]
+    )
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_D, 16]
+    )
+    OF_ROWS: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, BLOCK_D // 2, 16]
+    )
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
+    ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
+    dtype: gl.constexpr = shared.key.dtype
+    mbarrier.wait(shared.keys_ready.index(0), 0)
+    keys = shared.key.reshape([BLOCK_N, BLOCK_D])
+    values = shared.value.reshape([BLOCK_N, BLOCK_D])
+    _make_finite(values, TILE)
+    scale = gl.convert_layout(_make_finite(keys, TILE) * sizes.scale, KEY)[:, None]
+    gl.barrier()
+    dquery_tile = shared.dquery.reshape([BLOCK_M, BLOCK_D])
+    at = _visible_keys(visible, place, sizes.S, KEY, TILE)[:, None]
+    nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
+    no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OF_ROWS)
+    dkey = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=SUMS)
+    dvalue = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=SUMS)
+    stage, phase = place.first * 0, place.first * 0
+    for number in range(heads):
+        own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
+        g = head_gate(reads.gate, own.b, own.h, TILE)
+        for masked in gl.static_range(2):  # full tiles, then those with a mask
+            if masked == 0:
+                start, end = 0, visit.plain
+            else:
+                start, end = visit.plain, visit.count
+            for _ in range(start, end):
+                query = shared.query.index(stage).reshape([BLOCK_M, BLOCK_D])
+                dout = shared.dout.index(stage).reshape([BLOCK_M, BLOCK_D])
+                mbarrier.wait(shared.terms_ready.index(stage), phase)
+                mbarrier.wait(shared.query_ready.index(stage), phase)
+                scores = warpgroup_mma(
+                    keys, query.permute((1, 0)), nothing, use_acc=False, is_async=True
+                )
+                mbarrier.wait(shared.dout_ready.index(stage), phase)
+                dp = warpgroup_mma(
+                    values, dout.permute((1, 0)), nothing, use_acc=False, is_async=True
+                )
+                lse = shared.lse.index(stage).load(ROW)
+                scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+                p = probabilities(scores, lse[None, :], scale, terms)
+                if masked == 1:
+                    lo, hi = shared.lo.index(stage).load(ROW), shared.hi.index(stage).load(ROW)
+                    p = gl.where((at >= lo[None, :]) & (at < hi[None, :]), p, 0.0)
+                weights = gl.convert_layout((p * g).to(dtype), WEIGHTS)
+                dvalue = warpgroup_mma(weights, dout, dvalue, is_async=True)
+                dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
+                delta = shared.delta.index(stage).load(ROW)
+                dscores = (p * (dp * g - delta[None, :])).to(dtype)
+                shared.dscores.store(dscores)
+                fence_async_shared()
+                gl.barrier()
+                dquery = warpgroup_mma(
+                    shared.dscores.permute((1, 0)), keys, no_rows, use_acc=False, is_async=True
+                )
+                dkey = warpgroup_mma(
+                    gl.convert_layout(dscores, WEIGHTS), query, dkey, is_async=True
+                )
+                dquery, dvalue = warpgroup_mma_wait(num_outstanding=1, deps=(dquery, dvalue))
+                mbarrier.wait(shared.dquery_free.index(0), (stage & 1) ^ 1)
+                dquery_tile.store(dquery)
+                fence_async_shared()
+                mbarrier.arrive(shared.dquery_ready.index(0), count=1)
+                dkey = warpgroup_mma_wait(num_outstanding=0, deps=(dkey,))
+                mbarrier.arrive(shared.free.index(stage), count=1)
+                stage, phase = next_place(stage, phase, STAGES)
+    at = place.first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
+    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
+    _store(written.dkey, dkey * sizes.scale, part, place, at, columns, sizes.S, TILE.d)
+    _store(written.dvalue, dvalue, part, place, at, columns, sizes.S, TILE.dv)
+
+
+@gluon.jit
+def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
+    """Store `values` of the keys `at` in a `part` of the sums."""
+    to = head_of(rows, part, place.hk) + at.to(gl.int64)[:, None] * rows.stride_l + columns[None, :]
+    there = (at < S)[:, None] & (columns < WIDTH)[None, :]
+    gl.store(to, values.to(rows.ptr.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def _backward_kernel(
+    query_tiles, key_tiles, value_tiles, dout_tiles, dquery_tiles, terms, visible, rows_visible, reads, written, order,
+    sizes, splits, together, TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A program computes 128 keys of `dkey` and `dvalue`, and adds what they give to `dquery`."""
+    BLOCK_M: gl.constexpr = TILE.block_m
+    BLOCK_N: gl.constexpr = TILE.block_n
+    BLOCK_D: gl.constexpr = TILE.block_d
+    dtype: gl.constexpr = query_tiles.dtype
+    # Of `together` owners at once, the tiles of keys one after the other.
+    tiles = gl.cdiv(sizes.S, BLOCK_N)
+    owners = gl.num_programs(0) // tiles
+    ticket = gl.atomic_add(order.ticket, 1, sem="relaxed")
+    first_owner = ticket // (together * tiles) * together
+    beside = gl.minimum(owners - first_owner, together)
+    program = ticket - first_owner * tiles
+    owner = first_owner + program % beside
+    key_heads = sizes.H // sizes.group
+    split = owner // (splits.batches * key_heads)
+    b, hk = owner // key_heads % splits.batches, owner % key_heads
+    share = gl.cdiv(sizes.group, splits.shares)
+    heads = gl.minimum(share, sizes.group - split * share)
+    place = Place(b, hk * sizes.group + split * share, hk, program // beside * BLOCK_N, None)
+
+    key = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], key_tiles.layout)
+    value = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], value_tiles.layout)
+    query = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], query_tiles.layout)
+    dout = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], dout_tiles.layout)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
+    lo = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
+    hi = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
+    DSCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    dscores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DSCORES)
+    dquery = gl.allocate_shared_memory(gl.float32, [1, 1, BLOCK_M, BLOCK_D], dquery_tiles.layout)
+    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
+    keys_ready = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
+    query_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
+    dout_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
+    terms_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
+    dquery_ready = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
+    dquery_free = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
+    mbarrier.init(keys_ready.index(0), count=1)
+    mbarrier.init(dquery_ready.index(0), count=1)
+    mbarrier.init(dquery_free.index(0), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(query_ready.index(i), count=1)
+        mbarrier.init(dout_ready.index(i), count=1)
+        mbarrier.init(terms_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    fence_async_shared()
+    shared = Shared(
+        key, value, query, dout, lse, delta, lo, hi, dscores, dquery, keys_ready, query_ready, dout_ready, terms_ready,
+        free, dquery_ready, dquery_free,
+    )  # fmt: skip
+    part = split * splits.batches + b
+    gl.warp_specialize(
+        [
+            (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE, STAGES)),
+            (reader, (reads, shared, visible, place, heads, sizes, TILE, STAGES)),
+            (producer, (
+                query_tiles, key_tiles, value_tiles, dout_tiles, reads, shared, visible, place, heads, sizes, TILE,
+                STAGES,
+            )),
+            (adder, (dquery_tiles, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE, STAGES)),
+        ],
+        [2, 1, 1],
+        [32, 32, 32],
+    )  # fmt: skip
+
+
+def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: Tiles) -> None:
+    """Fill dquery, dkey and dvalue."""
+    dquery, dkey, dvalue = gradients.dquery, gradients.dkey, gradients.dvalue
+    (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
+    sizes, of, reads = sizes_of(call), first.operands, first.reads
+    width = max(64, padded(max(D, Dv)))
+    constants = tile_constants(
+        tiles, D, Dv, gate=first.kind, activation=call.gate_activation, width=width
+    )
+    key_tiles, row_tiles = -(-S // tiles.block_n), -(-T // tiles.block_m)
+    splits = splits_of(sizes.group, B * Hk * key_tiles, call.query)
+    parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
+    of_key, of_value = (rows_of(part) for _, part in parts)
+    in_order = torch.zeros(1 + B * H * row_tiles, dtype=torch.int32, device=dquery.device)
+    sums = torch.zeros(dquery.shape, dtype=torch.float32, device=dquery.device)
+    # Which programs add to a tile of rows: of a band it is known, else it is counted in lists.
+    listed = of.visible.k_lo is not None or of.visible.key_visible is not None
+    visible, rows_visible = (
+        visible_to_tiles(call, of.terms, of.visible, tiles, by_keys=by_keys, listed=listed)
+        for by_keys in (True, False)
+    )
+    rows, keys = ((block, width) for block in (tiles.block_m, tiles.block_n))
+    of_owner = 8 * T * width * sizes.group  # bytes of query, dattended and dquery
+    together = max(1, min(CACHED // of_owner, splits * B * Hk))
+    launch(
+        _backward_kernel, splits * B * Hk * key_tiles, call.query, tiles,
+        tiles_of(call.query, *rows), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
+        tiles_of(reads.dattended.ptr, *rows), tiles_of(sums, *rows), of.terms, visible, rows_visible, reads,
+        Written(of_key, of_value), Order(in_order[:1], in_order[1:]), sizes, Splits(B, splits), together,
+        TILE=constants, STAGES=tiles.num_stages,
+    )  # fmt: skip
+    torch.mul(sums, call.scale, out=dquery)
+    for grad, part in parts:
+        sum_parts(part, grad, splits)

@@ -1,0 +1,224 @@
+"""Tiles of query rows of the backward kernel in Gluon: which ones a program visits, who brings them, who adds dquery.
+
+Consumers (`gluon_backward`) read rings of tiles in shared memory, full tiles first, then partial. `producer` of one
+warp and `reader` of two bring them; `adder` of one takes tiles of dquery from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from heads_kernels.ops.triton.gate import open_rows
+from heads_kernels.ops.triton.gluon_tiles import load_tiles
+from heads_kernels.ops.triton.operands import Place
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    listed_tiles,
+    partial_count,
+    partial_tile,
+    ranges,
+    tiles_that_see,
+)
+
+
+class Shared(NamedTuple):
+    """Shared memory, in a kernel: tiles, and barriers."""
+
+    key: Any  # [1, 1, BLOCK_N, BLOCK_D]
+    value: Any
+    query: Any  # [STAGES, 1, 1, BLOCK_M, BLOCK_D]
+    dout: Any
+    lse: Any  # float32 [STAGES, BLOCK_M]
+    delta: Any
+    lo: Any  # int32 [STAGES, BLOCK_M], of masked tiles
+    hi: Any
+    dscores: Any  # [BLOCK_N, BLOCK_M]
+    dquery: Any  # float32 [1, 1, BLOCK_M, BLOCK_D]
+    keys_ready: Any  # [1]
+    query_ready: Any  # [STAGES]
+    dout_ready: Any
+    terms_ready: Any
+    free: Any
+    dquery_ready: Any  # [1]
+    dquery_free: Any
+
+
+class Order(NamedTuple):
+    """What the order of programs is kept with: int32, 0 at first."""
+
+    ticket: Any  # how many programs have started
+    added: Any  # [B, H, tiles of rows]: how many have added to a tile of dquery
+
+
+class Visit(NamedTuple):
+    """The tiles of rows of a head, in a kernel: of `count` the first `full` are full, the first `plain` not masked."""
+
+    visits: Any
+    full: Any
+    plain: Any
+    count: Any
+
+
+@gluon.jit
+def tiles_of_head(visible, gate, place, index, sizes, TILE: gl.constexpr):
+    """The place of a program's keys in the query head at `index` of those that it owns, and its tiles of rows."""
+    BLOCK_N: gl.constexpr = TILE.block_n
+    T, S = sizes.T, sizes.S
+    h = place.h + index
+    if visible.lists is not None:
+        visits = listed_tiles(visible, place.b, h, place.first // BLOCK_N, T)
+    else:
+        visits = tiles_that_see(visible, place.b, h, place.first, T, S, BLOCK_N, TILE.block_m)
+    taking_part = gl.minimum(open_rows(gate, place.b, h, T, TILE), 1)
+    full = (visits.full_end - visits.full_start) * taking_part
+    count = full + partial_count(visits) * taking_part
+    # Beyond the last key there are none whose dscores are 0.
+    plain = gl.where(place.first + BLOCK_N <= S, full, 0)
+    return Place(place.b, h, place.hk, place.first, None), Visit(visits, full, plain, count)
+
+
+@gluon.jit
+def _first_row(visible, place, visit, index, TILE: gl.constexpr):
+    """The first row of the tile that is visited at `index`; full ones from the last on, as in all other programs."""
+    own = place.first // TILE.block_n
+    if index < visit.full:
+        number = visit.visits.full_start + visit.full - 1 - index
+        tile = full_tile(visible, place.b, place.h, own, number)
+    else:
+        tile = partial_tile(visible, place.b, place.h, own, index - visit.full, visit.visits)
+    return tile * TILE.block_m
+
+
+@gluon.jit
+def next_place(stage, phase, STAGES: gl.constexpr):
+    """The place in a ring of the next step, and the phase of its barriers."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def producer(
+    query_tiles, key_tiles, value_tiles, dout_tiles, reads, shared, visible, place, heads, sizes, TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Ask for the keys and values, and for tiles of query and dattended as their places become free."""
+    BYTES: gl.constexpr = 2 * TILE.block_m * TILE.block_d
+    ready = shared.keys_ready.index(0)
+    mbarrier.expect(ready, 4 * TILE.block_n * TILE.block_d)
+    at = [place.b, place.hk, place.first, 0]
+    load_tiles(key_tiles, at, ready, shared.key)
+    load_tiles(value_tiles, at, ready, shared.value)
+    stage, phase = place.first * 0, place.first * 0
+    for number in range(heads):
+        own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
+        for index in range(visit.count):
+            first = _first_row(visible, own, visit, index, TILE)
+            mbarrier.wait(shared.free.index(stage), phase ^ 1)
+            ready = shared.query_ready.index(stage)
+            mbarrier.expect(ready, BYTES)
+            load_tiles(query_tiles, [own.b, own.h, first, 0], ready, shared.query.index(stage))
+            ready = shared.dout_ready.index(stage)
+            mbarrier.expect(ready, BYTES)
+            load_tiles(dout_tiles, [own.b, own.h, first, 0], ready, shared.dout.index(stage))
+            stage, phase = next_place(stage, phase, STAGES)
+
+
+@gluon.jit
+def reader(
+    reads, shared, visible, place, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Bring lse and delta of rows. Of masked tiles, make 0 of rows with a number that is not finite.
+
+    Their lse is nan, by which the keys that they see become nan, and no others; see `rows.load_row_terms`.
+    """
+    BLOCK_M: gl.constexpr = TILE.block_m
+    # Parts of 8 rows and 64 features: 8 numbers a thread.
+    PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, PART)
+    stage, phase = place.first * 0, place.first * 0
+    for number in range(heads):
+        own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
+        of_head = (own.b * sizes.H + own.h).to(gl.int64) * sizes.T
+        for index in range(visit.count):
+            first = _first_row(visible, own, visit, index, TILE)
+            rows = first + gl.arange(0, BLOCK_M, layout=ROWS)
+            lse = gl.load(reads.lse.ptr + of_head + rows, mask=rows < sizes.T, other=float("inf"))
+            delta = gl.load(reads.delta + of_head + rows, mask=rows < sizes.T, other=0.0)
+            finite = gl.abs(lse) < float("inf")
+            mbarrier.wait(shared.free.index(stage), phase ^ 1)
+            shared.lse.index(stage).store(lse)
+            shared.delta.index(stage).store(delta)
+            if index >= visit.plain:
+                lo, hi = ranges(visible, own.b, own.h, rows, sizes.T, sizes.S)
+                shared.lo.index(stage).store(lo)
+                shared.hi.index(stage).store(hi)
+                mbarrier.wait(shared.query_ready.index(stage), phase)
+                mbarrier.wait(shared.dout_ready.index(stage), phase)
+                if gl.min(finite.to(gl.int32), 0) == 0:
+                    query = shared.query.index(stage).reshape([BLOCK_M, TILE.block_d])
+                    dout = shared.dout.index(stage).reshape([BLOCK_M, TILE.block_d])
+                    for row in gl.static_range(0, BLOCK_M, 8):
+                        of_part = shared.lse.index(stage).slice(row, 8).load(OF_ROWS)
+                        there = (gl.abs(of_part) < float("inf"))[:, None]
+                        for column in gl.static_range(0, TILE.block_d, 64):
+                            part = query.slice(row, 8).slice(column, 64, dim=1)
+                            part.store(gl.where(there, part.load(PART), 0.0).to(query.dtype))
+                            part = dout.slice(row, 8).slice(column, 64, dim=1)
+                            part.store(gl.where(there, part.load(PART), 0.0).to(query.dtype))
+                    fence_async_shared()
+            mbarrier.arrive(shared.terms_ready.index(stage), count=1)
+            stage, phase = next_place(stage, phase, STAGES)
+
+
+@gluon.jit
+def adder(
+    dquery_tiles, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Add tiles of dquery to what programs with keys before these have added."""
+    stage, phase = place.first * 0, place.first * 0
+    tiles = gl.cdiv(sizes.T, TILE.block_m)
+    for number in range(heads):
+        own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
+        for index in range(visit.count):
+            first = _first_row(visible, own, visit, index, TILE)
+            tile = first // TILE.block_m
+            added = order.added + (own.b * sizes.H + own.h).to(gl.int64) * tiles + tile
+            before = _before(rows_visible, own, tile, sizes, TILE)
+            mbarrier.wait(shared.dquery_ready.index(0), stage & 1)
+            while gl.atomic_add(added, 0, sem="acquire") != before:
+                pass
+            tma.async_atomic_add(dquery_tiles, [own.b, own.h, first, 0], shared.dquery)
+            tma.store_wait(0)
+            mbarrier.arrive(shared.dquery_free.index(0), count=1)
+            tma.store_wait(0, read_only=False)
+            gl.atomic_add(added, 1, sem="release")
+            stage, phase = next_place(stage, phase, STAGES)
+
+
+@gluon.jit
+def _before(visible, place, tile, sizes, TILE: gl.constexpr):
+    """How many tiles of keys before that of `place` visit a `tile` of rows."""
+    own = place.first // TILE.block_n
+    if visible.lists is None:
+        before = own - gl.maximum(tile * TILE.block_m + visible.band_lo, 0) // TILE.block_n
+    else:
+        KEYS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        visits = listed_tiles(visible, place.b, place.h, tile, sizes.T)
+        before = own * 0
+        for part in gl.static_range(2):  # full tiles, then partial ones
+            count = visits.full_end if part == 0 else visits.end - visits.full_end
+            for scan in range(0, count, 32):
+                at = scan + gl.arange(0, 32, layout=KEYS)
+                places = gl.minimum(at, count - 1)
+                if part == 0:
+                    numbers = full_tile(visible, place.b, place.h, tile, places)
+                else:
+                    numbers = partial_tile(visible, place.b, place.h, tile, places, visits)
+                before += gl.sum(((numbers < own) & (at < count)).to(gl.int32), 0)
+    return before

@@ -1,0 +1,63 @@
+"""Which calls the kernels with specialized warps serve, on sm_90: `gluon_forward` and `gluon_backward`.
+
+All others have the kernels in Triton. Where tiles would be mostly padding they have too: queries of a few rows, narrow
+heads, values of another width. Keys are so many as for other descriptors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import triton
+from torch import Tensor
+
+from heads_kernels.call import Call
+from heads_kernels.ops.attention import Gradients, Results
+from heads_kernels.ops.buffers import SHORT_QUERY
+from heads_kernels.ops.triton.descriptors import FEWEST_KEYS, describable
+from heads_kernels.ops.triton.tiles import Tiles, padded, warp_tiles
+
+_RELEASE: Final = tuple(map(int, triton.__version__.split(".")[:2]))
+#: Names of Gluon, which is experimental, change between releases: those that its kernels have been compiled with.
+_HAS_GLUON: Final = (3, 6) <= _RELEASE <= (3, 9)
+#: It has copies that add to a tile.
+_HAS_ADDING_COPIES: Final = _RELEASE >= (3, 8)
+
+
+def specialized_forward(call: Call, outputs: Results) -> Tiles | None:
+    """The tiles of the forward kernel, if it serves the call."""
+    tensors = [call.query, call.key, call.value, outputs.out]
+    if outputs.attended.numel():
+        tensors.append(outputs.attended)
+    return _tiles("gated_attention.forward", call, tensors)
+
+
+def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tiles | None:
+    """The tiles of the backward kernel, if it serves the call.
+
+    All of dquery, dkey and dvalue are asked for. Of a cap or a dense mask its loops would spill registers.
+    """
+    g = gradients
+    asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
+    if not (asked_for and _HAS_ADDING_COPIES) or call.softcap or call.dense_mask is not None:
+        return None
+    return _tiles("gated_attention.backward", call, [call.query, call.key, call.value, dout])
+
+
+def served(call: Call, tensors: Sequence[Tensor]) -> bool:
+    """Whether they can serve the call.
+
+    They have no biases, dropout, mixing, entmax or first keys, and descriptors must be able to describe all tensors.
+    """
+    others = call.mixing, call.alpha, call.bias, call.offset_bias, call.first_keys
+    plain = not call.dropout_p and all(part is None for part in others)
+    return plain and all(map(describable, tensors))
+
+
+def _tiles(kernel: str, call: Call, tensors: Sequence[Tensor]) -> Tiles | None:
+    long = call.T > SHORT_QUERY and call.S >= FEWEST_KEYS
+    if not (long and padded(call.D) == padded(call.Dv) > 32 and _HAS_GLUON):
+        return None
+    tiles = warp_tiles(kernel, call.query, call.D)
+    return tiles if tiles is not None and served(call, tensors) else None
