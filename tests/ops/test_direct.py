@@ -140,6 +140,8 @@ def test_gradients_of_biases_and_sinks_are_recorded(ways: list[str]) -> None:
     assert ways == ["direct"] * len(wanted)
 
 
+NAME = "heads_kernels::attention"
+
 RECORDED: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
