@@ -253,8 +253,10 @@ def _mask(
         and 3 < attn_mask.dim() <= len(batch) + 3
     ):
         missing = len(batch) + 3 - attn_mask.dim()
-        attn_mask = _flatten("attn_mask", attn_mask[(None,) * missing], batch, "H, T, S")
-    mask = as_mask(attn_mask, shape)
+        flat = _flatten("attn_mask", attn_mask[(None,) * missing], batch, "H, T, S")
+        mask = as_mask(flat, shape)
+    else:
+        mask = as_mask(attn_mask, shape)
     read = mask.intervals if mask is attn_mask else mask.work_out
     intervals = read(*shape, device=query.device)
     return intervals & _CAUSAL if is_causal else intervals

@@ -74,7 +74,7 @@ def attend(call: Call, backend: str) -> Tensor:
     if needs_formula(call, backend):
         return derivatives.attend(call)[0]
     if is_recorded(call):
-        return record(call, backend)
+        return record(call, backend)  # type: ignore[no-any-return]
     return attention_op(*call, False, backend)[0]  # type: ignore[no-any-return]
 
 
@@ -169,7 +169,7 @@ def _allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
     query, dtype = call.query, compute_dtype(call.query.dtype)
     absent = query.new_empty(0)
     no_sums = absent if dtype == query.dtype else absent.to(dtype)
-    gradients = []
+    gradients: list[Tensor] = []
     for name, operand, need in zip(OPERANDS, call.operands, needs, strict=True):
         is_sum = len(gradients) >= _OF_KERNELS
         if not need or operand is None:
