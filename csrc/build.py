@@ -32,7 +32,7 @@ AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mprefer-vector-width
 # several objects define, and that copy must run everywhere.
 LEVELS = {
     "x86_64": {
-        "baseline": "",
+        "baseline": "-O2",  # for processors without AVX2: two thirds of the size of -O3
         "avx2": "-mavx2 -mfma",
         "avx512": AVX512,
         # With products of bfloat16; they use the level HK_PLAIN for other dtypes.

@@ -27,7 +27,7 @@ BUILT = hk.build_info()
 MODULES = CPU * ("levels" in BUILT["cpu"]) + CUDA * ("nvcc" in BUILT["cuda"])
 BACKEND = "cpu" if MODULES else "eager"  # of tensors on the CPU
 #: Bytes of a wheel by the number of its modules: 10 % more than they were, but for the CUDA kernels.
-LARGEST = {0: 0.6e6, 2: 2.4e6, 3: 15e6}[len(MODULES)]
+LARGEST = {0: 0.6e6, 2: 2.4e6, 3: 12e6}[len(MODULES)]
 #: Where a module looks for the libraries that it is linked with: _cpu beside itself, the library in torch's folder.
 PLACES = {"_cpu": b"$ORIGIN\0", "libheads_kernels": b"$ORIGIN/../torch/lib"}
 OPERATORS = {"gated_attention": "closed_heads", "collaborative_attention": "ragged_bias"}
