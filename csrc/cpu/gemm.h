@@ -103,17 +103,18 @@ inline void multiply_columns(int64_t rows, Left<Operand, kDown> a, const Operand
   constexpr int kWidest = kNumbers<Operand> == 2 && V == 4 ? 4 : 6;
   constexpr int R = V == 1 || (HK_VECTOR_REGISTERS == 32 && V == 2) ? 12 : V == 3 ? 8 : kWidest;
   int64_t r = 0;
-  const auto run = [&](auto block, int count) {
-    block(Left<Operand, kDown>{a.row(r), a.stride}, b, ldb, c + r * ldc, ldc, depth, accumulate);
+  const auto run = [&](auto count) {
+    const Left<Operand, kDown> left{a.row(r), a.stride};
+    multiply_block<Operand, count, V, kDown>(left, b, ldb, c + r * ldc, ldc, depth, accumulate);
     r += count;
   };
-  while (rows - r >= R) run(multiply_block<Operand, R, V, kDown>, R);
+  while (rows - r >= R) run(std::integral_constant<int, R>{});
   if constexpr (R > 8) {
-    if (rows - r >= 8) run(multiply_block<Operand, 8, V, kDown>, 8);
+    if (rows - r >= 8) run(std::integral_constant<int, 8>{});
   }
-  if (rows - r >= 4) run(multiply_block<Operand, 4, V, kDown>, 4);
-  if (rows - r >= 2) run(multiply_block<Operand, 2, V, kDown>, 2);
-  if (rows - r >= 1) run(multiply_block<Operand, 1, V, kDown>, 1);
+  if (rows - r >= 4) run(std::integral_constant<int, 4>{});
+  if (rows - r >= 2) run(std::integral_constant<int, 2>{});
+  if (rows - r >= 1) run(std::integral_constant<int, 1>{});
 }
 
 // A panel of B of this depth and 64 columns (16 KiB of float) stays in the first-level cache while
