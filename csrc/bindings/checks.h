@@ -303,7 +303,6 @@ inline void set_terms(ScoreTerms& terms, const CallArguments& given, const Sizes
 inline void set_gate(AttentionParams& p, const CallArguments& call, const Sizes& n) {
   p.activation = activation_of(call.gate_activation);
   p.gate = floating(call.gate, "gate");
-  require(p.gate || p.activation == Activation::kIdentity, "gate_activation", "comes without gate");
   require(p.gate.rank <= 4, "gate");
   const int64_t full[4] = {n.B, n.H, n.T, p.value.size[3]};
   const int first = p.gate.rank == 1 ? 1 : 0;

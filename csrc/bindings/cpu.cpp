@@ -15,6 +15,8 @@ int checked_threads(int threads) {
 Sizes set_attention(hk::AttentionParams& params, const CallArguments& call) {
   const Sizes n = set_call(params, call);
   check_alpha(params.alpha);
+  require(params.gate || params.activation == hk::Activation::kIdentity, "gate_activation",
+          "comes without gate");
   return n;
 }
 
