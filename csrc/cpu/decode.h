@@ -69,8 +69,8 @@ class Decoder {
     if (!tokens_first()) return 1;
     const int64_t groups = ceil_div(key_heads_ * op_.D * int64_t{sizeof(Number)}, kRun);
     const int64_t tasks = op_.B * key_heads_ * parts_;
-    return std::clamp<int64_t>(tasks / (kItemsPerThread * p_.threads), 1,
-                               ceil_div(key_heads_, std::max<int64_t>(1, groups)));
+    const int64_t most = ceil_div(key_heads_, std::max<int64_t>(1, groups));
+    return std::max<int64_t>(1, std::min(tasks / (kItemsPerThread * p_.threads), most));
   }
 
   const ForwardParams& p_;

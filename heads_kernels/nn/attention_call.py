@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -59,7 +60,8 @@ class AttentionCall:
         Raises:
             TypeError, ValueError: as the operator.
         """
-        return cls(parse(operator.__name__, *args, **kwargs)[0], self_attention)
+        given = signature(operator).bind_partial(*args).arguments
+        return cls(parse(operator.__name__, **given, **kwargs)[0], self_attention)
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("call", "__setstate__"):  # of a copy that has no attributes yet

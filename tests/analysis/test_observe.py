@@ -77,6 +77,14 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
             assert torch.equal(found, each)
 
 
+def test_arguments_by_position_are_those_of_the_operator() -> None:
+    query = torch.randn(1, 2, 4, 8)
+    call = AttentionCall.of(hk.gated_attention, query, query, query, hk.Mask(causal=True))
+    assert call.is_causal
+    with pytest.raises(TypeError, match="positional"):
+        AttentionCall.of(hk.gated_attention, query, query, query, None, 0.0, False, None)
+
+
 def test_a_causal_call_with_a_cache_knows_its_place() -> None:
     layer = hk.nn.GatedMultiheadAttention(16, 4)
     x, cache = torch.randn(1, 5, 16), hk.nn.KeyValueCache()

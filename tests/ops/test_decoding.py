@@ -90,3 +90,10 @@ def test_hidden_numbers_reach_no_row(
         kept = torch.tensor(row_hides)
         assert torch.equal(got[:, :, kept], want[:, :, kept])
         assert not got[:, :, ~kept].isfinite().any()
+
+
+def test_no_heads_whose_tokens_are_first_in_memory() -> None:
+    query = torch.empty(2, 1, 4, 8)[:, :, :0].transpose(1, 2)
+    key = torch.empty(2, 5, 4, 8)[:, :, :0].transpose(1, 2)
+    assert hk.gated_attention(query, key, key, backend="cpu").shape == (2, 0, 1, 8)
+    assert hk.gated_attention(query, key, key, return_lse=True)[1].shape == (2, 0, 1)
