@@ -21,8 +21,8 @@ from heads_kernels.ops.triton.tiles import Tiles, padded, warp_tiles
 _RELEASE: Final = tuple(map(int, triton.__version__.split(".")[:2]))
 #: Names of Gluon, which is experimental, change between releases: those that its kernels have been compiled with.
 _HAS_GLUON: Final = (3, 6) <= _RELEASE <= (3, 9)
-#: It has copies that add to a tile.
-_HAS_ADDING_COPIES: Final = _RELEASE >= (3, 8)
+#: It has copies that add to a tile, which the backward kernel needs.
+HAS_ADDING_COPIES: Final = _RELEASE >= (3, 8)
 
 
 def specialized_forward(call: Call, outputs: Results) -> Tiles | None:
@@ -40,7 +40,7 @@ def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tile
     """
     g = gradients
     asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
-    if not (asked_for and _HAS_ADDING_COPIES) or call.softcap or call.dense_mask is not None:
+    if not (asked_for and HAS_ADDING_COPIES) or call.softcap or call.dense_mask is not None:
         return None
     return _tiles("gated_attention.backward", call, [call.query, call.key, call.value, dout])
 
