@@ -131,5 +131,5 @@ def test_which_calls_it_serves() -> None:
     )  # fmt: skip
     for changes in refused:
         assert not chosen(**changes), changes
-    with mock.patch.object(specialized, "_HAS_ADDING_COPIES", False):
+    with mock.patch.object(specialized, "HAS_ADDING_COPIES", False):
         assert not chosen()

@@ -130,15 +130,15 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         ((_ADDED, "".join(reversed(_ADDED.splitlines(keepends=True)))),), "overwritten",
     ),
     "dquery is added in any order": (((' != before', ' < 0'),), "is added to before"),
-    "what is added is not in memory when the next program is told": (((_IN_MEMORY, ""),), "is added to before"),
-    "the next program is told before it is in memory": (
+    "the next program is signalled while the addition is under way": (((_IN_MEMORY, ""),), "is added to before"),
+    "the next program is signalled before the addition is in memory": (
         ((_IN_MEMORY + _RELEASED, _RELEASED + _IN_MEMORY),), "is added to before",
     ),
-    "the next program is told without a release": (
+    "the next program is signalled without a release": (
         ((_RELEASED, _RELEASED.replace("release", "relaxed")),), "is added to before",
     ),
     "others' additions are not acquired": (((', 0, sem="acquire"', ', 0, sem="relaxed"'),), "is added to before"),
-    "the next program is not told": (((_RELEASED, ""),), "a deadlock"),
+    "the next program is not signalled": (((_RELEASED, ""),), "a deadlock"),
     "heads share their counters": ((("(own.b * sizes.H + own.h).to(gl.int64) * tiles + tile", "tile"),), "a deadlock"),
     "programs that see no key of a tile are waited for": (
         (("before = own - ", "before = own + 0 * "),), "a deadlock",

@@ -41,6 +41,7 @@ from heads_kernels.ops.attention import Gradients
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate
 from heads_kernels.ops.triton.gluon_row_tiles import (
+    Global,
     Order,
     Shared,
     adder,
@@ -200,14 +201,17 @@ def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _backward_kernel(
-    query_tiles, key_tiles, value_tiles, dout_tiles, dquery_tiles, terms, visible, rows_visible, reads, written, order,
-    sizes, splits, together, TILE: gl.constexpr, STAGES: gl.constexpr,
+    memory, terms, visible, rows_visible, reads, written, order, sizes, splits, together, TILE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A program computes 128 keys of `dkey` and `dvalue`, and adds what they give to `dquery`."""
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
-    dtype: gl.constexpr = query_tiles.dtype
+    dtype: gl.constexpr = memory.query.dtype
+    gl.static_assert(
+        STAGES % 2 == 0, "the parity of a stage is the phase of dquery_ready and dquery_free"
+    )
     # Of `together` owners at once, the tiles of keys one after the other.
     tiles = gl.cdiv(sizes.S, BLOCK_N)
     owners = gl.num_programs(0) // tiles
@@ -223,10 +227,10 @@ def _backward_kernel(
     heads = gl.minimum(share, sizes.group - split * share)
     place = Place(b, hk * sizes.group + split * share, hk, program // beside * BLOCK_N, None)
 
-    key = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], key_tiles.layout)
-    value = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], value_tiles.layout)
-    query = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], query_tiles.layout)
-    dout = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], dout_tiles.layout)
+    key = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], memory.key.layout)
+    value = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], memory.value.layout)
+    query = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], memory.query.layout)
+    dout = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], memory.dout.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
@@ -234,7 +238,7 @@ def _backward_kernel(
     hi = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
     DSCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     dscores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DSCORES)
-    dquery = gl.allocate_shared_memory(gl.float32, [1, 1, BLOCK_M, BLOCK_D], dquery_tiles.layout)
+    dquery = gl.allocate_shared_memory(gl.float32, [1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     keys_ready = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
     query_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
@@ -261,11 +265,8 @@ def _backward_kernel(
         [
             (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE, STAGES)),
             (reader, (reads, shared, visible, place, heads, sizes, TILE, STAGES)),
-            (producer, (
-                query_tiles, key_tiles, value_tiles, dout_tiles, reads, shared, visible, place, heads, sizes, TILE,
-                STAGES,
-            )),
-            (adder, (dquery_tiles, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE, STAGES)),
+            (producer, (memory, reads, shared, visible, place, heads, sizes, TILE, STAGES)),
+            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE, STAGES)),
         ],
         [2, 1, 1],
         [32, 32, 32],
@@ -285,7 +286,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     splits = splits_of(sizes.group, B * Hk * key_tiles, call.query)
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
     of_key, of_value = (rows_of(part) for _, part in parts)
-    in_order = torch.zeros(1 + B * H * row_tiles, dtype=torch.int32, device=dquery.device)
+    counters = torch.zeros(1 + B * H * row_tiles, dtype=torch.int32, device=dquery.device)
     sums = torch.zeros(dquery.shape, dtype=torch.float32, device=dquery.device)
     # Which programs add to a tile of rows: of a band it is known, else it is counted in lists.
     listed = of.visible.k_lo is not None or of.visible.key_visible is not None
@@ -296,11 +297,14 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     rows, keys = ((block, width) for block in (tiles.block_m, tiles.block_n))
     of_owner = 8 * T * width * sizes.group  # bytes of query, dattended and dquery
     together = max(1, min(CACHED // of_owner, splits * B * Hk))
+    memory = Global(
+        tiles_of(call.query, *rows), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
+        tiles_of(reads.dattended.ptr, *rows), tiles_of(sums, *rows),
+    )  # fmt: skip
     launch(
         _backward_kernel, splits * B * Hk * key_tiles, call.query, tiles,
-        tiles_of(call.query, *rows), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
-        tiles_of(reads.dattended.ptr, *rows), tiles_of(sums, *rows), of.terms, visible, rows_visible, reads,
-        Written(of_key, of_value), Order(in_order[:1], in_order[1:]), sizes, Splits(B, splits), together,
+        memory, of.terms, visible, rows_visible, reads, Written(of_key, of_value),
+        Order(counters[:1], counters[1:]), sizes, Splits(B, splits), together,
         TILE=constants, STAGES=tiles.num_stages,
     )  # fmt: skip
     torch.mul(sums, call.scale, out=dquery)

@@ -25,6 +25,17 @@ from heads_kernels.ops.triton.visible import (
 )
 
 
+class Global(NamedTuple):
+    """Descriptors of tiles in global memory."""
+
+    query: Any  # [1, 1, BLOCK_M, BLOCK_D]
+    key: Any  # [1, 1, BLOCK_N, BLOCK_D]
+    value: Any
+    dout: Any  # dattended: dout times the gates of rows
+    dquery: Any  # float32 sums
+    end: None = None
+
+
 class Shared(NamedTuple):
     """Shared memory, in a kernel: tiles, and barriers."""
 
@@ -48,7 +59,7 @@ class Shared(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What the order of programs is kept with: int32, 0 at first."""
+    """Counters that fix the order of additions: int32, 0 at first."""
 
     ticket: Any  # how many programs have started
     added: Any  # [B, H, tiles of rows]: how many have added to a tile of dquery
@@ -102,16 +113,15 @@ def next_place(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def producer(
-    query_tiles, key_tiles, value_tiles, dout_tiles, reads, shared, visible, place, heads, sizes, TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    memory, reads, shared, visible, place, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Ask for the keys and values, and for tiles of query and dattended as their places become free."""
     BYTES: gl.constexpr = 2 * TILE.block_m * TILE.block_d
     ready = shared.keys_ready.index(0)
     mbarrier.expect(ready, 4 * TILE.block_n * TILE.block_d)
     at = [place.b, place.hk, place.first, 0]
-    load_tiles(key_tiles, at, ready, shared.key)
-    load_tiles(value_tiles, at, ready, shared.value)
+    load_tiles(memory.key, at, ready, shared.key)
+    load_tiles(memory.value, at, ready, shared.value)
     stage, phase = place.first * 0, place.first * 0
     for number in range(heads):
         own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
@@ -120,10 +130,10 @@ def producer(
             mbarrier.wait(shared.free.index(stage), phase ^ 1)
             ready = shared.query_ready.index(stage)
             mbarrier.expect(ready, BYTES)
-            load_tiles(query_tiles, [own.b, own.h, first, 0], ready, shared.query.index(stage))
+            load_tiles(memory.query, [own.b, own.h, first, 0], ready, shared.query.index(stage))
             ready = shared.dout_ready.index(stage)
             mbarrier.expect(ready, BYTES)
-            load_tiles(dout_tiles, [own.b, own.h, first, 0], ready, shared.dout.index(stage))
+            load_tiles(memory.dout, [own.b, own.h, first, 0], ready, shared.dout.index(stage))
             stage, phase = next_place(stage, phase, STAGES)
 
 
@@ -177,8 +187,7 @@ def reader(
 
 @gluon.jit
 def adder(
-    dquery_tiles, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Add tiles of dquery to what programs with keys before these have added."""
     stage, phase = place.first * 0, place.first * 0
@@ -193,7 +202,7 @@ def adder(
             mbarrier.wait(shared.dquery_ready.index(0), stage & 1)
             while gl.atomic_add(added, 0, sem="acquire") != before:
                 pass
-            tma.async_atomic_add(dquery_tiles, [own.b, own.h, first, 0], shared.dquery)
+            tma.async_atomic_add(memory.dquery, [own.b, own.h, first, 0], shared.dquery)
             tma.store_wait(0)
             mbarrier.arrive(shared.dquery_free.index(0), count=1)
             tma.store_wait(0, read_only=False)
