@@ -133,7 +133,8 @@ class Product:
         for each in self._shared:
             each.read_ends(self._number)
         a, b = (each.array if isinstance(each, Shared) else each for each in (self._a, self._b))
-        product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+        # In float64, where sums of products of 16-bit numbers are exact: the order in which BLAS adds does not matter.
+        product = (np.asarray(a, np.float64) @ np.asarray(b, np.float64)).astype(np.float32)
         return value(product + np.asarray(self._acc) if self._use_acc else product)
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
