@@ -106,7 +106,8 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
   };
   const auto whole = [](const Number* p) { return load_numbers<Operand>(p); };
   // Long chunks: the hardware prefetches whole rows better than parts of them.
-  constexpr int kChunk = kLast ? 1 : std::max(1, kSums / (2 * R * kVectors<Operand, Number>));
+  constexpr int kChunk =
+      kLast || V < kVectors<Operand, Number> ? 1 : std::max(1, kSums / (2 * R * V));
   for (const Range& range : features) {
     int64_t d = range.begin;
     const auto add_chunks = [&](auto chunk) __attribute__((always_inline)) {
