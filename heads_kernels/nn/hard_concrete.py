@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Evaluate = Literal["mean", "binary"]
 Reduce = Literal["sum", "mean_layers"]
-EVALUATE: Final = ("mean", "binary")
-REDUCE: Final = ("sum", "mean_layers")
+#: Keeps the noise, and `P(gate != 0)`, away from 0 and 1 (Voita et al. 2019).
+EPS: Final = 1e-6
 
 
 class HardConcrete(HeadGate):
@@ -28,7 +28,7 @@ class HardConcrete(HeadGate):
 
     In training a gate is a sample (Louizos et al. 2018, eq. 10 and 11; Voita et al. 2019, section 4):
 
-    .. math:: s = \sigma((\ln u - \ln(1 - u) + log\_alpha) / temperature), \quad u \sim U(eps, 1 - eps)
+    .. math:: s = \sigma((\ln u - \ln(1 - u) + log\_alpha) / temperature), \quad u \sim U(10^{-6}, 1 - 10^{-6})
     .. math:: gate = \min(1, \max(0, s \cdot (high - low) + low)), \quad (low, high) = stretch
 
     and with `c = temperature * ln(-low / high)` and `d = temperature * ln((1 - low) / (high - 1))`
@@ -50,19 +50,15 @@ class HardConcrete(HeadGate):
 
     Args:
         num_heads: H, at least 1.
-        temperature: above 0. 0.33 as in Voita et al.; `louizos` has 2/3.
+        temperature: above 0. 0.33 as in Voita et al.; Louizos et al. have 2/3.
         stretch: (low, high), low < 0 and high > 1.
-        eps: in (0, 0.5): keeps `u`, and `P(gate != 0)` of the penalty, away from 0 and 1, where it is constant.
         log_alpha: the initial value of the parameter. The default 2.0 (94% of the samples are open, gate 0.957 at
             inference) hardly changes a trained model. "voita" draws from U(-sqrt(3 / H), sqrt(3 / H)), as the code
             of the paper does: its gates start half open.
-        openness: initial `P(gate != 0)`, in [eps, 1 - eps]; instead of `log_alpha`.
         per_sample: sample for every example of the batch, gates `[B, H]`; otherwise the batch shares a sample, `[H]`.
         evaluate: the rule at inference, "mean" or "binary".
         straight_through: gates are 1 where the formula gives more than 0.5 and 0 elsewhere, in training and in the rule
             "mean"; the gradient is that of the formula. Closed heads then have a gradient (`closed_grad=True`).
-        generator: a CPU generator to use instead of PyTorch's own. `torch.utils.checkpoint` does not replay it,
-            and `torch.compile(fullgraph=True)` cannot trace it.
         device: of `log_alpha`.
 
     Attributes:
@@ -81,46 +77,36 @@ class HardConcrete(HeadGate):
         *,
         temperature: float = 0.33,
         stretch: tuple[float, float] = (-0.1, 1.1),
-        eps: float = 1e-6,
-        log_alpha: float | Literal["voita"] | None = None,
-        openness: float | None = None,
+        log_alpha: float | Literal["voita"] = 2.0,
         per_sample: bool = False,
         evaluate: Evaluate = "mean",
         straight_through: bool = False,
-        generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         check_size("num_heads", num_heads)
         if not is_real(temperature) or temperature <= 0:
             refuse("temperature", f"is {temperature!r}", "pass a float above 0, such as 0.33")
-        if not _is_pair(stretch) or not stretch[0] < 0 < 1 < stretch[1]:
+        pair = isinstance(stretch, (tuple, list)) and len(stretch) == 2 and all(map(is_real, stretch))
+        if not pair or not stretch[0] < 0 < 1 < stretch[1]:
             refuse("stretch", f"is {stretch!r}", "pass (low, high) with low < 0 and high > 1")
-        if not is_real(eps) or not 0 < eps < 0.5:
-            refuse("eps", f"is {eps!r}", "pass a float in (0, 0.5), such as 1e-6")
-        check_choice("evaluate", evaluate, EVALUATE)
-        if generator is not None and (
-            not isinstance(generator, torch.Generator) or generator.device.type != "cpu"
-        ):
-            was = f"is {generator!r} on {getattr(generator, 'device', 'no device')}"
-            refuse("generator", was, "pass a CPU generator: the noise is drawn on the CPU")
+        check_choice("evaluate", evaluate, get_args(Evaluate))
+        if log_alpha != "voita" and not is_real(log_alpha):
+            refuse("log_alpha", f"is {log_alpha!r}", "pass a finite float or 'voita'")
         self.temperature = temperature
         self.stretch = stretch
-        self.eps = eps
         self.per_sample = per_sample
         self.evaluate = evaluate
         self.straight_through = straight_through
         self.closed_grad = straight_through
-        self.generator = generator
         self.meshes: tuple[DeviceMesh, ...] = ()
         self._warned = False
-        initial = self._initial(num_heads, log_alpha, openness)
+        initial = torch.empty(num_heads, dtype=torch.float32, device="cpu")
+        if isinstance(log_alpha, str):
+            initial.uniform_(-math.sqrt(3 / num_heads), math.sqrt(3 / num_heads))
+        else:
+            initial.fill_(log_alpha)
         self.log_alpha = nn.Parameter(initial.to(device or torch.get_default_device()))
-
-    @classmethod
-    def louizos(cls, num_heads: int, *, temperature: float = 2 / 3, **options: Any) -> HardConcrete:
-        """Gates with the temperature of Louizos et al. 2018; the stretch is the same."""
-        return cls(num_heads, temperature=temperature, **options)
 
     @property
     def num_heads(self) -> int:  # type: ignore[override]
@@ -133,21 +119,16 @@ class HardConcrete(HeadGate):
             return self._evaluated()
         shape = (batch_size, self.num_heads) if self.per_sample else (self.num_heads,)
         wide = self._wide()
-        uniform = torch.rand(shape, generator=self.generator, dtype=wide.dtype, device="cpu")
-        noise = torch.logit(self.eps + (1 - 2 * self.eps) * uniform)
-        noise = noise.to(wide.device, non_blocking=True)
+        uniform = torch.rand(shape, dtype=wide.dtype, device="cpu")
+        noise = torch.logit(EPS + (1 - 2 * EPS) * uniform).to(wide.device, non_blocking=True)
         for mesh in self.meshes:
             noise = of_first(noise, mesh)
         return self._clipped((noise + wide) / self.temperature)
 
     # ------------------------------------------------------------------ probabilities, closed form
     def probability_open(self) -> Tensor:
-        """`P(gate != 0)`, `[H]`, clipped to [eps, 1 - eps]; with gradient."""
-        return torch.sigmoid(self._wide() - self._offset_zero).clamp(self.eps, 1 - self.eps)
-
-    def probability_zero(self) -> Tensor:
-        """`P(gate = 0) = 1 - P(gate != 0)`, `[H]`; with gradient."""
-        return 1 - self.probability_open()
+        """`P(gate != 0)`, `[H]`, clipped to [1e-6, 1 - 1e-6]; with gradient."""
+        return torch.sigmoid(self._wide() - self._offset_zero).clamp(EPS, 1 - EPS)
 
     def probability_one(self) -> Tensor:
         """`P(gate = 1)`, `[H]`; with gradient."""
@@ -174,11 +155,6 @@ class HardConcrete(HeadGate):
         return (self.probability_open() * values.square().flatten(1).sum(1)).sum() / 2
 
     # ------------------------------------------------------------------ inference
-    @property
-    def sparsity(self) -> Tensor:
-        """Share of the heads that are open at inference, a scalar; "sparsity" in the code of Voita et al."""
-        return (self._evaluated() != 0).to(torch.float32).mean()
-
     def export(self) -> Tensor:
         self._warn_once()
         return self._evaluated().detach().clone()
@@ -205,10 +181,10 @@ class HardConcrete(HeadGate):
         if is_open.dtype != torch.bool or is_open.shape != self.log_alpha.shape:
             was = f"is {is_open.dtype} of shape {list(is_open.shape)}"
             refuse("is_open", was, f"pass a bool tensor [{self.num_heads}]")
-        # The noise is at most logit(1 - eps); a logit beyond `bound` is clamped on either side.
+        # The noise is at most logit(1 - EPS); a logit beyond `bound` is clamped on either side.
         low, high = self.stretch
         bound = max(math.log(-high / low), math.log((1 - low) / (high - 1)))
-        far = math.log1p(-self.eps) - math.log(self.eps) + max(1.0, self.temperature) * bound + 1
+        far = math.log1p(-EPS) - math.log(EPS) + max(1.0, self.temperature) * bound + 1
         self.log_alpha.requires_grad_(False)
         self.log_alpha.grad = None
         settled = torch.where(is_open.to(self.log_alpha.device), far, -far)
@@ -256,26 +232,6 @@ class HardConcrete(HeadGate):
     def _evaluated(self) -> Tensor:
         return self._binary() if self.evaluate == "binary" else self._clipped(self._wide())
 
-    def _initial(
-        self, num_heads: int, log_alpha: float | str | None, openness: float | None
-    ) -> Tensor:
-        plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-        if openness is not None:
-            if log_alpha is not None:
-                refuse("openness", f"comes with log_alpha = {log_alpha!r}", "pass one of the two")
-            if not is_real(openness) or not self.eps <= openness <= 1 - self.eps:
-                refuse("openness", f"is {openness!r}", "pass a probability in [eps, 1 - eps]")
-            logit = math.log(openness) - math.log1p(-openness)
-            return torch.full((num_heads,), logit + self._offset_zero, **plain)
-        if log_alpha == "voita":
-            limit = math.sqrt(3 / num_heads)
-            uniform = torch.rand(num_heads, generator=self.generator, **plain)
-            return (2 * uniform - 1) * limit
-        if log_alpha is not None and not is_real(log_alpha):
-            refuse("log_alpha", f"is {log_alpha!r}", "pass a finite float or 'voita'")
-        start = 2.0 if log_alpha is None else float(log_alpha)
-        return torch.full((num_heads,), start, **plain)
-
     def _warn_once(self) -> None:
         if self._warned or self.log_alpha.is_meta:
             return
@@ -313,7 +269,7 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
     Raises:
         ValueError: the model has no `HardConcrete`; `reduce` is unknown.
     """
-    check_choice("reduce", reduce, REDUCE)
+    check_choice("reduce", reduce, get_args(Reduce))
     gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
     if not gates:
         was = f"is a {type(model).__name__} without HardConcrete gates"
@@ -330,7 +286,3 @@ def expected_open(model: nn.Module) -> Tensor:
         ValueError: the model has no `HardConcrete`.
     """
     return l0_penalty(model).detach()
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_real, value))

@@ -16,6 +16,10 @@ import heads_kernels as hk
 from tests.support.alike import assert_alike
 
 
+#: Where half of the samples are open.
+HALF = -0.33 * math.log(11)
+
+
 def gates_at(*log_alpha: float, **options: Any) -> hk.nn.HardConcrete:
     """Gates with these `log_alpha`, in float64."""
     gate = hk.nn.HardConcrete(len(log_alpha), **options).double()
@@ -42,31 +46,20 @@ def test_table_of_the_default_constants(
     log_alpha: float, zero: float | None, one: float | None, mean: float
 ) -> None:
     gate = gates_at(log_alpha)
-    found = gate.probability_zero(), gate.probability_one(), gate.export()
+    found = 1 - gate.probability_open(), gate.probability_one(), gate.export()
     for value, expected in zip(found, (zero, one, mean), strict=True):
         assert expected is None or round(value.item(), 3) == expected
-    assert_alike(gate.probability_open(), 1 - gate.probability_zero())
     if abs(log_alpha) > math.log(11):  # clamped, not merely rounded
         assert gate.export().item() == (log_alpha > 0)
 
 
-def test_defaults_and_presets() -> None:
+def test_defaults_and_initial_values() -> None:
     gate = hk.nn.HardConcrete(8)
-    assert (gate.temperature, gate.stretch, gate.eps) == (0.33, (-0.1, 1.1), 1e-6)
+    assert (gate.temperature, gate.stretch) == (0.33, (-0.1, 1.1))
     assert gate.log_alpha.tolist() == [2.0] * 8
     assert gate.closed_grad is False
     assert hk.nn.HardConcrete(8, straight_through=True).closed_grad is True
-    louizos = hk.nn.HardConcrete.louizos(8, evaluate="binary")
-    assert (louizos.temperature, louizos.stretch) == (2 / 3, (-0.1, 1.1))
-    assert louizos.evaluate == "binary"
-
-
-def test_initial_values() -> None:
-    for openness in (0.01, 0.5, 0.9):
-        start = hk.nn.HardConcrete(4, openness=openness).probability_open()
-        assert_alike(start, torch.full((4,), openness))
-    generator = torch.Generator().manual_seed(0)
-    many = hk.nn.HardConcrete(4096, log_alpha="voita", generator=generator).log_alpha
+    many = hk.nn.HardConcrete(4096, log_alpha="voita").log_alpha
     assert many.abs().max() <= math.sqrt(3 / 4096)
     assert many.std().item() == pytest.approx(math.sqrt(1 / 4096), rel=0.05)
     with torch.device("meta"):
@@ -82,7 +75,7 @@ def test_samples_agree_with_the_closed_form() -> None:
     torch.manual_seed(0)
     sample = gate(draws, 1)
     assert sample.shape == (draws, 6)
-    for value, expected in ((0, gate.probability_zero()), (1, gate.probability_one())):
+    for value, expected in ((0, 1 - gate.probability_open()), (1, gate.probability_one())):
         seen = sample == value
         deviation = (expected * (1 - expected) / draws).sqrt()
         assert ((seen.double().mean(0) - expected).abs() < 4.5 * deviation).all()
@@ -102,8 +95,8 @@ def test_a_sample_is_the_formula_of_its_noise() -> None:
 
 
 def test_noise() -> None:
-    """Shared by the batch or per sample; of a seed, wherever the model is; or of a generator of its own."""
-    gate = hk.nn.HardConcrete(16, openness=0.5)
+    """Shared by the batch or per sample; of a seed, wherever the model is."""
+    gate = hk.nn.HardConcrete(16, log_alpha=HALF)
     torch.manual_seed(1)
     first, second = gate(2, 1), gate(2, 1)
     assert first.shape == (16,)
@@ -111,10 +104,7 @@ def test_noise() -> None:
     torch.manual_seed(1)
     with torch.device("meta"):  # stands for a GPU: no value could come from it
         assert torch.equal(gate(2, 1), first)
-    own = hk.nn.HardConcrete(16, openness=0.5, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(own(2, 1), first)  # whatever PyTorch's generator is at
-    assert torch.equal(copy.deepcopy(own)(2, 1), second)
-    rows = hk.nn.HardConcrete(8, per_sample=True, openness=0.5)
+    rows = hk.nn.HardConcrete(8, per_sample=True, log_alpha=HALF)
     assert rows(50, 1).unique(dim=0).shape[0] > 1
     assert rows.eval()(5, 1).shape == (8,)
 
@@ -122,7 +112,7 @@ def test_noise() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_a_gpu_draws_the_gates_of_the_cpu(per_sample: bool) -> None:
-    gate = hk.nn.HardConcrete(64, openness=0.5, per_sample=per_sample)
+    gate = hk.nn.HardConcrete(64, log_alpha=HALF, per_sample=per_sample)
     torch.manual_seed(1)
     expected = gate(3, 1)
     torch.manual_seed(1)
@@ -204,12 +194,11 @@ def test_rules_of_evaluation() -> None:
     expected = [min(1, max(0, 1.2 / (1 + math.exp(-a)) - 0.1)) for a in log_alpha]
     assert_alike(mean.export(), torch.tensor(expected, dtype=torch.float64))
     assert binary.export().tolist() == [0, 0, 0, 1, 1, 1]
-    for gate, open_heads in ((mean, 5), (binary, 3)):
+    for gate in (mean, binary):
         assert torch.equal(gate(4, 1), gate.export())
         assert not gate.export().requires_grad
-        assert gate.sparsity.item() == pytest.approx(open_heads / 6)
     skewed = gates_at(*torch.linspace(-4, 4, 81).tolist(), stretch=(-0.4, 1.05), evaluate="binary")
-    assert torch.equal(skewed.export() == 1, skewed.probability_one() > skewed.probability_zero())
+    assert torch.equal(skewed.export() == 1, skewed.probability_one() > 1 - skewed.probability_open())
 
 
 def test_rules_that_disagree_warn_once_and_name_the_heads() -> None:
@@ -264,7 +253,7 @@ def test_settle_fixes_every_sample_and_both_rules(options: dict[str, Any]) -> No
 def test_compiled_and_checkpointed(per_sample: bool) -> None:
     """They draw the same gates, and sampled closed heads have the gradients of the full backward pass."""
     layer, x = hk.nn.GatedMultiheadAttention(32, 4), torch.randn(3, 5, 32, requires_grad=True)
-    gate = layer.head_gate = hk.nn.HardConcrete(4, openness=0.5, per_sample=per_sample)
+    gate = layer.head_gate = hk.nn.HardConcrete(4, log_alpha=HALF, per_sample=per_sample)
 
     def results(run: Any) -> list[Tensor]:
         """Output and gradients of all weights, the L0 penalty included."""
@@ -316,13 +305,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
         ({"stretch": each}, "stretch is")
         for each in ((0.0, 1.1), (-0.1, 1.0), (0.1, 0.9), 0.1, (-0.1, 0.5, 1.1))
     ),
-    ({"eps": 0.5}, "eps is 0.5"),
     ({"evaluate": "median"}, "evaluate is 'median'; use one of 'mean', 'binary'"),
     ({"log_alpha": "glorot"}, "log_alpha is 'glorot'; pass a finite float or 'voita'"),
     ({"log_alpha": math.inf}, "log_alpha is inf"),
-    ({"openness": 0.0}, r"openness is 0\.0; pass a probability in \[eps, 1 - eps\]"),
-    ({"openness": 0.5, "log_alpha": 1.0}, "openness comes with log_alpha = 1.0; pass one"),
-    ({"generator": 3}, "generator is 3 .*; pass a CPU generator"),
 ]
 
 
