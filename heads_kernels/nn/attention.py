@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from heads_kernels.call import compute_dtype
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.functional import entmax_attention, gated_attention
-from heads_kernels.nn.multihead import Multihead, Options, head_width
-
-if TYPE_CHECKING:
-    from typing import Unpack
+from heads_kernels.nn.multihead import Multihead, head_width
 
 
 class GatedMultiheadAttention(Multihead):
@@ -71,7 +68,7 @@ class GatedMultiheadAttention(Multihead):
         value_dim: int | None = None,
         scale: float | None = None,
         entmax: bool = False,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         E, H = check_size("embed_dim", embed_dim), check_size("num_heads", num_heads)
         Hk = H if num_key_heads is None else check_size("num_key_heads", num_key_heads)

@@ -10,11 +10,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import check_excluded, check_row_weights, check_size, refuse
+from heads_kernels.checks import check_excluded, check_row_weights, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops.statistics import AttentionStatistics, measure
@@ -207,23 +206,6 @@ class AttentionCall:
         ]
         empty = self.call.query.new_zeros((self.call.B, self.call.H, 0), dtype=torch.int64)
         return torch.cat([empty, *found], -1)
-
-    def support_tiles(self, size: int = 64) -> Tensor:
-        """int64 `[B, H]`: the number of tiles of `size` rows by `size` keys with a probability above 0.
-
-        Tiles are counted from the first row and key on. With entmax all others are skipped in the backward pass, by the
-        CPU kernels in tiles of 64 by 64.
-
-        Raises:
-            TypeError, ValueError: `size` is not an int of at least 1.
-        """
-        size = check_size("size", size)
-        found = self.call.query.new_zeros((self.call.B, self.call.H), dtype=torch.int64)
-        for start in range(0, self.call.T, size):
-            above = (self.probabilities(slice(start, start + size)) > 0).any(2)  # [B, H, S]
-            tiles = functional.pad(above, (0, -self.call.S % size)).view(*found.shape, -1, size)
-            found += tiles.any(3).sum(2)
-        return found
 
     def check_softmax(self, what: str) -> None:
         """Refuse, by the name of `what` is asked, a call with entmax in the place of softmax."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_size, check_tensor, refuse
+from heads_kernels.checks import check_tensor, refuse
 
 
 class KeyValueCache:
@@ -23,59 +24,45 @@ class KeyValueCache:
         for token in tokens.split(1, dim=1):  # [B, 1, embed_dim]
             out, _ = layer(token, is_causal=True, cache=cache)
 
-    Args:
-        max_length: number of positions to reserve in the first step of self-attention; longer sequences raise an
-            error. None: the capacity doubles when it is full.
+    Its capacity doubles when it is full.
 
     Raises:
-        TypeError, ValueError: `max_length` is not a positive int; a call has another batch, width or dtype than the
-            cache, or fills it while gradients are recorded (decode under `torch.no_grad()`); one cache is used in
-            self-attention and in encoder-decoder attention.
+        TypeError, ValueError: a call has another batch, width or dtype than the cache, or fills it while gradients are
+            recorded (decode under `torch.no_grad()`); one cache is used in self-attention and in encoder-decoder
+            attention.
     """
 
-    def __init__(self, max_length: int | None = None) -> None:
-        if max_length is not None:
-            check_size("max_length", max_length)
-        self.max_length = max_length
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Empty the cache: the next call starts a new sequence."""
         self._stored: tuple[Tensor, ...] = ()  # each [B, capacity, ...]
-        self._length = 0
+        #: S: number of cached positions.
+        self.length = 0
         self._appended = False
         #: What a layer carries from row to row, `[B, ...]`, or None.
         self.running: Tensor | None = None
 
-    @property
-    def length(self) -> int:
-        """S: number of cached positions."""
-        return self._length
-
     def length_after(self, positions: int, appended: bool) -> int:
         """`length` after a call with `positions` keys: self-attention appends them, other calls fill an empty cache."""
         if appended:
-            return self._length + positions
-        return self._length if self._stored else positions
+            return self.length + positions
+        return self.length if self._stored else positions
 
     def __repr__(self) -> str:
-        capacity = "" if self.max_length is None else f" of {self.max_length}"
-        if not self._stored:
-            return f"KeyValueCache(empty, max_length={self.max_length})"
-        kind = "self-attention" if self._appended else "encoder-decoder attention"
-        held = f"length={self._length}{capacity}, {kind}, {_layouts(self._stored)}"
-        return f"KeyValueCache({held})"
+        return f"KeyValueCache(length={self.length}, {_kinds(self._stored) or 'empty'})"
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Append `new`, each `[B, positions, ...]`; returns views `[B, length, ...]` of everything cached."""
         if self._stored and not self._appended:
             refuse("cache", "holds the source of encoder-decoder attention", "use one for each")
         _check_unrecorded(new)
-        start, length = self._length, self._length + new[0].shape[1]
+        start, length = self.length, self.length + new[0].shape[1]
         self._reserve(new, length)
         for stored, tensor in zip(self._stored, new, strict=True):
             stored[:, start:length] = tensor
-        self._length, self._appended = length, True
+        self.length, self._appended = length, True
         return tuple(stored[:, :length] for stored in self._stored)
 
     def once(self, source: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -85,7 +72,7 @@ class KeyValueCache:
         if not self._stored:
             stored = source()
             _check_unrecorded(stored)
-            self._stored, self._length = stored, stored[0].shape[1]
+            self._stored, self.length = stored, stored[0].shape[1]
         return self._stored
 
     def reorder(self, beams: Tensor) -> None:
@@ -98,20 +85,16 @@ class KeyValueCache:
 
     def _reserve(self, new: tuple[Tensor, ...], length: int) -> None:
         """Allocate `length` positions for tensors like `new`."""
-        if self.max_length is not None and length > self.max_length:
-            was = f"is {self.max_length}, but {length} positions are needed"
-            refuse("max_length", was, "create a longer cache")
-        held = tuple((s.shape[:1] + s.shape[2:], s.dtype) for s in self._stored)
-        come = tuple((t.shape[:1] + t.shape[2:], t.dtype) for t in new)
+        held, come = _kinds(self._stored), _kinds(new)
         if held and held != come:
-            was = f"holds {_layouts(self._stored)}, but the call appends {_layouts(new)}"
+            was = f"holds {held}, but the call appends {come}"
             refuse("cache", was, "use it with one layer, batch and dtype, or reset it")
         capacity = self._stored[0].shape[1] if held else 0
         if length > capacity:
-            capacity = self.max_length or max(length, 2 * capacity)
+            capacity = max(length, 2 * capacity)
             grown = tuple(t.new_empty((t.shape[0], capacity, *t.shape[2:])) for t in new)
             for old, stored in zip(self._stored, grown, strict=False):
-                stored[:, : self._length] = old[:, : self._length]
+                stored[:, : self.length] = old[:, : self.length]
             self._stored = grown
 
 
@@ -121,8 +104,6 @@ def _check_unrecorded(tensors: tuple[Tensor, ...]) -> None:
         refuse("cache", "is filled while gradients are recorded", "use torch.no_grad()")
 
 
-def _layouts(tensors: tuple[Tensor, ...]) -> str:
-    return " and ".join(
-        f"{str(t.dtype).removeprefix('torch.')}[{t.shape[0]}, S, {', '.join(map(str, t.shape[2:]))}]"
-        for t in tensors
-    )
+def _kinds(tensors: tuple[Tensor, ...]) -> list[tuple[Any, ...]]:
+    """Batch size, widths and dtype of each."""
+    return [(*t.shape[:1], *t.shape[2:], t.dtype) for t in tensors]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.functional import collaborative_attention
-from heads_kernels.nn.attention import split_projections
 from heads_kernels.nn.initialization import mixing_init_
-from heads_kernels.nn.multihead import Multihead, Options, head_width
-
-if TYPE_CHECKING:
-    from typing import Unpack
+from heads_kernels.nn.multihead import Multihead, head_width
 
 
 class CollaborativeMultiheadAttention(Multihead):
@@ -25,11 +21,7 @@ class CollaborativeMultiheadAttention(Multihead):
     and Y W_K is `k_proj(Y)`. Use, masks, gates and cache are those of `GatedMultiheadAttention`; the cache holds one
     key of `shared_dim` numbers per token for all heads.
 
-    It loads the state dict of a `torch.nn.MultiheadAttention` or a `GatedMultiheadAttention` without grouped keys
-    exactly if `shared_dim` is its `num_heads * head_dim`: with block-indicator mixing, and with the query's bias
-    in `q_proj` (`qk_bias`) or as content bias `v_h = W_K^h b_Q^h` (`content_bias`; the key's bias does not affect the
-    softmax and is dropped). A state dict contains neither the number of heads nor the scale: pass them if the model
-    does not use the defaults.
+    `hk.convert.collaborate` makes it of ordinary attention, exactly if `shared_dim` is `num_heads * head_dim`.
 
     Args:
         embed_dim: width of the query's input and of the output.
@@ -53,8 +45,8 @@ class CollaborativeMultiheadAttention(Multihead):
         head_gate: as in `GatedMultiheadAttention`; `ragged` replaces its `closed_grad`.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work. Also for a
-            state dict of other sizes, with the `shared_dim` that fits, and in a forward pass under tensor parallelism.
+        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work. Also in a
+            forward pass under tensor parallelism.
     """
 
     operator = staticmethod(collaborative_attention)
@@ -74,7 +66,7 @@ class CollaborativeMultiheadAttention(Multihead):
         mixing_init: str = "concatenate",
         ragged: bool = False,
         scale: float | None = None,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         E, H = check_size("embed_dim", embed_dim), check_size("num_heads", num_heads)
         Ds = check_size("shared_dim", shared_dim)
@@ -98,7 +90,6 @@ class CollaborativeMultiheadAttention(Multihead):
         content = nn.Linear(self.kdim, H, bias=False, device=like.device, dtype=like.dtype)
         self.content_proj = content if content_bias else None
         self.reset_parameters()
-        self.register_load_state_dict_pre_hook(_load_concatenated)  # type: ignore[no-untyped-call]
 
     def reset_parameters(self) -> None:
         """Xavier uniform weights, biases and content bias of 0, and mixing by `mixing_init`."""
@@ -129,34 +120,3 @@ class CollaborativeMultiheadAttention(Multihead):
     def extra_repr(self) -> str:
         values = f"num_value_heads={self.num_value_heads}"
         return f"shared_dim={self.shared_dim}, {values}, {super().extra_repr()}"
-
-
-def _load_concatenated(
-    module: CollaborativeMultiheadAttention, state: dict[str, Tensor], prefix: str, *rest: Any
-) -> None:
-    """Hook before `load_state_dict`: load separate queries and keys per head as shared ones."""
-    split_projections(state, prefix)
-    query, key = (state.get(f"{prefix}{name}_proj.weight") for name in "qk")
-    if prefix + "mixing" in state or query is None or key is None:
-        return
-    H, Ds = module.mixing.shape
-    if query.shape[0] != key.shape[0]:
-        was = f"has {key.shape[0]} rows, but q_proj.weight has {query.shape[0]}"
-        refuse(f"{prefix}k_proj.weight", was, "repeat grouped keys for each query head")
-    if query.shape[0] != Ds or Ds % H:
-        fits = f"shared_dim={query.shape[0]} fits it, with num_heads a divisor"
-        was = f"has {query.shape[0]} rows, but shared_dim is {Ds} and num_heads is {H}"
-        refuse(f"{prefix}q_proj.weight", was, fits)
-    state[prefix + "mixing"] = mixing_init_(query.new_empty(H, Ds))
-    if module.content_proj is not None:
-        state[prefix + "content_proj.weight"] = query.new_zeros(H, key.shape[1])
-    query_bias = state.get(prefix + "q_proj.bias")
-    if module.q_proj.bias is not None or query_bias is None:
-        return
-    if module.content_proj is None:
-        instead = "make the module with content_bias=True or qk_bias=True"
-        refuse(f"{prefix}q_proj.bias", "is in the state dict, but not in the module", instead)
-    state.pop(prefix + "q_proj.bias")
-    state.pop(prefix + "k_proj.bias", None)
-    by_head = query_bias.view(H, 1, -1).double() @ key.view(H, -1, key.shape[1]).double()
-    state[prefix + "content_proj.weight"] = by_head.squeeze(1).to(key.dtype)

@@ -22,7 +22,6 @@ def module_mask(
     *,
     mask: Mask | None = None,
     key_padding_mask: Tensor | None = None,
-    query_padding_mask: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     self_attention: bool = False,
@@ -35,7 +34,6 @@ def module_mask(
         mask: a native mask; the others hide more.
         key_padding_mask: `[B or 1, S]`; bool with True = hidden, or floating with 0 = visible and -inf = hidden. In
             self-attention the rows are the last T keys, and the row of a hidden key is fully masked.
-        query_padding_mask: `[B or 1, T]`, the same for rows.
         attn_mask: `[T, S]` or `[B * H, T, S]`, the same for pairs, unless it is a bias (`is_bias`). Not read if
             `is_causal`.
         is_causal: row i sees keys up to its own position; in self-attention the last row is aligned with the last key
@@ -61,9 +59,6 @@ def module_mask(
         terms += (KeyMask(real, "key_padding_mask"),)
         if self_attention and hides_rows:
             terms += (QueryMask(real[:, S - T :], "key_padding_mask"),)
-    if query_padding_mask is not None:
-        real = _visible("query_padding_mask", query_padding_mask, "[B, T]", (2,))
-        terms += (QueryMask(real, "query_padding_mask"),)
     return (Mask() if mask is None else mask) & Mask.of(terms)
 
 

@@ -24,8 +24,8 @@ class MergedAttention(GatedMultiheadAttention):
               + \bar X W_V^h \right) W_O^h + b_O, \quad \bar x_t = \frac{1}{t} \sum_{s \le t} x_s
 
     Call it as `layer(x, memory, key_padding_mask=...)`. A gate multiplies both parts of a head, so that a closed head
-    can be pruned. The average is over real rows: those that `query_padding_mask` (or the `query_mask` or
-    `query_lengths` of `mask`) hides are left out, and are 0 before `out_proj`. With a `KeyValueCache`, which holds the
+    can be pruned. The average is over real rows: those that the `query_mask` or `query_lengths` of
+    `mask` hides are left out, and are 0 before `out_proj`. With a `KeyValueCache`, which holds the
     sum of earlier rows, a decoding step takes constant time.
 
     Args:

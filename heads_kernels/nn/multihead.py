@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from heads_kernels.batch import Batch, flatten_companion, unflatten
 from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, refuse
 from heads_kernels.dtensor import is_sharded, replicated
-from heads_kernels.functional import attention_statistics, entmax_attention
+from heads_kernels.functional import entmax_attention
 from heads_kernels.mask import Mask
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.cache import KeyValueCache
@@ -22,23 +22,6 @@ from heads_kernels.nn.hard_concrete import check_one_noise
 from heads_kernels.nn.masks import is_bias, module_bias, module_mask
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.gate import activate, as_4d
-from heads_kernels.ops.statistics import AttentionStatistics
-
-if TYPE_CHECKING:
-    pass
-
-
-class Options(TypedDict, total=False):
-    """What the constructors of all attention modules take by name, besides what is their own."""
-
-    kdim: int | None
-    vdim: int | None
-    bias: bool
-    dropout: float
-    output_gate: str | None
-    batch_first: bool
-    device: torch.device | str | None
-    dtype: torch.dtype | None
 
 
 class _OwnForward:
@@ -182,12 +165,10 @@ class Multihead(nn.Module, ABC):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        query_padding_mask: Tensor | None = None,
         mask: Mask | None = None,
         bias: Tensor | OffsetBias | None = None,
         cache: KeyValueCache | None = None,
-        need_statistics: bool = False,
-    ) -> tuple[Tensor, AttentionStatistics | None]:
+    ) -> tuple[Tensor, None]:
         """Attention of `query` to `key` and `value`, with the argument order of `torch.nn.MultiheadAttention`.
 
         Without `key`, or if `key` is the same tensor as `query`, this is self-attention: rows and keys are one
@@ -205,33 +186,28 @@ class Multihead(nn.Module, ABC):
                 bias. Prefer `mask` to hide keys. Not read with `is_causal`, as in `torch.nn.MultiheadAttention`.
             average_attn_weights: no effect.
             is_causal: no row sees a later key. With a cache the last row is aligned with the last key.
-            query_padding_mask: `[..., T]`, as `key_padding_mask`; for encoder-decoder attention.
-            mask: a native mask, True = visible, which the layers of a model can share.
+            mask: a native mask, True = visible, which the layers of a model can share; its `query_mask` hides padded
+                rows of encoder-decoder attention.
             bias: added to the scaled scores: a float tensor broadcastable to `[..., H, T, S]`, with the batch
                 dimensions of the inputs, H the remaining heads of a pruned layer and S including cached keys; or an
                 `OffsetBias`. -inf hides. Its gradient is summed over broadcast dimensions; it is not expanded in
                 memory. In self-attention the last row of an `OffsetBias` is aligned with the last key; with a cache
                 of encoder-decoder attention pass `bias.starting_at(row)`.
             cache: keys and values of earlier calls; see `KeyValueCache`.
-            need_statistics: whether to return `hk.attention_statistics` of this call (before dropout).
 
         Returns:
-            The output `[..., T, embed_dim]`, and the statistics, `[..., H, T]` each, or None. Rows that see no key,
-            and layers without heads, give the bias of `out_proj`.
+            The output `[..., T, embed_dim]`, and None in the place of weights. Rows that see no key, and layers without
+            heads, give the bias of `out_proj`.
 
         Raises:
             TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
         """
         if need_weights:
-            instead = "pass need_statistics=True for lse, confidence, argmax and entropy of each"
-            instead += " row, or call hk.attention_statistics"
+            instead = (
+                "hk.analysis.observe gives statistics of each row, and probabilities of chosen ones"
+            )
             refuse("need_weights", "is True, but the weights are never stored", instead)
         check_flag("is_causal", is_causal)
-        if need_statistics and self.operator is entmax_attention:
-            instead = (
-                "observe the layer and call support_sizes or probabilities of its AttentionCall"
-            )
-            refuse("need_statistics", "is True, but they are those of softmax", instead)
         alone = key is None or key is query
         if key is None:
             if value is not None:
@@ -245,7 +221,7 @@ class Multihead(nn.Module, ABC):
         values = keys if value is key else self._in_order(value)
         T, S = rows.shape[1], keys.shape[1]
         if self.context is not None:
-            self._check_context(cache, need_statistics)
+            self._check_context(cache)
             T, S = self.context.whole_length(T), self.context.whole_length(S)
         if cache is not None:
             if not isinstance(cache, KeyValueCache):
@@ -258,8 +234,7 @@ class Multihead(nn.Module, ABC):
         visible = module_mask(
             sizes,
             mask=mask,
-            key_padding_mask=_flat("key_padding_mask", key_padding_mask, batch, "S"),
-            query_padding_mask=_flat("query_padding_mask", query_padding_mask, batch, "T"),
+            key_padding_mask=_flat(key_padding_mask, batch),
             attn_mask=None if is_added else attn_mask,
             is_causal=is_causal,
             self_attention=alone,
@@ -290,11 +265,7 @@ class Multihead(nn.Module, ABC):
         if self.edit_heads is not None:
             heads = self.edit_heads(heads, call)
         output = unflatten(self.out_proj(heads.flatten(2)), batch)
-        output = output if self.batch_first else output.transpose(0, 1)
-        if not need_statistics:
-            return output, None
-        del arguments["value"]
-        return output, attention_statistics(**arguments)
+        return output if self.batch_first else output.transpose(0, 1), None
 
     def _source(
         self, key: Tensor, value: Tensor, cache: KeyValueCache | None, alone: bool
@@ -350,14 +321,13 @@ class Multihead(nn.Module, ABC):
         """`inputs` as `[B, L, width]`."""
         return inputs.flatten(0, -3) if self.batch_first else inputs.transpose(0, 1)
 
-    def _check_context(self, cache: KeyValueCache | None, need_statistics: bool) -> None:
+    def _check_context(self, cache: KeyValueCache | None) -> None:
         """What reads the keys of whole sequences, of which this process has a part."""
         if self.operator is entmax_attention:
             was = "is set, but entmax needs the scores of whole rows"
             refuse("context", was, "leave the layer out of context_parallel")
         for name, given in (
             ("cache", cache is not None),
-            ("need_statistics", need_statistics),
             ("observer", self.observer is not None),
             ("edit_heads", self.edit_heads is not None),
         ):
@@ -422,11 +392,11 @@ def _of_rows(gates: Tensor, heads: Tensor) -> Tensor:
     return gates.where(~(gates.isnan() & (heads == 0)), 0.0)
 
 
-def _flat(argument: str, mask: Tensor | None, batch: Batch, layout: str) -> Tensor | None:
-    """A padding mask `[*batch, layout]` as `[B or 1, layout]`."""
+def _flat(mask: Tensor | None, batch: Batch) -> Tensor | None:
+    """A key padding mask `[*batch, S]` as `[B or 1, S]`."""
     if batch is None or not isinstance(mask, Tensor):
         return mask
-    return flatten_companion(argument, mask, batch, layout)
+    return flatten_companion("key_padding_mask", mask, batch, "S")
 
 
 def head_width(argument: str, embed_dim: int, num_heads: int, width: int | None) -> int:

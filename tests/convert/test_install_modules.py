@@ -32,7 +32,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         x = x + self.self_attn(x, key_padding_mask=PADDED, is_causal=True)[0]
-        out: Tensor = self.cross_attn(x, y, z, query_padding_mask=PADDED)[0]
+        out: Tensor = self.cross_attn(x, y, z, mask=hk.Mask(query_mask=~PADDED))[0]
         return out
 
 

@@ -39,7 +39,7 @@ def test_the_source_of_encoder_decoder_attention_is_projected_once() -> None:
 
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:
-    layer, x, cache = layer_of(), torch.randn(B, S, E).double(), hk.nn.KeyValueCache(max_length=8)
+    layer, x, cache = layer_of(), torch.randn(B, S, E).double(), hk.nn.KeyValueCache()
     for source in (None, x.clone()):
         with pytest.raises(ValueError, match=r"cache is filled while gradients.*no_grad"):
             layer(x, source, cache=hk.nn.KeyValueCache())
@@ -47,11 +47,7 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
         layer(x, cache=cache)
         layer(x, x.clone(), cache=(of_source := hk.nn.KeyValueCache()))
     refused: list[tuple[Any, str]] = [
-        (lambda: layer(x, cache=cache), "max_length is 8, but 14 positions"),
-        (
-            lambda: layer(x[:1, :1], cache=cache),
-            r"cache holds float64\[2, S, 4, 6\].*\[1, S, 4, 6\]",
-        ),
+        (lambda: layer(x[:1, :1], cache=cache), r"cache holds \[\(2, 4, 6, .*\[\(1, 4, 6, "),
         (lambda: layer(x, x.clone(), cache=cache), "cache holds the tokens of self-attention"),
         (lambda: layer(x, cache=of_source), "cache holds the source of encoder-decoder"),
         (
@@ -61,7 +57,6 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
         (lambda: cache.reorder(torch.ones(2)), "beams has"),
         (lambda: cache.reorder(torch.tensor([[0]])), "beams has"),
         (lambda: cache.reorder([0, 1]), "beams is"),  # type: ignore[arg-type]
-        *((lambda n=n: hk.nn.KeyValueCache(n), "max_length is") for n in (0, 2.0, True)),
     ]
     for call, words in refused:
         with torch.no_grad(), pytest.raises((TypeError, ValueError), match=words):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import PADDED, B, E, H, S, T, gradients, spread, torch_attention
+from tests.support.nn_layers import B, E, H, T, gradients, spread
 
 Ds = 10
 FORMS: dict[str, dict[str, Any]] = {
@@ -83,59 +83,6 @@ def test_zeros_of_mixing_train_unless_ragged(ragged: bool, gated: bool) -> None:
     assert layer.mixing.grad is not None
     assert layer.mixing.grad[~zeros].any()
     assert layer.mixing.grad[zeros].any() != ragged
-
-
-# ---------------------------------------------------------------------- ordinary attention is a special case
-@pytest.mark.parametrize(
-    ("form", "options"),
-    [
-        ("both", {}),
-        ("none", {"bias": False}),
-        ("content", {"bias": False}),
-        ("content", {"kdim": 10, "vdim": 12}),
-        ("biases", {"kdim": 10, "vdim": 12}),
-    ],
-)
-def test_state_dict_of_torch_loads_exactly(form: str, options: dict[str, Any]) -> None:
-    theirs = torch_attention(**options)
-    layer = hk.nn.CollaborativeMultiheadAttention(
-        E, H, E, **(FORMS[form] | options), mixing_init="normal"
-    )
-    query = torch.randn(B, T, E)
-    key, value = (torch.randn(B, S, width) for width in (theirs.kdim, theirs.vdim))
-    expected = theirs(query, key, value, key_padding_mask=PADDED, need_weights=False)[0]
-    gated = hk.nn.GatedMultiheadAttention.from_torch(theirs)
-    for state in (theirs.state_dict(), gated.state_dict()):
-        layer.reset_parameters()
-        layer.load_state_dict(state)
-        out = layer(query, key, value, key_padding_mask=PADDED)[0]
-        assert_alike(out, expected)
-    assert layer.mixing.equal(torch.block_diag(*torch.ones(H, 1, E // H)))
-
-
-def test_wide_heads_load_with_their_scale() -> None:
-    gated = hk.nn.GatedMultiheadAttention(E, H, head_dim=5, value_dim=3, output_gate="head")
-    nn.init.normal_(gated.double().q_proj.bias)
-    layer = layer_of(shared_dim=20, value_dim=3, scale=gated.scale, output_gate="head")
-    layer.load_state_dict(gated.state_dict())
-    x = torch.randn(B, T, E).double()
-    assert_alike(layer(x)[0], gated(x)[0])
-
-
-def test_state_dict_that_does_not_fit() -> None:
-    state = nn.ModuleDict({"a": torch_attention()}).state_dict()
-    for shared_dim, options, match in (
-        (12, {}, r"a\.q_proj\.weight has 24 rows, but shared_dim is 12 .*shared_dim=24 fits"),
-        (24, {"content_bias": False}, r"a\.q_proj\.bias is in the state dict.*content_bias=True"),
-    ):
-        layer = hk.nn.CollaborativeMultiheadAttention(E, H, shared_dim, **options)
-        with pytest.raises(ValueError, match=match):
-            nn.ModuleDict({"a": layer}).load_state_dict(state)
-    grouped = hk.nn.GatedMultiheadAttention(E, H, num_key_heads=2).state_dict()
-    with pytest.raises(ValueError, match=r"k_proj\.weight has 12 rows.*repeat grouped keys"):
-        layer_of(shared_dim=E).load_state_dict(grouped)
-    with pytest.raises(RuntimeError, match=r"size mismatch for v_proj\.weight"):
-        layer_of(shared_dim=E, value_dim=2).load_state_dict(torch_attention().state_dict())
 
 
 # ---------------------------------------------------------------------- parameters

@@ -78,13 +78,6 @@ def test_support_sizes_and_probabilities() -> None:
     assert_alike(call.probabilities(slice(0, T)), p)
     assert torch.equal(call.support_sizes(), (call.probabilities(slice(0, T)) > 0).sum(-1))
     assert (call.support_sizes()[:, -1] < call.support_sizes()[:, 0]).any()  # alpha 1.95 and 1.1
-    above = call.probabilities(slice(0, T)) > 0
-    for size in (1, 3, 4 * T):
-        tiles = [rows.split(size, 3) for rows in above.split(size, 2)]
-        expected = sum(tile.any(3).any(2).long() for row in tiles for tile in row)
-        assert torch.equal(call.support_tiles(size), expected)
-    with pytest.raises(ValueError, match="size"):
-        call.support_tiles(0)
     with pytest.raises(ValueError, match="statistics is that of softmax"):
         call.statistics()
 
@@ -94,7 +87,6 @@ def test_what_is_of_softmax_is_refused() -> None:
     model, distributed = nn.Sequential(layer()), hk.integrations.distributed
     mesh: Any = SimpleNamespace(size=lambda: 2)
     for call, words in (
-        (lambda: model[0](inputs(), need_statistics=True), "need_statistics is True"),
         (lambda: hk.convert.collaborate(model, 8, progress=False), "has entmax, which collabor"),
         (lambda: distributed.tensor_parallel_plan(model, mesh), "has entmax, .* no DTensors"),
         (lambda: hk.analysis.relevance(model, [inputs()]), "has entmax|of softmax"),

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 
-
 #: Where half of the samples are open.
 HALF = -0.33 * math.log(11)
 
@@ -198,7 +197,9 @@ def test_rules_of_evaluation() -> None:
         assert torch.equal(gate(4, 1), gate.export())
         assert not gate.export().requires_grad
     skewed = gates_at(*torch.linspace(-4, 4, 81).tolist(), stretch=(-0.4, 1.05), evaluate="binary")
-    assert torch.equal(skewed.export() == 1, skewed.probability_one() > 1 - skewed.probability_open())
+    assert torch.equal(
+        skewed.export() == 1, skewed.probability_one() > 1 - skewed.probability_open()
+    )
 
 
 def test_rules_that_disagree_warn_once_and_name_the_heads() -> None:

@@ -57,15 +57,14 @@ def expected(
     ("options", "hidden"),
     [
         ({}, {}),
-        ({"num_key_heads": 2, "bias": False}, {"query_padding_mask": ROWS}),
-        ({"value_dim": 3}, {"mask": hk.Mask(query_mask=~ROWS)}),
-        ({}, {"mask": hk.Mask(query_lengths=[5, 2])}),
+        ({"num_key_heads": 2, "bias": False}, {"mask": hk.Mask(query_mask=~ROWS)}),
+        ({"value_dim": 3}, {"mask": hk.Mask(query_lengths=[5, 2])}),
     ],
 )
 def test_formula(options: dict[str, Any], hidden: dict[str, Any]) -> None:
     """Output and the gradients of input and weights."""
     layer, (x, y) = merged(**options), inputs()
-    mask = hidden.get("mask", hk.Mask(query_mask=~ROWS) if hidden else hk.Mask())
+    mask = hidden.get("mask", hk.Mask())
     out = layer(x, y, key_padding_mask=PADDED, **hidden)[0]
     wanted = expected(layer, x, y, mask.to_dense(B, 1, T, 1).expand(B, 1, T, 1)[:, 0, :, 0])
     assert_alike(out, wanted)
