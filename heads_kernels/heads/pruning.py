@@ -6,16 +6,15 @@ from collections import Counter
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from heads_kernels.checks import check_size, refuse
-from heads_kernels.heads.dense import check_projections, dense_parts
 from heads_kernels.heads.gating import set_gate
 from heads_kernels.heads.layers import HeadsByLayer, attention_layers, heads_of_layers
 from heads_kernels.heads.projected import projected_layers, with_projections
 from heads_kernels.heads.reshape import read_key_heads, replace, shrink
 from heads_kernels.heads.saving import record_in_config
-from heads_kernels.heads.weights import ProjectedLayer, is_transposed
+from heads_kernels.heads.weights import ProjectedLayer, check_projections, is_transposed
 from heads_kernels.snapshot import kept_on_error
 
 
@@ -35,8 +34,7 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     n_2, ... with greatest common divisor g, key head i becomes n_i / g key heads with the same weights, each for g
     query heads. The output stays exact; equal groups keep their key heads.
 
-    LoRA adapters of peft are pruned together with their projections; other adapters must be merged first. An error or
-    Ctrl-C leaves the model unchanged.
+    Adapters must be merged first. An error or Ctrl-C leaves the model unchanged.
 
     The parameters are new, with the dtype, device and `requires_grad` of the old ones: create the optimiser afterwards.
     Layers of T5 receive the position bias of all heads; an attention function must select `module.kept_heads` of it, as
@@ -57,7 +55,7 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     Raises:
         TypeError, ValueError: a layer or head does not exist (the message lists the existing ones); it is not known
             where a layer's heads are in its weights (the message says why); a projection is not
-            an `nn.Linear`, `Conv1D` or LoRA of one, is quantised, parametrised, sharded or offloaded, has forward
+            an `nn.Linear` or `Conv1D`, has an adapter, is quantised, parametrised, sharded or offloaded, has forward
             hooks, or is shared between different layers or roles; a head is one of Whisper's
             `generation_config.alignment_heads`.
     """
@@ -67,7 +65,7 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     asked = [(layer, chosen) for layer, (_, chosen) in zip(made, named, strict=True)]
     users = Counter(weight for layer in projected_layers(model) for weight in _weights(layer))
     for layer, _ in asked:
-        check_projections(layer, "prune", adapters=True)
+        check_projections(layer, "prune")
         _check_untied(layer, users)
     taken = {}
     choices = [(layer, *_gone_and_spared(layer, chosen, keep_at_least)) for layer, chosen in asked]
@@ -128,8 +126,7 @@ def _weights(layer: ProjectedLayer) -> list[tuple[int, int]]:
         (id(parameter), projection.start)
         for projection in projections
         if projection.heads
-        for part, _ in dense_parts(projection.linear)
-        for parameter in part.parameters(recurse=False)
+        for parameter in projection.linear.parameters(recurse=False)
     ]
 
 
@@ -145,10 +142,8 @@ def _fold_gate(layer: ProjectedLayer, spared: list[int]) -> None:
         return
     gates = layer.gate.export()
     gates[[head for head in spared if gates[head] == 0]] = 1.0
-    features = gates.repeat_interleave(layer.value_dim)
-    for part, ends in dense_parts(layer.output.linear):
-        if 0 in ends:
-            columns = features[:, None] if is_transposed(part) else features
-            weight: Tensor = part.weight  # type: ignore[assignment]
-            replace(part, "weight", (weight * columns.to(weight.device)).to(weight.dtype))
+    linear = layer.output.linear
+    columns = gates.repeat_interleave(layer.value_dim).to(linear.weight.device)
+    columns = columns[:, None] if is_transposed(linear) else columns
+    replace(linear, "weight", (linear.weight * columns).to(linear.weight.dtype))
     set_gate(layer.module, None)

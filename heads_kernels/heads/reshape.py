@@ -13,10 +13,15 @@ from torch import Tensor, nn
 from heads_kernels.checks import refuse
 from heads_kernels.heads.changed_calls import check_pruned_call, check_runs_shared
 from heads_kernels.heads.configs import names_attention_function
-from heads_kernels.heads.dense import check_projections, dense_parts, is_lora
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.shared import FusedProjection, SharedProjection
-from heads_kernels.heads.weights import ProjectedLayer, Projection, existing, is_transposed
+from heads_kernels.heads.weights import (
+    ProjectedLayer,
+    Projection,
+    check_projections,
+    existing,
+    is_transposed,
+)
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.replacing import put
 
@@ -54,9 +59,9 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
     for linear, parts in rows.items():
         select(linear, torch.cat(parts), 1)
     select(layer.output.linear, layer.output.features(heads), 0)
-    if not heads:
-        _run_without_inputs(layer)
     module = layer.module
+    if not heads and is_transposed(layer.output.linear):
+        setattr(module, layer.layout.output, _as_linear(layer.output.linear))
     kept = torch.tensor(heads, dtype=torch.int64)
     for name in layer.layout.rows:
         if (rows_of_heads := getattr(module, name)) is not None:
@@ -81,15 +86,7 @@ def replace(module: Any, name: str, value: Tensor) -> None:
 
 
 def select(linear: Any, features: Tensor, of: int) -> None:
-    """Keep these input features (`of` = 0) or output features (1) of a projection, and of its adapters."""
-    for part, ends in dense_parts(linear):
-        if of in ends:
-            _select(part, features, of)
-    if is_lora(linear):
-        setattr(linear, ("in_features", "out_features")[of], len(features))
-
-
-def _select(linear: Any, features: Tensor, of: int) -> None:
+    """Keep these input features (`of` = 0) or output features (1) of a projection."""
     axis = of if is_transposed(linear) else 1 - of
     replace(linear, "weight", linear.weight.index_select(axis, features))
     if of and linear.bias is not None:
@@ -98,18 +95,8 @@ def _select(linear: Any, features: Tensor, of: int) -> None:
     setattr(linear, count[of], len(features))
 
 
-def _run_without_inputs(layer: ProjectedLayer) -> None:
-    """Replace a `Conv1D` output projection by an `nn.Linear`: a `Conv1D` cannot run without input features."""
-    linear = layer.output.linear
-    if is_lora(linear) and is_transposed(linear.base_layer):
-        linear.base_layer = _as_linear(linear.base_layer)
-        linear.fan_in_fan_out = False
-    elif is_transposed(linear):
-        setattr(layer.module, layer.layout.output, _as_linear(linear))
-
-
 def _as_linear(linear: Any) -> nn.Module:
-    """The same projection as an `nn.Linear`."""
+    """A `Conv1D` as an `nn.Linear`, which runs without input features too."""
     made = nn.Linear(1, linear.nf, device="meta")
     made.in_features = linear.nx
     made.weight = nn.Parameter(linear.weight.detach().T, linear.weight.requires_grad)
@@ -174,7 +161,7 @@ def check_has_products(layer: ProjectedLayer) -> None:
     if layer.scale is None:
         was = f"is a {type(layer.module).__name__} without {layer.layout.scale!r}"
         refuse(str(layer), was, "register its layout with the path of its scale")
-    check_projections(layer, "convert", adapters=False)
+    check_projections(layer, "convert")
 
 
 def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,11 +14,10 @@ from torch import nn
 from heads_kernels.checks import refuse
 from heads_kernels.files import write_whole
 from heads_kernels.heads.configs import own_configs
-from heads_kernels.heads.dense import check_projections
 from heads_kernels.heads.layers import attention_layers, find_layers
 from heads_kernels.heads.projected import projected_layers, with_projections
 from heads_kernels.heads.reshape import check_can_share, share, shrink
-from heads_kernels.heads.weights import ProjectedLayer
+from heads_kernels.heads.weights import ProjectedLayer, check_projections
 from heads_kernels.snapshot import kept_on_error
 
 
@@ -55,8 +53,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load a file of `save`: converts and prunes the model to the shape of the file, then copies the weights.
 
-    Everything is checked before anything is changed. On Ctrl-C the model gets its old shape back; if the weights were
-    being copied, some of them are then those of the file: load again.
+    On an error the model is unchanged. On Ctrl-C it gets its old shape back; if the weights were being copied, some of
+    them are then those of the file: load again.
 
     Args:
         model: with the original shape of the saved model, or the one it was saved with, on any device and of any dtype.
@@ -76,12 +74,10 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
         found = json.loads((file.metadata() or {}).get(RECORD, "{}"))
         sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     layers = found.get("pruned", {})
-    trial = _without_weights(model)
-    _check_exist(trial, layers, f"of the file {str(path)!r} ")
-    restore_shape(trial, found)
-    _check_weights(trial, sizes, path)
+    _check_exist(model, layers, f"of the file {str(path)!r} ")
     with kept_on_error(model):
         restore_shape(model, found)
+        _check_weights(model, sizes, path)
         load_model(model, str(path))
         record_in_config(model)
 
@@ -92,15 +88,6 @@ def _check_exist(model: nn.Module, names: Iterable[str], of: str = "") -> None:
         if name not in modules:
             there = ", ".join(layer.name for layer in attention_layers(model))
             refuse(f"layer {name!r}", f"{of}does not exist in the model", f"it has {there}")
-
-
-def _without_weights(model: nn.Module) -> nn.Module:
-    """A copy with its parameters on the meta device; shared parameters stay shared."""
-    memo = {
-        id(old): nn.Parameter(torch.empty_like(old, device="meta"), old.requires_grad)
-        for old in model.parameters()
-    }
-    return deepcopy(model, memo)
 
 
 def _check_weights(
@@ -276,7 +263,7 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
         if layer.name in pruned:
             heads, key_heads = _kept(layer, pruned[layer.name], layer.name in converted)
             if len(heads) < layer.num_heads:
-                check_projections(layer, "prune", adapters=True)
+                check_projections(layer, "prune")
                 shrink(layer, heads, key_heads)
 
 

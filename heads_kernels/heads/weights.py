@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.checks import refuse
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.layers import AttentionLayer, kind_of
 from heads_kernels.heads.layouts import HeadLayout, at_path, size
-from heads_kernels.heads.shared import FusedProjection
+from heads_kernels.heads.shared import FusedProjection, SharedProjection
 
 
 @dataclass(frozen=True)
@@ -161,3 +163,52 @@ def is_transposed(linear: Any) -> bool:
 def existing(holder: Any, path: str) -> str:
     """Of alternatives `first|second` the first that exists."""
     return next(one for one in path.split("|") if at_path(holder, one) is not None)
+
+
+# ---------------------------------------------------------------------- projections that can be cut
+def check_projections(layer: ProjectedLayer, verb: str) -> None:
+    """Refuse a layer with projections that are more than a weight and a bias.
+
+    Args:
+        layer: all its projections are checked.
+        verb: "prune" or "convert", for the message.
+
+    Raises:
+        ValueError: a projection is not an `nn.Linear` or `Conv1D`, has an adapter, is quantised, parametrised, sharded
+            or offloaded, or has forward hooks. The message names it and says what to do.
+    """
+    roles = {"query": layer.query, "key": layer.key, "value": layer.value, "output": layer.output}
+    beside = {f"gate or bias {number}": each for number, each in enumerate(layer.beside)}
+    for role, projection in {**roles, **beside}.items():
+        for was, instead in _more_than_dense(projection.linear):
+            refuse(f"{layer}: its {role} projection", was, instead.format(verb=verb))
+
+
+def _more_than_dense(linear: Any) -> Iterator[tuple[str, str]]:
+    """What a module has beside a weight and a bias, and what to do about it; the reason that explains most is first."""
+    kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
+    if hasattr(linear, "base_layer"):
+        instead = "merge it first: model = model.merge_and_unload()"
+        yield f"has an adapter, {kind}", instead
+    if nn.utils.parametrize.is_parametrized(linear):
+        instead = "make it permanent: torch.nn.utils.parametrize.remove_parametrizations"
+        yield "is parametrised", instead
+    known = (nn.Linear.forward, SharedProjection.forward)
+    if type(linear).forward not in known and not is_transposed(linear):
+        instead = "{verb} a model of nn.Linear or Conv1D, before it is quantised or wrapped"
+        yield f"is a {kind}", instead
+    if tensors := {*linear._parameters, *linear._buffers} - {"weight", "bias", "places"}:
+        was = f"has {', '.join(sorted(tensors))} beside its weight"
+        yield was, "fold them into the weight, or {verb} the model before it gets them"
+    weight = linear.weight
+    if is_sharded(weight):
+        yield "is sharded over processes (DTensor)", "{verb} the model before it is sharded"
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        was = f"has a {type(weight).__name__} of dtype {weight.dtype} as its weight"
+        yield was, "{verb} the model before it is quantised"
+    if getattr(vars(linear).get("_hf_hook"), "offload", False):
+        yield "is offloaded", "load the model whole, without offloading"
+    if "forward" in vars(linear) and "_hf_hook" not in vars(linear):
+        yield "has a replaced forward", "restore its forward, or {verb} the model before"
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        yield "has forward hooks", "remove them first: handle.remove()"
