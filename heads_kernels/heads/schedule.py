@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from heads_kernels.heads.layers import attention_layers
 from heads_kernels.nn.hard_concrete import HardConcrete
 
 
-class GateSchedule:
+class GateSchedule(nn.Module):
     r"""Trains the `HardConcrete` gates of a model to exactly k open heads, instead of with a fixed lambda.
 
     With n the expected number of open heads (`hk.nn.expected_open`), the penalty is the augmented Lagrangian of Wang,
@@ -38,7 +37,8 @@ class GateSchedule:
         hk.heads.prune(model, hk.heads.closed(model))
 
     Use a separate learning rate for the gates, about 0.05 with Adam for a few hundred steps, and no weight decay:
-    between open and closed, `log_alpha` changes by 4 or more. Only `finish` waits for a GPU.
+    between open and closed, `log_alpha` changes by 4 or more. Only `finish` waits for a GPU. `state_dict()` has what
+    resuming needs besides the model: the multipliers and the number of steps.
 
     Args:
         model: has `HardConcrete` gates (`hk.heads.gate`) and is on its final device.
@@ -58,6 +58,9 @@ class GateSchedule:
         TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
+    lambda_1: Tensor
+    lambda_2: Tensor
+
     def __init__(
         self,
         model: nn.Module,
@@ -68,6 +71,7 @@ class GateSchedule:
         rate: float = 0.01,
         keep_at_least: int = 0,
     ) -> None:
+        super().__init__()
         check_size("steps", steps)
         check_size("keep_at_least", keep_at_least, 0)
         if not is_real(warmup) or not 0 <= warmup <= 1:
@@ -88,18 +92,13 @@ class GateSchedule:
         self._heads = torch.tensor(heads, dtype=torch.float32, device=device)
         asked = torch.tensor([k for _, k in self._counts], dtype=torch.float32, device=device)
         self._surplus = self._heads - asked
-        self.lambda_1 = torch.zeros_like(self._heads)
-        self.lambda_2 = torch.zeros_like(self._heads)
+        self.register_buffer("lambda_1", torch.zeros_like(self._heads))
+        self.register_buffer("lambda_2", torch.zeros_like(self._heads))
 
-    def __repr__(self) -> str:
-        of = [
-            f"{k} of {int(heads)}" for (_, k), heads in zip(self._counts, self._heads, strict=True)
-        ]
-        kinds = self.open_heads if isinstance(self.open_heads, Mapping) else ("model",)
-        asked = ", ".join(f"{kind}: {each}" for kind, each in zip(kinds, of, strict=True))
+    def extra_repr(self) -> str:
         return (
-            f"GateSchedule(open heads: {asked}; steps: {self.steps_done} of {self.steps}, "
-            f"warmup={self.warmup}, rate={self.rate}, keep_at_least={self.keep_at_least})"
+            f"open_heads={self.open_heads}, steps={self.steps_done} of {self.steps}, "
+            f"warmup={self.warmup}, rate={self.rate}, keep_at_least={self.keep_at_least}"
         )
 
     @property
@@ -118,8 +117,8 @@ class GateSchedule:
     def step(self) -> None:
         """Update multipliers and target; call it after every step of the optimiser."""
         share = self._excess() / self._heads
-        self.lambda_1 += self.rate * share
-        self.lambda_2 += self.rate * share.square()
+        self.lambda_1 = self.lambda_1 + self.rate * share  # a state dict holds the old tensor
+        self.lambda_2 = self.lambda_2 + self.rate * share.square()
         self.steps_done += 1
 
     def finish(self) -> None:
@@ -140,29 +139,12 @@ class GateSchedule:
             for gate, mine in zip(gates, torch.split(is_open, sizes), strict=True):
                 gate.settle(mine)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state besides the model, for resuming: steps done and the multipliers."""
-        return {
-            "steps_done": self.steps_done,
-            "lambda_1": self.lambda_1.clone(),
-            "lambda_2": self.lambda_2.clone(),
-        }
+    def get_extra_state(self) -> int:
+        """The part of the state dict that is no tensor."""
+        return self.steps_done
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `state_dict()` of a schedule with as many counts.
-
-        Raises:
-            ValueError: `state` has other keys or shapes.
-        """
-        if set(state) != set(self.state_dict()):
-            refuse("state", f"has the keys {sorted(state)}", "pass what state_dict() returned")
-        for name in ("lambda_1", "lambda_2"):
-            if state[name].shape != self._heads.shape:
-                was = f"has {name} of shape {list(state[name].shape)}"
-                refuse("state", was, f"this schedule has {len(self._counts)} count(s)")
-        self.steps_done = state["steps_done"]
-        self.lambda_1 = state["lambda_1"].to(self._heads, copy=True)
-        self.lambda_2 = state["lambda_2"].to(self._heads, copy=True)
+    def set_extra_state(self, state: int) -> None:
+        self.steps_done = state
 
     def _excess(self) -> Tensor:
         device = self._heads.device

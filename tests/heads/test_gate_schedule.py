@@ -18,7 +18,7 @@ LAYERS, HEADS = 3, 4
 class Planted(nn.Module):
     """Closing head h of layer l costs `values[l, h]`: what is best to keep is known."""
 
-    def __init__(self, log_alpha: float | None = None) -> None:
+    def __init__(self, log_alpha: float = 2.0) -> None:
         super().__init__()
         self.gates = nn.ModuleList(
             hk.nn.HardConcrete(HEADS, log_alpha=log_alpha) for _ in range(LAYERS)
@@ -131,7 +131,7 @@ def test_resuming_goes_on_to_the_bit() -> None:
     assert torch.equal(schedule.lambda_1, resumed.lambda_1)
     assert torch.equal(schedule.lambda_2, resumed.lambda_2)
     assert torch.equal(model.gates[0].log_alpha, again.gates[0].log_alpha)
-    assert saved["steps_done"] == 30  # a snapshot
+    assert saved["_extra_state"] == 30  # a snapshot
     assert not torch.equal(saved["lambda_1"], schedule.lambda_1)
 
 
@@ -193,6 +193,5 @@ def test_bad_input() -> None:
             hk.heads.GateSchedule(ByKind(gated=False), open_heads=open_heads, steps=10)
     schedule = hk.heads.GateSchedule(ByKind(), open_heads=3, steps=10)
     two = hk.heads.GateSchedule(ByKind(), open_heads={"encoder": 1, "decoder": 1}, steps=10)
-    for saved, refusal in (({"steps": 3}, "has the keys"), (two.state_dict(), r"of shape \[2\]")):
-        with pytest.raises(ValueError, match=f"state {refusal}|state has lambda_1 {refusal}"):
-            schedule.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="size mismatch for lambda_1"):
+        schedule.load_state_dict(two.state_dict())
