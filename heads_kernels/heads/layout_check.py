@@ -21,7 +21,7 @@ from heads_kernels.heads.configs import (
     names_attention_function,
     with_attention_function,
 )
-from heads_kernels.heads.layouts import HeadLayout, at_path, stock_arguments
+from heads_kernels.heads.layouts import HeadLayout, at_path, is_projection, stock_arguments
 from heads_kernels.heads.reshape import read_key_heads, shrink
 from heads_kernels.heads.weights import ProjectedLayer, Projection, existing, layer_of
 from heads_kernels.nn.gates import FixedGate
@@ -190,7 +190,7 @@ def _random_copy(holder: nn.Module, layout: HeadLayout, function: str) -> Any:
     layer = layer_of(holder, layout)
     projections = {layout.output: layer.output}
     projections |= {layout.query: layer.query, layout.key: layer.key, layout.value: layer.value}
-    beside = [path for path in layout.beside if at_path(holder, path) is not None]
+    beside = [path for path in layout.beside if is_projection(at_path(holder, path))]
     projections |= zip(beside, layer.beside, strict=True)
     made: dict[int, Any] = {id(each.linear): nn.Identity() for each in projections.values()}
     trial = _copied(holder, made, function)

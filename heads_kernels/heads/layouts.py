@@ -2,7 +2,7 @@
 
 Hundreds of classes of transformers share half a dozen sets of names, and every release adds more. So a module is found
 by the names of its projections, and `layout_check` verifies it by running it. The table by class holds what names do
-not show: projections besides the four, and whether scores are products of weights, for conversion.
+not show: that scores are products of weights, for conversion.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HeadLayout:
         head_dim, value_dim: paths of the widths of a head's key and value; "" for a value as wide as the key.
         beside: paths of other projections with rows for every query head: logits of an output gate, content biases.
             Paths that do not exist, or are None, are skipped.
-        rows: names of parameters of the module that have one row per query head; those that are None are skipped.
+        rows: names of parameters of the module that have one row per query head; those that do not exist are skipped.
         shared: whether all heads share query and key (collaborative attention).
         keeps_count: names of head counts that pruning does not change.
         scale: path of the factor of the scores; "" where it is `head_dim ** -0.5`.
@@ -71,23 +71,54 @@ class HeadLayout:
         return size(at_path(holder, self.output), 0) // width
 
 
+# ---------------------------------------------------------------------- forms: hundreds of classes share these names
 _ROTARY = "rotary positions"
 _UNTESTED = "what conversion is not tested with"
-_BERT = HeadLayout(
-    "BERT",
-    query="self.query",
-    key="self.key",
-    value="self.value",
-    output="output.dense",
+_Q_PROJ = HeadLayout(
+    "q_proj",
+    output="o_proj|out_proj|dense|proj|projection_layer|Wo",
+    value_dim="v_head_dim|head_dim",
+    beside=("gate_proj", "g_proj"),
+    rows=("sinks", "gate_bias"),
+)
+_QUERY = HeadLayout(
+    "query", "query", "key", "value", "dense|output|proj", head_dim="head_dim|attention_head_size"
+)
+_SELF_QUERY = HeadLayout(
+    "self.query",
+    "self.query",
+    "self.key",
+    "self.value",
+    "output.dense",
     inner="self",
     head_dim="self.attention_head_size",
     scale="self.scaling",
 )
-# `n_heads` of T5 counts the heads of the position bias, which layers hand on to each other.
-_T5 = HeadLayout("T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",))
-_BART = HeadLayout("BART", output="out_proj")
 
-#: By the name of the class; also used for subclasses.
+#: Layouts of modules that call transformers' attention function. The first whose parts all exist is used, if it fits
+#: (heads/layout_check.py).
+FORMS: Final = (
+    _Q_PROJ,
+    _QUERY,
+    _SELF_QUERY,
+    HeadLayout(
+        "attention.query",
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "output.dense",
+        inner="attention",
+        head_dim="attention.attention_head_size",
+    ),
+    HeadLayout("q", "q", "k", "v", "proj"),
+    HeadLayout(
+        "linear_q", "linear_q", "linear_k", "linear_v", "linear_out", head_dim="head_size|head_dim"
+    ),
+    HeadLayout("qkv", "qkv", "qkv", "qkv", "proj|projection"),
+)
+
+# ---------------------------------------------------------------------- classes
+#: By the name of the class; also used for subclasses. Those of transformers are the ones that can be converted.
 LAYOUTS: dict[str, HeadLayout] = {
     "GatedMultiheadAttention": HeadLayout(
         "hk.nn.GatedMultiheadAttention",
@@ -117,90 +148,48 @@ LAYOUTS: dict[str, HeadLayout] = {
             "RobertaAttention",
             "XLMRobertaAttention",
         ),
-        _BERT,
+        _SELF_QUERY,
     ),
-    "AlbertAttention": HeadLayout(
-        "ALBERT", "query", "key", "value", "dense", head_dim="attention_head_size"
-    ),
-    "DistilBertSelfAttention": HeadLayout(
-        "DistilBERT", "q_lin", "k_lin", "v_lin", "out_lin", head_dim="attention_head_size"
-    ),
-    "ModernBertAttention": HeadLayout(
-        "ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", scale="", rotary=True
+    "AlbertAttention": _QUERY,
+    **dict.fromkeys(
+        (
+            "BartAttention",
+            "DeiTAttention",
+            "Dinov2Attention",
+            "MBartAttention",
+            "MarianAttention",
+            "PegasusAttention",
+            "ViTAttention",
+            "ViTMAEAttention",
+        ),
+        _Q_PROJ,
     ),
     **dict.fromkeys(
         (
+            "Gemma2Attention",
+            "GemmaAttention",
             "LlamaAttention",
             "MistralAttention",
             "MixtralAttention",
             "Qwen2Attention",
-            "GemmaAttention",
-            "Gemma2Attention",
         ),
-        HeadLayout("Llama", rotary=True),
+        replace(_Q_PROJ, rotary=True),
     ),
-    **dict.fromkeys(
-        ("Qwen3Attention", "Gemma3Attention"),
-        HeadLayout("Qwen3", between="norms of its queries and keys and rotary positions"),
+    "ModernBertAttention": HeadLayout(
+        "ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", scale="", rotary=True
     ),
-    **dict.fromkeys(
-        ("ViTAttention", "DeiTAttention", "Dinov2Attention", "ViTMAEAttention"), HeadLayout("ViT")
+    "DistilBertSelfAttention": HeadLayout(
+        "DistilBERT", "q_lin", "k_lin", "v_lin", "out_lin", head_dim="attention_head_size"
     ),
     "GPT2Attention": HeadLayout("GPT-2", "q_attn|c_attn", "c_attn", "c_attn", "c_proj"),
-    **dict.fromkeys(("T5Attention", "MT5Attention", "SwitchTransformersAttention"), _T5),
+    # `n_heads` counts the heads of the position bias, which layers hand on to each other.
     **dict.fromkeys(
-        ("BartAttention", "MBartAttention", "MarianAttention", "PegasusAttention"), _BART
-    ),
-    # Their output is gated: the logits are other rows of q_proj, or a projection of their own.
-    **dict.fromkeys(
-        ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"),
-        HeadLayout("Qwen3-Next", between=_ROTARY),
-    ),
-    **dict.fromkeys(
-        ("AfmoeAttention", "HrmTextAttention", "MuseGlimmerTextAttention"),
-        HeadLayout("AFMoE", beside=("gate_proj",), between=_ROTARY),
-    ),
-    "BeamAttention": HeadLayout(
-        "BEAM", beside=("gate_proj",), rows=("gate_bias",), between=_ROTARY
-    ),
-    **dict.fromkeys(
-        ("LagunaAttention", "Lfm3Attention", "Step3p7Attention"),
-        HeadLayout("Laguna", beside=("g_proj",), between=_ROTARY),
+        ("MT5Attention", "SwitchTransformersAttention", "T5Attention"),
+        HeadLayout(
+            "T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",)
+        ),
     ),
 }
-
-#: Layouts of other modules that call transformers' attention function; hundreds of classes share these names. The first
-#: whose parts all exist is used, if it fits (heads/layout_check.py).
-FORMS: Final = (
-    HeadLayout(
-        "q_proj",
-        output="o_proj|out_proj|dense|proj|projection_layer|Wo",
-        value_dim="v_head_dim|head_dim",
-    ),
-    HeadLayout(
-        "query",
-        "query",
-        "key",
-        "value",
-        "dense|output|proj",
-        head_dim="head_dim|attention_head_size",
-    ),
-    replace(_BERT, name="self.query"),
-    HeadLayout(
-        "attention.query",
-        "attention.query",
-        "attention.key",
-        "attention.value",
-        "output.dense",
-        inner="attention",
-        head_dim="attention.attention_head_size",
-    ),
-    HeadLayout("q", "q", "k", "v", "proj"),
-    HeadLayout(
-        "linear_q", "linear_q", "linear_k", "linear_v", "linear_out", head_dim="head_size|head_dim"
-    ),
-    HeadLayout("qkv", "qkv", "qkv", "qkv", "proj|projection"),
-)
 
 
 def layout_of(module: nn.Module) -> HeadLayout | None:
@@ -222,11 +211,7 @@ def form_of(module: nn.Module) -> HeadLayout | None:
             and all(is_projection(at_path(module, path)) for path in form.projections)
         ):
             rotary = "position_embeddings" in stock_arguments(type(inner))
-            return replace(
-                form,
-                between=_ROTARY if rotary else _UNTESTED,
-                rows=("sinks",) if isinstance(getattr(inner, "sinks", None), nn.Parameter) else (),
-            )
+            return replace(form, between=_ROTARY if rotary else _UNTESTED)
     return None
 
 
@@ -270,7 +255,7 @@ def check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:
     for path in (*layout.projections, layout.head_dim, layout.value_dim):
         found = at_path(holder, path) if path else 0
         if found is None:
-            was = f"is a {type(holder).__name__} without {path!r}, where {layout.name} has it"
+            was = f"is a {type(holder).__name__} without {path!r} of the layout {layout.name!r}"
             refuse(name, was, instead)
         if path in layout.projections and not is_projection(found):
             was = f"is projected by a {type(found).__name__} at {path!r}, which has no in_features"

@@ -64,7 +64,7 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
         setattr(module, layer.layout.output, _as_linear(layer.output.linear))
     kept = torch.tensor(heads, dtype=torch.int64)
     for name in layer.layout.rows:
-        if (rows_of_heads := getattr(module, name)) is not None:
+        if isinstance(rows_of_heads := getattr(module, name, None), nn.Parameter):
             replace(module, name, rows_of_heads[kept])
     if layer.gate is not None:
         layer.gate.keep(heads)

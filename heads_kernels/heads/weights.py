@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.layers import AttentionLayer, kind_of
-from heads_kernels.heads.layouts import HeadLayout, at_path, size
+from heads_kernels.heads.layouts import HeadLayout, at_path, is_projection, size
 from heads_kernels.heads.shared import FusedProjection, SharedProjection
 
 
@@ -105,7 +105,9 @@ def layer_of(
         layout=layout,
         scale=at_path(holder, layout.scale) if layout.scale else D**-0.5,
         beside=tuple(
-            Projection(linear, H, size(linear) // max(H, 1)) for linear in beside if linear
+            Projection(linear, H, size(linear) // max(H, 1))
+            for linear in beside
+            if is_projection(linear)
         ),
     )
 

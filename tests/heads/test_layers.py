@@ -77,7 +77,7 @@ def test_another_class_of_a_known_name_is_refused() -> None:
             super().__init__()
             self.q_proj = nn.Linear(8, 8)
 
-    message = r"module '0' is a BartAttention without 'k_proj', where BART has it; register"
+    message = r"module '0' is a BartAttention without 'k_proj' of the layout 'q_proj'; register"
     with pytest.raises(ValueError, match=message):
         hk.heads.attention_layers(nn.Sequential(BartAttention()))
 
