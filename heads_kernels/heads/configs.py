@@ -33,10 +33,7 @@ def with_attention_function(config: Any, name: str) -> Any:
 
 
 def own_configs(model: nn.Module) -> None:
-    """Give a transformers model its own copies of its configs, which models created from one config share.
-
-    Parts of the model that share a config share the copy.
-    """
+    """Give a transformers model its own copies of its configs, which models created from one config share."""
     memo: dict[int, Any] = {}
     for part in model.modules():
         for name, value in list(vars(part).items()):

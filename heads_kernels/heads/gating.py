@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -134,17 +134,13 @@ def _attach(model: nn.Module, gates: Mapping[nn.Module, HeadGate | None]) -> Non
             set_gate(module, head_gate)
 
 
-#: The attribute of a gated module of transformers that holds the handle of its hook.
-_GUARD: Final = "_head_gate_guard"
-
-
 def set_gate(module: Any, head_gate: HeadGate | None) -> None:
     """Set or remove the gate of a module; one of transformers then refuses to run without its gate."""
     module.head_gate = head_gate
-    if (guard := vars(module).pop(_GUARD, None)) is not None:
+    if (guard := vars(module).pop("_head_gate_guard", None)) is not None:
         guard.remove()
     if head_gate is not None and names_attention_function(getattr(module, "config", None)):
-        setattr(module, _GUARD, module.register_forward_pre_hook(_check_runs_gate))
+        module._head_gate_guard = module.register_forward_pre_hook(_check_runs_gate)
 
 
 def _check_runs_gate(module: Any, args: tuple[Any, ...]) -> None:
@@ -176,20 +172,15 @@ def _made(
         was = f"returned the same gate for {layer} as for {others[head_gate]}"
         refuse("make", was, "return a new one each time")
     if any(parameter.requires_grad for parameter in head_gate.parameters()):
-        check_passes_gradients(layer)
+        _check_passes_gradients(layer)
     sharded: Any = next(filter(is_sharded, layer.module.parameters()), None)
     if sharded is not None and isinstance(head_gate, HardConcrete):  # tensor parallelism
         head_gate.meshes += (sharded.device_mesh,)
     return head_gate.to(layer.weight.device).train(layer.module.training)
 
 
-def check_passes_gradients(layer: AttentionLayer) -> None:
-    """Refuse a layer with projections that pass no gradient to their inputs: learned gates would not learn.
-
-    Raises:
-        ValueError: weights are packed, as in `torch.ao`'s quantised modules, or a tensor that is not differentiable, as
-            torchao's for quantised activations.
-    """
+def _check_passes_gradients(layer: AttentionLayer) -> None:
+    """Refuse a layer with projections that pass no gradient to their inputs: learned gates would not learn."""
     for name, linear in layer.module.named_modules():
         weight = getattr(linear, "weight", None)
         if is_projection(linear) and not _passes_gradients(weight):
@@ -200,14 +191,15 @@ def check_passes_gradients(layer: AttentionLayer) -> None:
 
 
 def _passes_gradients(weight: Any) -> bool:
-    if callable(weight):  # a packed one
+    """False for weights that `torch.ao` has packed, and for torchao's with quantised activations."""
+    if callable(weight):
         return False
     plain = weight is None or type(weight) in (Tensor, nn.Parameter) or is_sharded(weight)
     if plain or not weight.is_floating_point():
         return True
     with torch.enable_grad():
-        like = {"dtype": weight.dtype, "device": weight.device}
-        x = torch.zeros(1, weight.shape[-1], **like, requires_grad=True)
+        x = torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)
+        x.requires_grad_()
         return nn.functional.linear(x, weight).requires_grad
 
 

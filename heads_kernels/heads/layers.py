@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -81,17 +81,14 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     if not isinstance(model, nn.Module):
         refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
     layers = find_layers(model)
-    if not layers and any(isinstance(part, nn.MultiheadAttention) for part in model.modules()):
-        instead = "call hk.nn.replace_attention_(model) first"
-        was = "has no known attention layer, but torch.nn.MultiheadAttention"
-        refuse("model", was, instead)
     if not layers:
-        seen = sorted(
-            {name for each in model.modules() if "Attention" in (name := type(each).__name__)}
-        )
-        was = "has no attention layer that is known" + (f", but {'; '.join(seen)}" if seen else "")
-        instead = "known are those of hk.nn, and of transformers after use(model)"
-        refuse("model", was, f"{instead}; hk.heads.register_layout adds your own classes")
+        kinds = {type(each).__name__ for each in model.modules()}
+        seen = "; ".join(sorted(kind for kind in kinds if "Attention" in kind))
+        instead = "known are those of hk.nn, and of transformers after use(model); "
+        instead += "hk.heads.register_layout adds your own classes"
+        if any(isinstance(part, nn.MultiheadAttention) for part in model.modules()):
+            instead = "call hk.nn.replace_attention_(model) first"
+        refuse("model", f"has no attention layer that is known, but {seen or 'others'}", instead)
     return layers
 
 
@@ -148,31 +145,15 @@ def kind_of(module: Any, name: str) -> str:
 
 
 # ---------------------------------------------------------------------- layers and heads that are asked for
-class Named(Protocol):
-    """Anything with an index and a name among layers."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-
-
-Layer = TypeVar("Layer", bound=Named)
-
-
 def choose_layers(
-    there: list[Layer], layers: Iterable[int | str] | None, argument: str = "layers"
-) -> list[Layer]:
-    """The layers of these indices or names, in the given order; all for None.
-
-    Raises:
-        TypeError, ValueError: `layers` is no list; a layer does not exist or is named twice; none is named.
-    """
+    there: list[AttentionLayer], layers: Iterable[int | str] | None, argument: str = "layers"
+) -> list[AttentionLayer]:
+    """The layers of these indices or names, in the given order; all for None."""
     if layers is None:
         return there
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         refuse(argument, f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
-    chosen: list[Layer] = []
+    chosen: list[AttentionLayer] = []
     for key in layers:
         layer = find_layer(there, key, argument)
         if layer in chosen:
@@ -186,11 +167,7 @@ def choose_layers(
 def heads_of_layers(
     layers: list[AttentionLayer], heads: HeadsByLayer
 ) -> list[tuple[AttentionLayer, list[int]]]:
-    """Resolve `{layer: heads}` to layers and sorted lists of heads.
-
-    Raises:
-        TypeError, ValueError: a layer or head does not exist; the message lists the existing ones.
-    """
+    """Resolve `{layer: heads}` to layers and sorted lists of heads; refuses those that do not exist."""
     if not isinstance(heads, Mapping):
         was = f"is a {type(heads).__name__}"
         refuse("heads", was, "pass {layer: heads}, layers by index or name", TypeError)
@@ -201,19 +178,14 @@ def heads_of_layers(
     return [(layers[index], sorted(asked[index])) for index in sorted(asked)]
 
 
-def find_layer(layers: Sequence[Layer], key: int | str, argument: str) -> Layer:
-    """The layer of this index or name.
-
-    Raises:
-        ValueError: there is none; the message lists the existing layers.
-    """
-    by_key: dict[int | str, Layer] = {layer.index: layer for layer in layers}
-    by_key |= {layer.name: layer for layer in layers}
-    if isinstance(key, bool) or key not in by_key:
+def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> AttentionLayer:
+    """The layer of this index or name."""
+    found = next((layer for layer in layers if key in (layer.index, layer.name)), None)
+    if found is None or isinstance(key, bool):
         names = ", ".join(repr(layer.name) for layer in layers)
         there = f"this model has layers 0 to {len(layers) - 1}: {names}"
         refuse(argument, f"names layer {key!r}", there)
-    return by_key[key]
+    return found
 
 
 def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:

@@ -107,7 +107,7 @@ def _compare(holder: nn.Module, layout: HeadLayout, function: str) -> str | None
                 if isinstance(whole, Tensor):
                     return _difference(trial, layer, inputs, whole, gated=function == NAME)
                 failed.append(whole)
-    return f"cannot be run on random input ({failed[0]}); give the layout `inputs`"
+    return f"cannot be run on random input ({failed[0]})"
 
 
 def _difference(
@@ -249,9 +249,6 @@ _SOURCES: Final = (
 
 def _inputs(trial: Any, layer: ProjectedLayer) -> Iterator[Mapping[str, Any]]:
     """Candidate arguments of a forward pass, from the names of its parameters; the first that run are used."""
-    if layer.layout.inputs is not None:
-        yield layer.layout.inputs(trial)
-        return
     T = _TOKENS
     arguments = stock_arguments(type(trial))
     names = list(arguments)

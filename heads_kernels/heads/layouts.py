@@ -8,7 +8,6 @@ not show: that scores are products of weights, for conversion.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from typing import Any, Final
@@ -39,8 +38,6 @@ class HeadLayout:
             Subclasses of such a class cannot be converted: they may do more.
         between: what else comes between the projections of queries and keys and their products, such as other rotary
             positions or norms. The scores are then not products of weights, and the layer cannot be converted.
-        inputs: returns keyword arguments of a forward pass of a module, on the CPU in float32, to verify the layout
-            (heads/layout_check.py). None: derived from the names of the arguments of its forward.
     """
 
     name: str
@@ -58,7 +55,6 @@ class HeadLayout:
     scale: str = "scaling|scale"
     rotary: bool = False
     between: str = ""
-    inputs: Callable[[Any], Mapping[str, Any]] | None = None
 
     @property
     def projections(self) -> tuple[str, str, str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from heads_kernels.checks import check_size, refuse
+from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import set_gate
 from heads_kernels.heads.layers import HeadsByLayer, attention_layers, heads_of_layers
 from heads_kernels.heads.projected import projected_layers, with_projections
@@ -20,7 +20,7 @@ from heads_kernels.snapshot import kept_on_error
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict[str, list[int]]:
+def prune(model: nn.Module, heads: HeadsByLayer) -> dict[str, list[int]]:
     """Remove heads from a model, in place; outputs are then the same as with these heads closed.
 
     Removes the head's rows of W_Q, W_K and W_V, its columns of W_O and its rows of output gates, mixing and content
@@ -45,9 +45,6 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     Args:
         model: with attention layers (`attention_layers`).
         heads: `{layer: [heads]}`, layers by index or name, heads by their current number.
-        keep_at_least: number of heads that remain in each of the layers (or all, if it has fewer): of those in `heads`
-            the ones with the highest `HeadGate.rank()`, the first among equals. If such a head is closed, its gate is
-            folded as 1.
 
     Returns:
         The removed heads, `{layer name: [heads]}`.
@@ -59,7 +56,6 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
             hooks, or is shared between different layers or roles; a head is one of Whisper's
             `generation_config.alignment_heads`.
     """
-    check_size("keep_at_least", keep_at_least, 0)
     named = heads_of_layers(attention_layers(model), heads)
     made = with_projections(model, [layer for layer, _ in named])
     asked = [(layer, chosen) for layer, (_, chosen) in zip(made, named, strict=True)]
@@ -67,31 +63,18 @@ def prune(model: nn.Module, heads: HeadsByLayer, keep_at_least: int = 0) -> dict
     for layer, _ in asked:
         check_projections(layer, "prune")
         _check_untied(layer, users)
-    taken = {}
-    choices = [(layer, *_gone_and_spared(layer, chosen, keep_at_least)) for layer, chosen in asked]
-    numbers = _alignment_heads(model, {layer.name: gone for layer, gone, _ in choices})
+    gone = {layer.name: chosen for layer, chosen in asked}
+    numbers = _alignment_heads(model, gone)
     with kept_on_error(model):
-        for layer, gone, spared in choices:
-            _fold_gate(layer, spared)
-            if gone:
-                left = [head for head in range(layer.num_heads) if head not in gone]
+        for layer, chosen in asked:
+            _fold_gate(layer)
+            if chosen:
+                left = [head for head in range(layer.num_heads) if head not in chosen]
                 shrink(layer, left, read_key_heads(layer, left))
-            taken[layer.name] = gone
         record_in_config(model)
     if numbers is not None:
         model.generation_config.alignment_heads = numbers  # type: ignore[union-attr]
-    return taken
-
-
-# ---------------------------------------------------------------------- choice of heads
-def _gone_and_spared(
-    layer: ProjectedLayer, chosen: list[int], keep_at_least: int
-) -> tuple[list[int], list[int]]:
-    """The heads of `chosen` to remove, and those to spare for `keep_at_least`."""
-    must_stay = max(0, min(keep_at_least, layer.num_heads) - (layer.num_heads - len(chosen)))
-    rank = [1.0] * layer.num_heads if layer.gate is None else layer.gate.rank().tolist()
-    strongest = sorted(chosen, key=lambda head: -rank[head])
-    return sorted(strongest[must_stay:]), strongest[:must_stay]
+    return gone
 
 
 def _alignment_heads(model: nn.Module, gone: Mapping[str, list[int]]) -> list[list[int]] | None:
@@ -136,14 +119,12 @@ def _check_untied(layer: ProjectedLayer, users: Mapping[tuple[int, int], int]) -
         refuse(str(layer), "shares projections with other roles or layers", instead)
 
 
-def _fold_gate(layer: ProjectedLayer, spared: list[int]) -> None:
-    """Multiply the columns of W_O by the gates of their heads and remove the gate; 0 becomes 1 for `spared` heads."""
+def _fold_gate(layer: ProjectedLayer) -> None:
+    """Multiply the columns of W_O by the gates of their heads and remove the gate."""
     if layer.gate is None:
         return
-    gates = layer.gate.export()
-    gates[[head for head in spared if gates[head] == 0]] = 1.0
     linear = layer.output.linear
-    columns = gates.repeat_interleave(layer.value_dim).to(linear.weight.device)
+    columns = layer.gate.export().repeat_interleave(layer.value_dim).to(linear.weight.device)
     columns = columns[:, None] if is_transposed(linear) else columns
     replace(linear, "weight", (linear.weight * columns).to(linear.weight.dtype))
     set_gate(layer.module, None)

@@ -28,10 +28,8 @@ from heads_kernels.nn.replacing import put
 
 # ---------------------------------------------------------------------- fewer heads
 def read_key_heads(layer: ProjectedLayer, left: list[int]) -> list[int]:
-    """The key heads that the query heads `left` use, repeated to make groups of equal size.
-
-    Of a layer whose heads share one key, the value heads.
-    """
+    """The key heads that the query heads `left` use, or value heads if all share one key, repeated to groups of equal
+    size."""
     if not left:
         counts_tokens = layer.kind == "decoder" and hasattr(layer.module, "layer_idx")
         return [0] if counts_tokens and not layer.layout.shared else []
@@ -136,12 +134,7 @@ def count_heads(layer: ProjectedLayer, H: int, Hk: int) -> None:
 
 # ---------------------------------------------------------------------- one query and one key
 def check_has_products(layer: ProjectedLayer) -> None:
-    """Refuse a layer whose scores are not products of its weights.
-
-    Raises:
-        ValueError: the layer has rotary positions or norms, is collaborative already, has no heads left, has logits of
-            an output gate among the rows of its queries, or packed weights.
-    """
+    """Refuse a layer whose scores are not products of its weights."""
     if layer.layout.shared:
         refuse(str(layer), "is collaborative already", "leave it out")
     if layer.layout.between:
@@ -165,12 +158,7 @@ def check_has_products(layer: ProjectedLayer) -> None:
 
 
 def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
-    """Refuse a layer that cannot be converted to one query and one key for all heads.
-
-    Raises:
-        TypeError, ValueError: what `check_has_products` refuses; a module that calls another attention function, splits
-            a fused projection into equal parts, or is the model itself.
-    """
+    """Refuse a layer that cannot be converted to one query and one key for all heads."""
     check_has_products(layer)
     module = layer.module
     was = f"is a {type(module).__name__}"
@@ -295,10 +283,7 @@ def _put_projections(
     query: SharedProjection,
     key: SharedProjection,
 ) -> dict[str, str]:
-    """Replace the projections of query and key, of the meta device, and return the paths of the new ones.
-
-    A fused projection becomes a `FusedProjection`.
-    """
+    """Replace the projections of query and key, a fused one by a `FusedProjection`; returns the paths of the new."""
     holder = model.get_submodule(layer.name.removesuffix(layer.layout.inner).rstrip("."))
     paths = {
         role: existing(holder, getattr(layer.layout, role)) for role in ("query", "key", "value")

@@ -24,10 +24,8 @@ from heads_kernels.snapshot import kept_on_error
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Save the weights of a model and the shape of its attention layers as one safetensors file.
 
-    The metadata of the file holds the shape as JSON: the remaining heads,
-    `{"pruned": {layer name: {heads, key_heads, head_dim, value_dim}}}`, and the collaborative layers,
-    `{"converted": {layer name: {dim, ragged}}}`. Learned gates are weights of the model; heads closed by `close` are
-    saved as open. The file is written to a temporary name and renamed, so an interrupted call keeps the old file.
+    The metadata of the file holds the shape as JSON (`shapes`). Learned gates are weights of the model; heads closed by
+    `close` are saved as open. An interrupted call keeps the old file.
 
     Args:
         model: with attention layers (`attention_layers`).
@@ -40,12 +38,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     path = Path(path)
     if not path.parent.is_dir():
-        refuse(
-            "path", f"is {str(path)!r}, but its folder does not exist", "create the folder first"
-        )
-    layers = projected_layers(model)
-    found = {**record(model), "pruned": {layer.name: shape(layer) for layer in layers}}
-    metadata = {RECORD: json.dumps(found)}
+        was = f"is {str(path)!r}, but its folder does not exist"
+        refuse("path", was, "create the folder first")
+    every = {layer.name: shape(layer) for layer in projected_layers(model)}
+    metadata = {RECORD: json.dumps({**record(model), "pruned": every})}
     write_whole(path, lambda new: save_model(model, str(new), metadata=metadata))
 
 
@@ -73,8 +69,6 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with safe_open(str(path), "pt") as file:
         found = json.loads((file.metadata() or {}).get(RECORD, "{}"))
         sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    layers = found.get("pruned", {})
-    _check_exist(model, layers, f"of the file {str(path)!r} ")
     with kept_on_error(model):
         restore_shape(model, found)
         _check_weights(model, sizes, path)
@@ -82,27 +76,17 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
         record_in_config(model)
 
 
-def _check_exist(model: nn.Module, names: Iterable[str], of: str = "") -> None:
-    modules = dict(model.named_modules())
-    for name in names:
-        if name not in modules:
-            there = ", ".join(layer.name for layer in attention_layers(model))
-            refuse(f"layer {name!r}", f"{of}does not exist in the model", f"it has {there}")
-
-
 def _check_weights(
     model: nn.Module, sizes: Mapping[str, list[int]], path: str | os.PathLike[str]
 ) -> None:
     """Check that the file has exactly the weights of the model, with equal sizes; shared ones under one name."""
     weights = model.state_dict(keep_vars=True)
-    there = {id(weights[name]) for name in sizes if name in weights}
-    lacking = sorted(name for name, weight in weights.items() if id(weight) not in there)
     if unknown := sorted(sizes.keys() - weights.keys()):
         was = f"is {str(path)!r}, which has {', '.join(unknown)}; the model has not"
-        refuse(
-            "path", was, "attach gates with hk.heads.gate(model, ...) to the layers that had them"
-        )
-    if lacking:
+        instead = "attach gates with hk.heads.gate(model, ...) to the layers that had them"
+        refuse("path", was, instead)
+    there = {id(weights[name]) for name in sizes}
+    if lacking := sorted(name for name, weight in weights.items() if id(weight) not in there):
         was = f"is {str(path)!r}, which lacks {', '.join(lacking)}"
         refuse("path", was, "remove gates that it lacks with hk.heads.ungate(model)")
     for name, size in sizes.items():
@@ -148,7 +132,6 @@ def apply_shapes(model: nn.Module, shapes: Mapping[str, Any]) -> None:
     Raises:
         TypeError, ValueError: a layer does not exist in the model, or does not fit. The message names it.
     """
-    _check_exist(model, (*shapes.get("pruned", ()), *shapes.get("converted", ())))
     with kept_on_error(model):
         restore_shape(model, shapes)
         record_in_config(model)
@@ -156,7 +139,6 @@ def apply_shapes(model: nn.Module, shapes: Mapping[str, Any]) -> None:
 
 #: The key of `record` in a file's metadata, and its name in transformers' configs.
 RECORD: Final = "heads_kernels"
-_WORDS: Final = ("pruned", "converted")
 
 
 def record(model: nn.Module) -> dict[str, Any]:
@@ -164,24 +146,21 @@ def record(model: nn.Module) -> dict[str, Any]:
 
     Only pruned and converted layers appear. Those with rotary positions have `slots` too (`SharedProjection`).
     """
-    changed = [layer for layer in find_layers(model) if _is_changed(layer.module)]
-    layers = with_projections(model, changed)
-    pruned = {layer.name: shape(layer) for layer in layers if hasattr(layer.module, "kept_heads")}
-    converted = {
-        layer.name: {"dim": layer.head_dim, "ragged": layer.module.ragged, **_slots(layer)}
-        for layer in layers
-        if layer.layout.shared
-    }
-    return {word: each for word, each in zip(_WORDS, (pruned, converted), strict=True) if each}
-
-
-def _is_changed(module: nn.Module) -> bool:
-    return hasattr(module, "kept_heads") or getattr(module, "mixing", None) is not None
-
-
-def _slots(layer: ProjectedLayer) -> dict[str, int]:
-    slots = getattr(layer.key.linear, "slots", 0)
-    return {"slots": slots} if slots else {}
+    found: dict[str, Any] = {}
+    changed = [
+        layer
+        for layer in find_layers(model)
+        if hasattr(layer.module, "kept_heads") or getattr(layer.module, "mixing", None) is not None
+    ]
+    for layer in with_projections(model, changed):
+        if hasattr(layer.module, "kept_heads"):
+            found.setdefault("pruned", {})[layer.name] = shape(layer)
+        if layer.layout.shared:
+            made = {"dim": layer.head_dim, "ragged": layer.module.ragged}
+            if slots := getattr(layer.key.linear, "slots", 0):
+                made["slots"] = slots
+            found.setdefault("converted", {})[layer.name] = made
+    return found
 
 
 def shape(layer: ProjectedLayer) -> dict[str, Any]:
@@ -191,7 +170,7 @@ def shape(layer: ProjectedLayer) -> dict[str, Any]:
     their widths; `value_heads`: number of value heads where it is another one.
     """
     found = {
-        "heads": kept_heads(layer),
+        "heads": _kept_heads(layer),
         "key_heads": layer.num_key_heads,
         "head_dim": layer.head_dim,
         "value_dim": layer.value_dim,
@@ -201,7 +180,7 @@ def shape(layer: ProjectedLayer) -> dict[str, Any]:
     return found
 
 
-def kept_heads(layer: ProjectedLayer) -> list[int]:
+def _kept_heads(layer: ProjectedLayer) -> list[int]:
     """The original numbers of the heads of the layer."""
     kept = getattr(layer.module, "kept_heads", None)
     return list(range(layer.num_heads)) if kept is None else kept.tolist()
@@ -237,19 +216,22 @@ def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------- restoring a recorded shape
-def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
+def restore_shape(model: nn.Module, record: Mapping[str, Any], *, partly: bool = False) -> None:
     """Convert and prune a model to the recorded shape; new parameters are uninitialised.
 
-    Layers that exist only in the record or only in the model are skipped.
+    Args:
+        model: layers that are not in the record do not change.
+        record: of this model, or of one that contains it.
+        partly: whether layers may exist only in the record.
 
     Raises:
         TypeError, ValueError: a layer does not fit; the message names it and both shapes. A module of that name is no
-            known attention layer.
+            known attention layer, or does not exist.
     """
-    pruned, converted = (record.get(word, {}) for word in _WORDS)
+    pruned, converted = (record.get(word, {}) for word in ("pruned", "converted"))
     names = {*pruned, *converted}
     named = [layer for layer in find_layers(model) if layer.name in names]
-    _check_known(model, names - {layer.name for layer in named})
+    _check_known(model, names - {layer.name for layer in named}, partly)
     for layer in with_projections(model, named):
         if layer.name in converted and not layer.layout.shared:
             check_can_share(model, layer)
@@ -267,32 +249,33 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any]) -> None:
                 shrink(layer, heads, key_heads)
 
 
-def _check_known(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse a model in which modules of these names exist, which are no attention layers that are known."""
+def _check_known(model: nn.Module, names: Iterable[str], partly: bool) -> None:
+    """Refuse names of modules that do not exist, unless `partly`, or are no known attention layers."""
     modules = dict(model.named_modules())
     for name in sorted(names):
-        if (module := modules.get(name)) is None:
-            continue
-        instead = "call hk.integrations.transformers.use(model), or register its layout, first"
-        if isinstance(module, nn.MultiheadAttention):
-            instead = "call hk.nn.replace_attention_(model) first"
-        kind = type(module).__name__
-        was = f"was pruned or converted; in the model it is a {kind}, whose heads are unknown"
-        refuse(f"layer {name!r}", was, instead)
+        if name in modules:
+            instead = "call hk.integrations.transformers.use(model), or register its layout, first"
+            if isinstance(modules[name], nn.MultiheadAttention):
+                instead = "call hk.nn.replace_attention_(model) first"
+            was = f"was pruned or converted; in the model it is a {type(modules[name]).__name__}"
+            refuse(f"layer {name!r}", f"{was}, whose heads are unknown", instead)
+        if not partly:
+            there = ", ".join(layer.name for layer in attention_layers(model))
+            refuse(f"layer {name!r}", "does not exist in the model", f"it has {there}")
 
 
 def _kept(
     layer: ProjectedLayer, left: Mapping[str, Any], shared: bool
 ) -> tuple[list[int], list[int]]:
     """The heads and key heads of the layer that the record keeps, by their current numbers."""
-    own = kept_heads(layer)
+    own = _kept_heads(layer)
     widths = layer.head_dim, layer.value_dim
     fits = layer.layout.shared == shared and (left["head_dim"], left["value_dim"]) == widths
     heads = [own.index(head) for head in left["heads"] if head in own]
     count = left.get("value_heads", len(heads)) if shared else left["key_heads"]
     key_heads = _sources(layer, heads, count)
     if not fits or len(heads) < len(left["heads"]) or key_heads is None:
-        was = f"was saved with {_words(left)}; the model has {_words(shape(layer))}"
+        was = f"was saved with {dict(left)}; the model has {shape(layer)}"
         instead = "load it into a model of the original shape, before pruning and conversion"
         refuse(f"layer {layer.name!r}", was, instead)
     return heads, key_heads
@@ -311,9 +294,3 @@ def _sources(layer: ProjectedLayer, heads: list[int], count: int) -> list[int] |
     read = [head // group for head in heads]
     firsts = read[::size]
     return firsts if read == [key for key in firsts for _ in range(size)] else None
-
-
-def _words(left: Mapping[str, Any]) -> str:
-    widths = f"of widths {left['head_dim']} and {left['value_dim']}"
-    values = f", {left['value_heads']} value heads" if "value_heads" in left else ""
-    return f"heads {left['heads']} and {left['key_heads']} key heads{values} {widths}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import check_size, is_int, is_real, refuse
+from heads_kernels.dtensor import whole
 from heads_kernels.heads.layers import attention_layers
 from heads_kernels.nn.hard_concrete import HardConcrete
 
@@ -127,7 +128,7 @@ class GateSchedule(nn.Module):
         The best `keep_at_least` heads of every layer come first. Ties go to the earlier layer and head.
         """
         for gates, k in self._counts:
-            rank = [gate.rank().double().cpu() for gate in gates]
+            rank = [whole(gate.log_alpha.detach()).double().cpu() for gate in gates]
             for scores in rank:
                 scores[scores.argsort(descending=True, stable=True)[: self.keep_at_least]] = (
                     math.inf

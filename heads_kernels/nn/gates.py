@@ -37,10 +37,6 @@ class HeadGate(nn.Module, ABC):
     def export(self) -> Tensor:
         """The gates at inference, `[H]`, without gradient, which pruning folds into the weights."""
 
-    def rank(self) -> Tensor:
-        """Priority of each head, `[H]`, without gradient: the heads with the largest values are kept."""
-        return self.export().abs()
-
     @abstractmethod
     def keep(self, heads: Sequence[int]) -> None:
         """Keep the gates of these heads, in this order; the layer has lost the others."""

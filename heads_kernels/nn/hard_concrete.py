@@ -161,9 +161,6 @@ class HardConcrete(HeadGate):
         self._warn_once()
         return self._evaluated().detach().clone()
 
-    def rank(self) -> Tensor:
-        return whole(self.log_alpha.detach())
-
     def keep(self, heads: Sequence[int]) -> None:
         index = torch.tensor(heads, dtype=torch.int64, device=self.log_alpha.device)
         kept = self.log_alpha.detach()[index]

@@ -66,7 +66,7 @@ def test_a_model_without_attention_of_the_table_is_refused() -> None:
     message = r"but OddAttention; known are those of hk.nn, .*register_layout adds"
     with pytest.raises(ValueError, match=message):
         hk.heads.attention_layers(nn.Sequential(OddAttention()))
-    with pytest.raises(ValueError, match=r"no attention layer that is known; known are"):
+    with pytest.raises(ValueError, match=r"no attention layer that is known, but others; known"):
         hk.heads.attention_layers(nn.Linear(2, 2))
     assert find_layers(nn.Linear(2, 2)) == []
 

@@ -134,45 +134,24 @@ def test_pruning_twice_adds_up_and_numbers_heads_anew() -> None:
         hk.heads.prune(twice, {1: [0]})
 
 
-def test_keep_at_least_spares_the_strongest() -> None:
-    model = hk.integrations.transformers.use(build("bert"))
-    gates = torch.tensor([0.1, 0.5, 0.4, 0.2])
-    hk.heads.gate(model, lambda H: hk.nn.FixedGate(gates), layers=[0])
-    pruned = hk.heads.prune(model, {0: [0, 1, 2, 3], 1: [3, 2, 1, 0]}, keep_at_least=2)
-    assert list(pruned.values()) == [[0, 3], [2, 3]]  # equal gates: the first stay
-    assert list(hk.heads.prune(model, {0: [0], 1: [1]}, keep_at_least=2).values()) == [[], []]
-
-
-def test_closed_heads_that_are_spared_are_the_most_wanted_and_open() -> None:
-    model = hk.integrations.transformers.use(build("bert"))
-    hk.heads.gate(model, hk.nn.HardConcrete, layers=[0])
-    layer = hk.heads.projected_layers(model)[0]
-    columns = layer.output.linear.weight.detach()[:, layer.output.features([2])]
-    layer.gate.log_alpha.data.copy_(torch.tensor([-9.0, -8.0, -3.0, -7.0]))
-    pruned = hk.heads.prune(model, hk.heads.closed(model), keep_at_least=1)
-    assert list(pruned.values()) == [[0, 1, 3]]
-    assert torch.equal(layer.output.linear.weight, columns)
-
-
 # ---------------------------------------------------------------------- bad input
 NAME = "encoder.layer.0.attention.self"
-BAD: list[tuple[Any, Any, str]] = [
-    ({0: [1], 5: [0]}, 0, "names layer 5; this model has layers 0 to 1: 'encoder"),
-    ({0: [1], "attention": [0]}, 0, "names layer 'attention'"),
-    ({0: [1], 1: [4]}, 0, r"layer 1 \('encoder.* has head 4; it has heads 0 to 3, 4 in all"),
-    ({NAME: [-1]}, 0, "has head -1"),
-    ({True: [1]}, 0, "names layer True"),
-    *((heads, 0, "heads") for heads in ({0: 1}, {0: [True]}, {0: [0.5]}, {0: "01"}, [0])),
-    *(({0: [1]}, keep, "keep_at_least") for keep in (-1, True, 0.5)),
+BAD: list[tuple[Any, str]] = [
+    ({0: [1], 5: [0]}, "names layer 5; this model has layers 0 to 1: 'encoder"),
+    ({0: [1], "attention": [0]}, "names layer 'attention'"),
+    ({0: [1], 1: [4]}, r"layer 1 \('encoder.* has head 4; it has heads 0 to 3, 4 in all"),
+    ({NAME: [-1]}, "has head -1"),
+    ({True: [1]}, "names layer True"),
+    *((heads, "heads") for heads in ({0: 1}, {0: [True]}, {0: [0.5]}, {0: "01"}, [0])),
 ]
 
 
 def test_bad_input() -> None:
     model = build("bert")
     before = state(model)
-    for heads, keep, refusal in BAD:
+    for heads, refusal in BAD:
         with pytest.raises((TypeError, ValueError), match=refusal):
-            hk.heads.prune(model, heads, keep_at_least=keep)
+            hk.heads.prune(model, heads)
     assert state(model) == before
 
 

@@ -232,7 +232,7 @@ def _in_shape(model_class: Any) -> Any:
         model_class.__init__(self, config, *args, **kwargs)
         if record:
             replace_classes(self)  # heads of some families are known in their replacements alone
-        restore_shape(self.base_model, record)
+        restore_shape(self.base_model, record, partly=True)
 
     members = {"__init__": __init__, "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), members)
