@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
-from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers, find_layer
+from heads_kernels.heads.layers import (
+    AttentionLayer,
+    attention_layers,
+    choose_layers,
+    find_layer,
+    heads_of_layers,
+)
 from heads_kernels.nn.attention_call import AttentionCall
 
 #: What takes the place of a head's output.
@@ -59,12 +65,13 @@ def patch(
             output; the attention function of a transformers model is not this package's, or it checkpoints activations;
             in the forward pass, a layer runs without calling `edit_heads`; after it, a layer did not run.
     """
-    _check_rows(rows)
+    is_flags = isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() in (1, 2)
+    if rows is not None and not isinstance(rows, slice) and not is_flags:
+        instead = "pass a slice, or a bool tensor [T] or [B, T]"
+        refuse("rows", f"is a {type(rows).__name__}", instead, TypeError)
     there = attention_layers(model)
     _check_computed_once(model)
-    if not isinstance(heads, Mapping):
-        was = f"is a {type(heads).__name__}"
-        refuse("heads", was, "pass {layer: {head: replacement}}", TypeError)
+    heads_of_layers(there, heads)  # refuses what does not exist
     edits = []
     ran: set[int] = set()  # indices of layers
     for key, chosen in heads.items():
@@ -73,7 +80,7 @@ def patch(
             was = f"is a {type(chosen).__name__}"
             refuse(f"heads[{key!r}]", was, "pass {head: replacement}", TypeError)
         for head, replacement in chosen.items():
-            _check_replacement(f"heads[{key!r}][{head!r}]", layer, head, replacement)
+            _check_replacement(f"heads[{key!r}][{head!r}]", replacement)
         if chosen:
             edits.append((layer, _replacing(layer, dict(chosen), rows, ran)))
     with edited(edits):
@@ -214,9 +221,8 @@ def _values(name: str, replacement: Replacement, own: Tensor, call: AttentionCal
     """What replaces the output `own` `[B, T, Dv]`; broadcasts to it."""
     if isinstance(replacement, Tensor):
         if replacement.device != own.device:
-            refuse(
-                name, f"is replaced by a tensor on {replacement.device}", f"move it to {own.device}"
-            )
+            was = f"is replaced by a tensor on {replacement.device}"
+            refuse(name, was, f"move it to {own.device}")
         sizes = zip(reversed(replacement.shape), reversed(own.shape), strict=False)
         if any(got not in (1, size) for got, size in sizes):
             was = f"is replaced by a tensor of shape {list(replacement.shape)}"
@@ -242,28 +248,12 @@ def _inside(rows: slice | Tensor, B: int, T: int, device: torch.device) -> Tenso
     return inside.to(device)
 
 
-def _check_replacement(name: str, layer: AttentionLayer, head: Any, replacement: Any) -> None:
-    if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < layer.num_heads:
-        instead = f"{layer} has the heads 0 to {layer.num_heads - 1}"
-        if not layer.num_heads:
-            instead = f"{layer} has no heads"
-        refuse(name, "names a head that does not exist", instead)
+def _check_replacement(name: str, replacement: Any) -> None:
+    was = f"is {replacement!r}"
+    fits = isinstance(replacement, str) and replacement in ("mean", "zero")
     if isinstance(replacement, Tensor):
-        if not replacement.is_floating_point() or replacement.dim() > 3:
-            was = f"is a tensor of {replacement.dtype} with {replacement.dim()} dimensions"
-            refuse(name, was, "pass a floating tensor that broadcasts to [B, T, Dv]")
-    elif not isinstance(replacement, str):
-        was = f"is a {type(replacement).__name__}"
-        refuse(name, was, 'pass a tensor, "mean" or "zero"', TypeError)
-    elif replacement not in ("mean", "zero"):
-        refuse(name, f"is {replacement!r}", 'pass a tensor, "mean" or "zero"')
-
-
-def _check_rows(rows: Any) -> None:
-    if rows is None or isinstance(rows, slice):
-        return
-    if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.dim() not in (1, 2):
-        was = f"is a {type(rows).__name__}"
-        if isinstance(rows, Tensor):
-            was = f"is a tensor of {rows.dtype} with {rows.dim()} dimensions"
-        refuse("rows", was, "pass a slice, or a bool tensor [T] or [B, T]", TypeError)
+        was = f"is a tensor of {replacement.dtype} with {replacement.dim()} dimensions"
+        fits = replacement.is_floating_point() and replacement.dim() <= 3
+    if not fits:
+        instead = 'pass a floating tensor that broadcasts to [B, T, Dv], "mean" or "zero"'
+        refuse(name, was, instead, TypeError)

@@ -185,10 +185,10 @@ class Deaf(hk.nn.GatedMultiheadAttention):
 @pytest.mark.parametrize(
     ("heads", "rows", "message"),
     [
-        ({0: {4: "zero"}}, None, r"heads\[0\]\[4\] names a head .* 0 to 3"),
+        ({0: {4: "zero"}}, None, "heads of layer 0 .* has head 4; it has heads 0 to 3"),
         ({2: {0: "zero"}}, None, r"heads names layer 2"),
         ({0: {0: "median"}}, None, r"heads\[0\]\[0\] is 'median'"),
-        ({0: {0: 1.0}}, None, r"heads\[0\]\[0\] is a float"),
+        ({0: {0: 1.0}}, None, r"heads\[0\]\[0\] is 1.0"),
         ({0: {0: torch.ones(4).int()}}, None, r"heads\[0\]\[0\] is a tensor of torch.int32"),
         ({0: [0]}, None, r"heads\[0\] is a list"),
         ([0], None, "heads is a list"),
