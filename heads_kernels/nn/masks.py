@@ -3,82 +3,120 @@
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from heads_kernels.batch import check_bias_shape
+from heads_kernels.batch import check_bias_shape, flatten_companion
 from heads_kernels.checks import check_companion, refuse
 from heads_kernels.mask import Mask
 from heads_kernels.mask.kept import readable
 from heads_kernels.mask.terms import Causal, Dense, KeyMask, QueryMask, Term
 from heads_kernels.offset_bias import OffsetBias
 
-PAIRS = "[T, S] or [B * H, T, S]"
+Bias: TypeAlias = Tensor | OffsetBias | None
 
 
-def module_mask(
-    sizes: tuple[int, int, int, int],
+def mask_and_bias(
+    query: Tensor,
+    sizes: tuple[int, ...],
     *,
-    mask: Mask | None = None,
-    key_padding_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    self_attention: bool = False,
-    hides_rows: bool = True,
-) -> Mask:
-    """All masks of one call of a module as one.
+    mask: Mask | None,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    bias: Bias,
+    self_attention: bool,
+    hides_rows: bool,
+    kept_heads: Tensor | None,
+) -> tuple[Mask, Bias]:
+    """All masks of one call of a module as one, and what is added to its scores.
 
     Args:
-        sizes: (B, H, T, S); S includes cached keys.
+        query: biases are on its device.
+        sizes: (batch dimensions, H, T, S); S includes cached keys.
         mask: a native mask; the others hide more.
-        key_padding_mask: `[B or 1, S]`; bool with True = hidden, or floating with 0 = visible and -inf = hidden. In
-            self-attention the rows are the last T keys, and the row of a hidden key is fully masked.
-        attn_mask: `[T, S]` or `[B * H, T, S]`, the same for pairs, unless it is a bias (`is_bias`). Not read if
-            `is_causal`.
+        key_padding_mask: `[batch dimensions, S]`; bool with True = hidden, or floating with 0 = visible and -inf =
+            hidden. In self-attention the rows are the last T keys; `hides_rows` hides those of hidden keys.
+        attn_mask: `[T, S]` or `[B * H, T, S]`, the same for pairs. A float tensor is a bias if it has a gradient or
+            other values, which are read only on the CPU; elsewhere it always is. Not read if `is_causal`.
         is_causal: row i sees keys up to its own position; in self-attention the last row is aligned with the last key
             (earlier keys are cached), otherwise the first row with the first key.
+        bias: broadcastable to `sizes`; or an `OffsetBias`, whose rows in self-attention are the last T keys.
         self_attention: whether rows and keys belong to one sequence.
-        hides_rows: whether `key_padding_mask` hides rows in self-attention.
+        kept_heads: the original numbers of the heads of a pruned layer.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, by name. Floats other than 0 and -inf are found only on the CPU;
-            elsewhere everything except 0 is hidden.
+        TypeError, ValueError: an argument is invalid, by name.
     """
     if mask is not None and not isinstance(mask, Mask):
         instead = "pass a hk.Mask, or a tensor as key_padding_mask or attn_mask, True = hidden"
         refuse("mask", f"is a {type(mask).__name__}", instead, TypeError)
-    _, _, T, S = sizes
+    *batch, H, T, S = sizes
     terms: tuple[Term, ...] = ()
     if is_causal:
+        if isinstance(attn_mask, Tensor) and attn_mask.requires_grad:
+            was = "requires a gradient, but is not read with is_causal"
+            refuse("attn_mask", was, "pass it as bias")
         terms += (Causal("lower_right" if self_attention else "upper_left"),)
     elif attn_mask is not None:
-        terms += (Dense(_pairs(attn_mask, sizes)),)
+        pairs = _pairs(attn_mask, sizes)
+        if not _is_bias(pairs):
+            visible = _visible("attn_mask", pairs)
+            terms += (Dense(visible.view(-1 if visible.dim() > 2 else 1, H, T, S)),)
+        elif bias is None:
+            check_companion("attn_mask", pairs, query)
+            bias = pairs
+        else:
+            instead = "pass their sum as bias, or a bool attn_mask, True = hidden"
+            refuse("attn_mask", "is a float tensor, and bias is given too", instead)
     if key_padding_mask is not None:
-        real = _visible("key_padding_mask", key_padding_mask, "[B, S]", (2,))
+        _check_hides("key_padding_mask", key_padding_mask, "[..., S]", (len(batch) + 1,))
+        if len(batch) > 1:
+            batched = tuple(batch)
+            key_padding_mask = flatten_companion("key_padding_mask", key_padding_mask, batched, "S")
+        real = _visible("key_padding_mask", key_padding_mask)
         terms += (KeyMask(real, "key_padding_mask"),)
         if self_attention and hides_rows:
             terms += (QueryMask(real[:, S - T :], "key_padding_mask"),)
-    return (Mask() if mask is None else mask) & Mask.of(terms)
+    whole = (Mask() if mask is None else mask) & Mask.of(terms)
+    if isinstance(bias, OffsetBias):
+        _check_heads(bias.heads, H, kept_heads)
+        if self_attention and T != S:
+            if bias.start:
+                was = f"starts at row {bias.start}, but with this cache rows start at {S - T}"
+                refuse("bias", was, "pass the bias without starting_at")
+            bias = bias.starting_at(S - T)
+    elif bias is not None:
+        check_companion("bias", bias, query)
+        _check_heads(bias.shape[-3] if bias.dim() > 2 else 1, H, kept_heads)
+        check_bias_shape(bias, sizes)
+    return whole, bias
 
 
-def _pairs(attn_mask: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
-    """`attn_mask` as bool `[1, 1, T, S]` or `[B, H, T, S]`, True = visible."""
-    visible = _visible("attn_mask", attn_mask, PAIRS, (2, 3))
-    check_pairs(visible, sizes)
-    return visible[None, None] if visible.dim() == 2 else visible.view(sizes)
+def _pairs(attn_mask: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """`attn_mask` as `[T, S]` or of the sizes (batch dimensions, H, T, S)."""
+    *batch, H, T, S = sizes
+    BH = math.prod(batch) * H
+    _check_hides("attn_mask", attn_mask, "[T, S] or [B * H, T, S]", (2, 3))
+    if attn_mask.shape not in ((T, S), (BH, T, S)):
+        was = f"has shape {list(attn_mask.shape)}, but scores are {list(sizes)}"
+        refuse("attn_mask", was, f"pass [{T}, {S}] or [{BH}, {T}, {S}]")
+    return attn_mask if attn_mask.dim() == 2 else attn_mask.view(sizes)
 
 
-def check_pairs(attn_mask: Tensor, sizes: tuple[int, int, int, int]) -> None:
-    """`attn_mask` is `[T, S]` or `[B * H, T, S]` of these sizes (B, H, T, S)."""
-    B, H, T, S = sizes
-    if attn_mask.shape not in ((T, S), (B * H, T, S)):
-        was = f"has shape {list(attn_mask.shape)}, but B, H, T, S are {list(sizes)}"
-        refuse("attn_mask", was, f"pass [{T}, {S}] or [{B * H}, {T}, {S}]")
+def _is_bias(pairs: Tensor) -> bool:
+    """Whether it is added to scores; its values are read only on the CPU."""
+    if not pairs.is_floating_point():
+        return False
+    if pairs.requires_grad or not readable(pairs):
+        return True
+    return not bool(((pairs == 0) | (pairs == -torch.inf)).all())
 
 
-def _visible(argument: str, hidden: Tensor, layout: str, ranks: tuple[int, ...]) -> Tensor:
-    """A mask of the modules as bool, True = visible."""
+def _check_hides(argument: str, hidden: object, layout: str, ranks: tuple[int, ...]) -> None:
+    """Refuse what is no bool or floating tensor of these ranks."""
     instead = f"pass a bool tensor {layout}, True = hidden"
     if not isinstance(hidden, Tensor):
         if isinstance(hidden, Mask):
@@ -86,86 +124,18 @@ def _visible(argument: str, hidden: Tensor, layout: str, ranks: tuple[int, ...])
         refuse(argument, f"is a {type(hidden).__name__}", instead, TypeError)
     if hidden.dim() not in ranks:
         refuse(argument, f"has shape {list(hidden.shape)}", instead)
+    if hidden.dtype != torch.bool and not hidden.is_floating_point():
+        refuse(argument, f"has dtype {hidden.dtype}", instead, TypeError)
+
+
+def _visible(argument: str, hidden: Tensor) -> Tensor:
+    """A mask of the modules as bool, True = visible."""
     if hidden.dtype == torch.bool:
         return ~hidden
-    if not hidden.is_floating_point():
-        refuse(argument, f"has dtype {hidden.dtype}", instead, TypeError)
     visible = hidden == 0
     if readable(hidden) and not bool((visible | (hidden == -torch.inf)).all()):
-        refuse(argument, "holds floats other than 0 and -inf", instead)
+        refuse(argument, "holds floats other than 0 and -inf", "pass a bool tensor, True = hidden")
     return visible
-
-
-def is_bias(attn_mask: object, is_causal: bool) -> bool:
-    """Whether `attn_mask` is added to scores: a float tensor with a gradient, or with values other than 0 and -inf.
-
-    Values are read only on the CPU. Elsewhere every float tensor is a bias, whose -inf hides as a mask does. With
-    `is_causal` it is not read, and a ValueError is raised if it requires a gradient.
-    """
-    if not isinstance(attn_mask, Tensor) or not attn_mask.is_floating_point():
-        return False
-    if is_causal:
-        if attn_mask.requires_grad:
-            was = "requires a gradient, but is not read with is_causal"
-            refuse("attn_mask", was, "pass it as bias")
-        return False
-    if attn_mask.requires_grad or not readable(attn_mask):
-        return True
-    return not bool(((attn_mask == 0) | (attn_mask == -torch.inf)).all())
-
-
-def module_bias(
-    bias: Tensor | OffsetBias | None,
-    attn_mask: Tensor | None,
-    query: Tensor,
-    sizes: tuple[int, ...],
-    *,
-    self_attention: bool,
-    kept_heads: Tensor | None,
-) -> Tensor | OffsetBias | None:
-    """The bias of one call of a module, as the operators take it.
-
-    Args:
-        bias: broadcastable to `sizes`; or an `OffsetBias`, whose rows in self-attention are the last T keys.
-        attn_mask: `[T, S]` or `[B * H, T, S]`, if it is a bias.
-        query: the bias must be on its device.
-        sizes: (batch dimensions, H, T, S); S includes cached keys.
-        self_attention: whether rows and keys belong to one sequence.
-        kept_heads: the original numbers of the heads of a pruned layer.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid, by name.
-    """
-    if attn_mask is not None:
-        if bias is not None:
-            instead = "pass their sum as bias, or a bool attn_mask, True = hidden"
-            refuse("attn_mask", "is a float tensor, and bias is given too", instead)
-        return _of_mask(attn_mask, query, sizes)
-    if bias is None:
-        return None
-    H, T, S = sizes[-3:]
-    if isinstance(bias, OffsetBias):
-        _check_heads(bias.heads, H, kept_heads)
-        if not self_attention or T == S:
-            return bias
-        if bias.start:
-            was = f"starts at row {bias.start}, but with this cache rows start at {S - T}"
-            refuse("bias", was, "pass the bias without starting_at")
-        return bias.starting_at(S - T)
-    check_companion("bias", bias, query)
-    _check_heads(bias.shape[-3] if bias.dim() > 2 else 1, H, kept_heads)
-    check_bias_shape(bias, sizes)
-    return bias
-
-
-def _of_mask(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """A float `attn_mask` with the dimensions of a bias."""
-    *batch, H, T, S = sizes
-    if attn_mask.dim() not in (2, 3):
-        refuse("attn_mask", f"has shape {list(attn_mask.shape)}", f"pass {PAIRS}")
-    check_companion("attn_mask", attn_mask, query)
-    check_pairs(attn_mask, (math.prod(batch), H, T, S))
-    return attn_mask if attn_mask.dim() == 2 else attn_mask.view(sizes)
 
 
 def _check_heads(heads: int, H: int, kept_heads: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.batch import Batch, flatten_companion, unflatten
+from heads_kernels.batch import Batch, unflatten
 from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, refuse
 from heads_kernels.dtensor import is_sharded, replicated
 from heads_kernels.functional import entmax_attention
@@ -19,7 +19,7 @@ from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.cache import KeyValueCache
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.hard_concrete import check_one_noise
-from heads_kernels.nn.masks import is_bias, module_bias, module_mask
+from heads_kernels.nn.masks import mask_and_bias
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.gate import activate, as_4d
 
@@ -228,24 +228,16 @@ class Multihead(nn.Module, ABC):
                 was = f"is a {type(cache).__name__}"
                 refuse("cache", was, "pass a hk.nn.KeyValueCache", TypeError)
             S = cache.length_after(S, alone)
-        sizes = rows.shape[0], self.num_heads, T, S
-        lead = sizes[:1] if batch is None else batch
-        is_added = is_bias(attn_mask, is_causal)
-        visible = module_mask(
-            sizes,
+        visible, bias = mask_and_bias(
+            query,
+            (*(rows.shape[:1] if batch is None else batch), self.num_heads, T, S),
             mask=mask,
-            key_padding_mask=_flat(key_padding_mask, batch),
-            attn_mask=None if is_added else attn_mask,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
             is_causal=is_causal,
+            bias=bias,
             self_attention=alone,
             hides_rows=not self.computes_padded_rows,
-        )
-        bias = module_bias(
-            bias,
-            attn_mask if is_added else None,
-            query,
-            (*lead, *sizes[1:]),
-            self_attention=alone,
             kept_heads=getattr(self, "kept_heads", None),
         )
         operands = self.operands(rows, self._source(keys, values, cache, alone))
@@ -390,13 +382,6 @@ class Multihead(nn.Module, ABC):
 def _of_rows(gates: Tensor, heads: Tensor) -> Tensor:
     """Gates without the NaN of padded rows, whose `heads` are 0."""
     return gates.where(~(gates.isnan() & (heads == 0)), 0.0)
-
-
-def _flat(mask: Tensor | None, batch: Batch) -> Tensor | None:
-    """A key padding mask `[*batch, S]` as `[B or 1, S]`."""
-    if batch is None or not isinstance(mask, Tensor):
-        return mask
-    return flatten_companion("key_padding_mask", mask, batch, "S")
 
 
 def head_width(argument: str, embed_dim: int, num_heads: int, width: int | None) -> int:
