@@ -92,9 +92,7 @@ class GatedMultiheadAttention(Multihead):
     def from_torch(cls, attention: nn.MultiheadAttention) -> GatedMultiheadAttention:
         """The same attention with copies of the weights. Outputs agree for rows that see a key.
 
-        Raises:
-            TypeError, ValueError: `attention` is not a `torch.nn.MultiheadAttention`, or has `add_bias_kv` or
-                `add_zero_attn`.
+        `add_bias_kv` and `add_zero_attn` are refused.
         """
         if not isinstance(attention, nn.MultiheadAttention):
             was = f"is a {type(attention).__name__}"
@@ -146,8 +144,7 @@ class GatedMultiheadAttention(Multihead):
 
     def extra_repr(self) -> str:
         heads = f"num_key_heads={self.num_key_heads}, head_dim={self.head_dim}"
-        entmax = "" if self.alpha_logits is None else ", entmax=True"
-        return f"{heads}, {super().extra_repr()}{entmax}"
+        return f"{heads}, {super().extra_repr()}, entmax={self.alpha_logits is not None}"
 
 
 # ---------------------------------------------------------------------- state dicts of torch.nn.MultiheadAttention

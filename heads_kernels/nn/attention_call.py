@@ -54,11 +54,7 @@ class AttentionCall:
         self_attention: bool = True,
         **kwargs: Any,
     ) -> AttentionCall:
-        """The call `operator(*args, **kwargs)`, which is checked and does not run.
-
-        Raises:
-            TypeError, ValueError: as the operator.
-        """
+        """The call `operator(*args, **kwargs)`, which is checked and does not run."""
         given = signature(operator).bind_partial(*args).arguments
         return cls(parse(operator.__name__, **given, **kwargs)[0], self_attention)
 
@@ -153,10 +149,7 @@ class AttentionCall:
         """`hk.attention_statistics` of the call; `exclude_keys` is bool `[S]` or `[B, S]`.
 
         Weights of rows, `received`, broadcast to `[B, H, T]`. True counts every row that sees a key, padding included;
-        `real_queries[:, None].float()` counts tokens alone.
-
-        Raises:
-            ValueError: the call has entmax in the place of softmax.
+        `real_queries[:, None].float()` counts tokens alone. Calls with entmax are refused.
         """
         self.check_softmax("statistics")
         B, H, T, S = self.call.sizes
@@ -179,9 +172,6 @@ class AttentionCall:
         Args:
             rows: a slice of the query rows, without a step; default all.
             heads: numbers of query heads; default all. Others are not computed.
-
-        Raises:
-            ValueError: a head does not exist; the slice has a step.
         """
         start, stop, step = rows.indices(self.call.T)
         if step != 1:
@@ -189,17 +179,13 @@ class AttentionCall:
         call = scores.of_rows(self.call, start, stop)
         if heads is not None:
             if absent := [head for head in heads if not 0 <= head < self.call.H]:
-                refuse(
-                    "heads", f"names head {absent[0]}", f"the call has heads 0 to {self.call.H - 1}"
-                )
+                there = f"the call has heads 0 to {self.call.H - 1}"
+                refuse("heads", f"names head {absent[0]}", there)
             call = scores.of_heads(call, heads)
         return eager.row_probabilities(call)
 
     def support_sizes(self) -> Tensor:
-        """int64 `[B, H, T]`: the number of keys to which each row gives a probability above 0.
-
-        Blocks of rows are worked out one after the other.
-        """
+        """int64 `[B, H, T]`: the number of keys to which each row gives a probability above 0."""
         found = [
             (self.probabilities(rows) > 0).sum(-1)
             for rows in blocks(self.call.T, self.call.B * self.call.H * self.call.S)
@@ -217,8 +203,7 @@ def visible_under(added: Tensor) -> Tensor:
     """Which keys a float tensor `[..., S]` that is added to scores leaves visible, bool.
 
     A key is hidden by -inf, by half of the dtype's lowest number, and by 5000 less than the largest of its row: models
-    hide keys by -10000, -1e9 or the lowest number, to which another bias may have been added. The probability of such a
-    key is 0 in float64 too, unless scores differ by thousands.
+    hide keys by -10000, -1e9 or the lowest number, to which another bias may have been added.
     """
     added = added.detach()
     lowest = torch.finfo(added.dtype).min / 2

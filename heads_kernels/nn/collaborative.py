@@ -118,5 +118,5 @@ class CollaborativeMultiheadAttention(Multihead):
         }
 
     def extra_repr(self) -> str:
-        values = f"num_value_heads={self.num_value_heads}"
-        return f"shared_dim={self.shared_dim}, {values}, {super().extra_repr()}"
+        sizes = f"shared_dim={self.shared_dim}, num_value_heads={self.num_value_heads}"
+        return f"{sizes}, {super().extra_repr()}"

@@ -76,6 +76,5 @@ class FixedGate(HeadGate):
         self.gates = self.gates[torch.tensor(heads, dtype=torch.int64, device=self.gates.device)]
 
     def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, closed={(self.gates == 0).nonzero().flatten().tolist()}"
-        )
+        closed = (self.gates == 0).nonzero().flatten().tolist()
+        return f"num_heads={self.num_heads}, closed={closed}"

@@ -143,14 +143,8 @@ class HardConcrete(HeadGate):
     def l2_penalty(self, values: Tensor) -> Tensor:
         """Half the expected sum of squares of the gated values (Louizos et al. 2018: L0 combined with other norms).
 
-        Args:
-            values: `[H, ...]`, for example the columns of the output projection of each head.
-
-        Returns:
-            `sum(P(gate != 0) * values**2) / 2`, a scalar with gradients for the gates and `values`.
-
-        Raises:
-            ValueError: the first dimension of `values` is not H.
+        That is `sum(P(gate != 0) * values**2) / 2`, a scalar with gradients for the gates and `values`, which are
+        `[H, ...]`, for example the columns of the output projection of each head.
         """
         if values.dim() < 1 or values.shape[0] != self.num_heads:
             refuse("values", f"has shape {list(values.shape)}", f"pass [{self.num_heads}, ...]")
@@ -167,23 +161,16 @@ class HardConcrete(HeadGate):
         self.log_alpha = nn.Parameter(kept, requires_grad=self.log_alpha.requires_grad)
 
     def settle(self, is_open: Tensor) -> None:
-        """Open some heads fully and close the others, permanently.
+        """Open the heads of `is_open`, bool `[H]`, fully and close the others, permanently.
 
         Sets `log_alpha` so that every sample, and either rule, gives exactly 1 or 0, and stops its training.
-
-        Args:
-            is_open: bool `[H]`.
-
-        Raises:
-            ValueError: `is_open` has another dtype or shape.
         """
         if is_open.dtype != torch.bool or is_open.shape != self.log_alpha.shape:
             was = f"is {is_open.dtype} of shape {list(is_open.shape)}"
             refuse("is_open", was, f"pass a bool tensor [{self.num_heads}]")
         # The noise is at most logit(1 - EPS); a logit beyond `bound` is clamped on either side.
-        low, high = self.stretch
-        bound = max(math.log(-high / low), math.log((1 - low) / (high - 1)))
-        far = math.log1p(-EPS) - math.log(EPS) + max(1.0, self.temperature) * bound + 1
+        bound = max(-self._offset_zero, self._offset_one)
+        far = math.log1p(-EPS) - math.log(EPS) + bound * max(1.0, 1 / self.temperature) + 1
         self.log_alpha.requires_grad_(False)
         self.log_alpha.grad = None
         settled = torch.where(is_open.to(self.log_alpha.device), far, -far)
@@ -196,11 +183,15 @@ class HardConcrete(HeadGate):
         return self
 
     def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, temperature={self.temperature:.3g}, "
-            f"stretch={self.stretch}, evaluate={self.evaluate!r}, per_sample={self.per_sample}, "
-            f"straight_through={self.straight_through}"
+        names = (
+            "num_heads",
+            "temperature",
+            "stretch",
+            "evaluate",
+            "per_sample",
+            "straight_through",
         )
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     # ------------------------------------------------------------------ the formulas
     @property
@@ -264,9 +255,6 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
 
     Returns:
         A scalar, on the device of the first gate.
-
-    Raises:
-        ValueError: the model has no `HardConcrete`; `reduce` is unknown.
     """
     check_choice("reduce", reduce, get_args(Reduce))
     gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
@@ -279,9 +267,5 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
 
 
 def expected_open(model: nn.Module) -> Tensor:
-    """The expected number of open heads of a model with `HardConcrete` gates: a scalar without gradient.
-
-    Raises:
-        ValueError: the model has no `HardConcrete`.
-    """
+    """The expected number of open heads of a model with `HardConcrete` gates: a scalar without gradient."""
     return l0_penalty(model).detach()

@@ -30,8 +30,7 @@ def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
         `tensor`.
 
     Raises:
-        TypeError, ValueError: `tensor` is not floating `[H, Ds]`; `kind` is unknown; "concatenate" with Ds < H, which
-            would leave heads empty.
+        TypeError, ValueError: an argument is invalid; "concatenate" with Ds < H would leave heads empty.
     """
     check_tensor("tensor", tensor, "pass a floating tensor [H, Ds]", (2,))
     check_choice("kind", kind, MIXING_INITS)
@@ -67,9 +66,6 @@ def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
 
     Returns:
         `module`.
-
-    Raises:
-        TypeError, ValueError: `layer` is not an int >= 1, `alpha` is not positive, or `module` has no such matrix.
     """
     check_size("layer", layer)
     if not 0.0 < alpha < math.inf:

@@ -25,11 +25,8 @@ from heads_kernels.ops.gate import activate, as_4d
 
 
 class _OwnForward:
-    """Placeholder for the packed weights that `nn.TransformerEncoder` passes to its fused path.
-
-    That path computes ordinary attention from the weights and never calls the module. PyTorch does not take it for an
-    argument with a `__torch_function__`.
-    """
+    """In the place of packed weights it keeps `nn.TransformerEncoder` from its fused path, which calls no module: that
+    takes no argument with a `__torch_function__`."""
 
     @classmethod
     def __torch_function__(cls, *call: object) -> object:
@@ -37,10 +34,7 @@ class _OwnForward:
 
 
 class Context(Protocol):
-    """Calls operators where this process has a part of each sequence; masks are those of whole ones.
-
-    It is a `ContextParallel` of `hk.integrations.distributed`, which has the words.
-    """
+    """A `ContextParallel` of `hk.integrations.distributed`."""
 
     mesh: Any
     length: int | None
@@ -142,10 +136,10 @@ class Multihead(nn.Module, ABC):
 
     @abstractmethod
     def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-        """The tensor arguments of the operator, from the query's input and the result of `source`."""
+        """The tensor arguments of the operator."""
 
     def beside(self, query: Tensor, mask: Mask, cache: KeyValueCache | None) -> Tensor | None:
-        """What is added to the heads before their gates, `[B, H, T, Dv]`; `query` is the input `[B, T, embed_dim]`."""
+        """What is added to the heads before their gates, `[B, H, T, Dv]`."""
         return None
 
     @property
@@ -276,7 +270,7 @@ class Multihead(nn.Module, ABC):
     def _attend(
         self, query: Tensor, arguments: dict[str, Any], batch: Batch, beside: Tensor | None
     ) -> Tensor:
-        """Call the operator with the gates; returns `[B, H, T, Dv]`. `arguments` have batch dimensions `batch`."""
+        """Call the operator, whose `arguments` have batch dimensions `batch`, with the gates: `[B, H, T, Dv]`."""
         gate, activation = None, "identity"
         if self.head_gate is not None:
             if is_sharded(getattr(self.out_proj, "weight", None)):
@@ -291,9 +285,7 @@ class Multihead(nn.Module, ABC):
             beside = beside * _of_rows(factor, beside)
         if batch is not None and gate is not None and gate.dim() > 1:
             gate = unflatten(gate.expand(len(query), *gate.shape[1:]), batch)
-        operator = self.operator
-        if self.context is not None:
-            operator = partial(self.context, operator)
+        operator = self.operator if self.context is None else partial(self.context, self.operator)
         heads = operator(
             **arguments,
             gate=gate,
@@ -314,16 +306,13 @@ class Multihead(nn.Module, ABC):
         return inputs.flatten(0, -3) if self.batch_first else inputs.transpose(0, 1)
 
     def _check_context(self, cache: KeyValueCache | None) -> None:
-        """What reads the keys of whole sequences, of which this process has a part."""
+        """Refuse what reads the keys of whole sequences, of which this process has a part."""
         if self.operator is entmax_attention:
             was = "is set, but entmax needs the scores of whole rows"
             refuse("context", was, "leave the layer out of context_parallel")
-        for name, given in (
-            ("cache", cache is not None),
-            ("observer", self.observer is not None),
-            ("edit_heads", self.edit_heads is not None),
-        ):
-            if given:
+        readers = {"cache": cache, "observer": self.observer, "edit_heads": self.edit_heads}
+        for name, given in readers.items():
+            if given is not None:
                 was = "is given, but the layer is under context parallelism"
                 refuse(name, was, "set its context to None, and pass whole sequences")
 
@@ -349,34 +338,28 @@ class Multihead(nn.Module, ABC):
             if not isinstance(tensor, Tensor):
                 refuse(name, f"is a {type(tensor).__name__}", f"pass a tensor {layout}", TypeError)
             if tensor.is_nested:
-                instead = (
-                    f"pass {layout} and masks (enable_nested_tensor=False in a TransformerEncoder)"
-                )
-                refuse(name, "is nested", instead)
+                instead = "and masks (enable_nested_tensor=False in a TransformerEncoder)"
+                refuse(name, "is nested", f"pass {layout} {instead}")
             fits = tensor.dim() == 3 or (tensor.dim() > 3 and self.batch_first)
             if not fits or tensor.shape[-1] != width:
-                order = "batch first" if self.batch_first else "since batch_first is False"
-                refuse(name, f"has shape {list(tensor.shape)}", f"pass {layout}, {order}")
-        found, wanted = (self._batch(each) for each in (key, query))
+                instead = f"pass {layout}, with batch_first={self.batch_first}"
+                refuse(name, f"has shape {list(tensor.shape)}", instead)
+        # Batch dimensions are those before the length, or the second.
+        found, wanted = (
+            each.shape[:-2] if self.batch_first else each.shape[1:2] for each in (key, query)
+        )
         if found != wanted:
-            refuse("key", f"has batch {found}, but query has batch {wanted}", "make them equal")
+            was = f"has batch {list(found)}, but query has batch {list(wanted)}"
+            refuse("key", was, "make them equal")
         if value.shape[:-1] != key.shape[:-1]:
             was = f"has shape {list(value.shape)}, but key has {list(key.shape)}"
             refuse("value", was, "make batch and length equal")
 
-    def _batch(self, inputs: Tensor) -> int | list[int]:
-        """The batch dimensions, or the size of a single one."""
-        if inputs.dim() > 3:
-            return list(inputs.shape[:-2])
-        return inputs.shape[0 if self.batch_first else 1]
-
     def extra_repr(self) -> str:
-        parts = [f"num_heads={self.num_heads}", f"value_dim={self.value_dim}"]
-        parts += [f"scale={self.scale:.4g}"]
-        parts += [f"dropout={self.dropout}"] if self.dropout else []
-        parts += [] if self.batch_first else ["batch_first=False"]
-        parts += [f"output_gate={self.output_gate!r}"] if self.output_gate else []
-        return ", ".join(parts)
+        return (
+            f"num_heads={self.num_heads}, value_dim={self.value_dim}, scale={self.scale:.4g}, dropout={self.dropout}, "
+            f"batch_first={self.batch_first}, output_gate={self.output_gate!r}"
+        )
 
 
 def _of_rows(gates: Tensor, heads: Tensor) -> Tensor:

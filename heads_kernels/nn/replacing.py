@@ -38,36 +38,25 @@ def replace_attention_(model: Model) -> Model:
         The model itself.
 
     Raises:
-        TypeError: `model` is not a `nn.Module`, or is a `torch.nn.MultiheadAttention` itself.
-        ValueError: `model` contains none, or one that cannot be replaced, by name: with `add_bias_kv`,
-            `add_zero_attn`, forward hooks, an adapter, parametrised, quantised or sharded weights, an overridden
-            forward, or weights shared with other modules. The model is then unchanged.
+        TypeError, ValueError: `model` contains none, is one, or has one that cannot be replaced, by name: with
+            `add_bias_kv`, `add_zero_attn`, forward hooks, an adapter, parametrised, quantised or sharded weights, an
+            overridden forward, or weights shared with other modules. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
     if isinstance(model, nn.MultiheadAttention):
         instead = "use hk.nn.GatedMultiheadAttention.from_torch(model), or pass what holds it"
         refuse("model", "is a MultiheadAttention itself", instead, TypeError)
-    chosen = {
-        name: part
-        for name, part in model.named_modules()
-        if isinstance(part, nn.MultiheadAttention)
-    }
-    if not chosen:
+    holders = Counter(id(each) for part in model.modules() for each in part._parameters.values())
+    made: dict[nn.Module, nn.Module] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.MultiheadAttention):
+            _check_plain(name, part, holders)
+            made[part] = new = GatedMultiheadAttention.from_torch(part)
+            new.computes_padded_rows = True
+    if not made:
         was = f"is a {type(model).__name__} without torch.nn.MultiheadAttention"
         refuse("model", was, "there is nothing to replace")
-    holders = Counter(
-        id(each)
-        for part in model.modules()
-        for each in part._parameters.values()
-        if each is not None
-    )
-    for name, part in chosen.items():
-        _check_plain(name, part, holders)
-    made: dict[nn.Module, nn.Module] = {}
-    for part in chosen.values():
-        made[part] = new = GatedMultiheadAttention.from_torch(part)
-        new.computes_padded_rows = True
     with kept_on_error(model):
         put(model, made)
     return model
@@ -109,15 +98,12 @@ def _check_plain(name: str, module: nn.MultiheadAttention, holders: Mapping[int,
     if any(nn.utils.parametrize.is_parametrized(part) for part in parts):
         instead = "make them permanent: torch.nn.utils.parametrize.remove_parametrizations"
         no("has parametrised weights", instead)
+    parameters: dict[str, Tensor] = dict(module.named_parameters())
+    before = "replace it before the model is quantised or sharded"
     if not isinstance(module.out_proj, nn.Linear):
-        no(
-            f"has a {type(module.out_proj).__name__} as its out_proj",
-            "replace it before quantising",
-        )
-    weights: dict[str, Tensor] = dict(module.named_parameters())
-    for weight, parameter in weights.items():
+        no(f"has a {type(module.out_proj).__name__} as its out_proj", before)
+    for weight, parameter in parameters.items():
         if type(parameter) is not nn.Parameter:
-            was = f"has a {type(parameter).__name__} as its {weight}"
-            no(was, "replace it before the model is quantised or sharded")
+            no(f"has a {type(parameter).__name__} as its {weight}", before)
         if holders[id(parameter)] > 1:
             no(f"shares its {weight} with another module", "give it a copy of its own")

@@ -14,19 +14,12 @@ from heads_kernels.mask import Mask
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the N real tokens of a batch of B rows of T tokens are.
+    """Where the N real tokens of a batch of B rows of T tokens are."""
 
-    Attributes:
-        index: int64 `[N]`, ascending: the place of each real token among the B * T.
-        rows: int64 `[N]`, ascending: the batch row of each, its document id in the packed row.
-        columns: int64 `[N]`: its position in that row.
-        sizes: (B, T).
-    """
-
-    index: Tensor
-    rows: Tensor
-    columns: Tensor
-    sizes: tuple[int, int]
+    index: Tensor  # int64 [N], ascending: the place of each real token among the B * T
+    rows: Tensor  # int64 [N]: the batch row of each, its document id in the packed row
+    columns: Tensor  # int64 [N]: its position in that row
+    sizes: tuple[int, int]  # (B, T)
 
     @classmethod
     def of(cls, real: Tensor) -> Packing:
@@ -78,19 +71,13 @@ def unpad(x: Tensor, real: Tensor) -> tuple[Tensor, Mask, Callable[[Tensor], Ten
     Returns:
         `x` packed, `[1, N, ...]`; the `hk.Mask` of its documents; and the function that makes `[B, T, ...]` of
         `[1, N, ...]`, with zeros for padding. Both ways gradients flow.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
     """
-    if not isinstance(x, Tensor):
-        refuse("x", f"is a {type(x).__name__}", "pass a tensor [B, T, ...]", TypeError)
-    if x.dim() < 2:
-        refuse("x", f"has shape {shape_of(x)}", "pass a tensor [B, T, ...]")
-    instead = f"pass a bool tensor {[*x.shape[:2]]}, True = real"
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        was = f"has shape {shape_of(x)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+        refuse("x", was, "pass a tensor [B, T, ...]", TypeError)
+    instead = f"pass a bool tensor {[*x.shape[:2]]}, True = real, on {x.device}"
     check_tensor("real", real, instead, (2,), (torch.bool,))
-    if real.shape != x.shape[:2]:
-        refuse("real", f"has shape {shape_of(real)}, but x has {shape_of(x)}", instead)
-    if real.device != x.device:
-        refuse("real", f"is on {real.device}, but x is on {x.device}", "move it there")
+    if real.shape != x.shape[:2] or real.device != x.device:
+        refuse("real", f"has shape {shape_of(real)} and is on {real.device}", instead)
     packing = Packing.of(real)
     return packing.pack(x), Mask(document_ids=packing.rows), packing.pad_back

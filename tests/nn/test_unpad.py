@@ -46,7 +46,7 @@ BAD: list[tuple[Any, Any, str]] = [
     ([1], REAL, r"x is a list; pass a tensor \[B, T, ...\]"),
     (torch.ones(B), REAL, r"x has shape \[4\]"),
     (X, REAL.long(), "real has dtype torch.int64; pass a bool"),
-    (X, REAL.T, r"real has shape \[9, 4\], but x has"),
+    (X, REAL.T, r"real has shape \[9, 4\]"),
     (X, None, "real is a NoneType"),
 ]
 
