@@ -48,17 +48,16 @@ def gate(
         layers: a list of indices or names of layers; default all.
 
     Raises:
-        TypeError, ValueError: a layer does not exist, has a gate already or has packed quantised weights; gates that
-            learn would get no gradient through quantised projections; the model is sharded by `fully_shard`; the
-            attention function of a transformers model ignores gates; `make` does not return a new `HeadGate` of that
-            many heads each time.
+        TypeError, ValueError: a layer does not exist or has a gate already; gates that learn would get no gradient
+            through quantised projections; the model is sharded by `fully_shard`; the attention function of a
+            transformers model ignores gates; `make` does not return a new `HeadGate` of that many heads each time.
     """
     if isinstance(make, nn.Module) or not callable(make):
         was = f"is a {type(make).__name__}"
         instead = "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate"
         refuse("make", was, instead, TypeError)
     chosen = choose_layers(attention_layers(model), layers)
-    check_reads_gates(model, chosen)
+    _check_reads_gates(model, chosen)
     made: dict[HeadGate, AttentionLayer] = {}
     for layer in chosen:
         if is_fully_sharded(model):
@@ -88,12 +87,12 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
         heads: `{layer: [heads]}`, layers by index or name, heads by their current number.
 
     Raises:
-        TypeError, ValueError: a layer or head does not exist (the message lists the existing ones); the attention
-            function of a transformers model ignores gates; a layer has packed quantised weights, or gates that are
-            learned or fixed at values other than 0 and 1, which `reopen` could not restore.
+        TypeError, ValueError: a layer or head does not exist; the attention function of a transformers model ignores
+            gates; a layer has gates that are learned or fixed at values other than 0 and 1, which `reopen` could not
+            restore.
     """
     asked = heads_of_layers(attention_layers(model), heads)
-    check_reads_gates(model, [layer for layer, _ in asked])
+    _check_reads_gates(model, [layer for layer, _ in asked])
     for layer, _ in asked:
         head_gate = layer.gate
         if head_gate is not None and not _only_closes(head_gate):
@@ -151,9 +150,7 @@ def _check_runs_gate(module: Any, args: tuple[Any, ...]) -> None:
 
 def _only_closes(head_gate: HeadGate | None) -> bool:
     """Whether it is a gate as `close` makes it."""
-    return isinstance(head_gate, FixedGate) and bool(
-        ((head_gate.gates == 0) | (head_gate.gates == 1)).all()
-    )
+    return isinstance(head_gate, FixedGate) and set(head_gate.gates.tolist()) <= {0.0, 1.0}
 
 
 def _made(
@@ -210,9 +207,8 @@ def refuse_ignored_gates(where: str, runs: str) -> NoReturn:
     refuse("model", was, f"{again}; hk.heads.prune, reopen and ungate remove gates")
 
 
-def check_reads_gates(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
+def _check_reads_gates(model: nn.Module, layers: list[AttentionLayer]) -> None:
     """Refuse layers of a model that would ignore their gates: those of registered classes are compared first."""
-    layers = list(layers)
     for layer in layers:
         check_runs_operators(layer)
     with_projections(model, [layer for layer in layers if not calls_operators(layer.module)])

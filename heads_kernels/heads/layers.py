@@ -71,9 +71,6 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     `register_layout` was given. Where their heads are in the weights is another question, which `projected_layers`
     answers.
 
-    Args:
-        model: any model that contains such modules.
-
     Raises:
         ValueError: the model has no attention layer (the message names what looks like attention), a class has a
             registered name but not its parts, or a module does not say how many heads it has.

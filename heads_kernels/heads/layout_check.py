@@ -30,7 +30,7 @@ from heads_kernels.nn.multihead import Multihead
 #: Tokens of the random input: several rows that see different keys under a causal mask.
 _TOKENS: Final = 4
 #: Features of the input that a projection of the copy reads, and of the output that it writes. Heuristic: enough for
-#: different heads to differ, and few enough for the check of a wide layer to take milliseconds.
+#: heads to differ, and few enough for a wide layer to take milliseconds.
 _FEATURES: Final = 8
 
 #: Results by structure of the module: None, or why its layout does not fit.
@@ -45,12 +45,8 @@ def misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
     pruned. The outputs must be equal up to rounding.
 
     Only the structure of the module itself is read: its weights may be on any device, including meta, of any dtype,
-    sharded or quantised, and its hooks do not run. Results are cached per class and shape. Layers that are already
-    pruned are not compared, since they were before.
-
-    Args:
-        holder: the module that the layout describes.
-        layout: all its paths exist in `holder`; that of the class, not of a converted layer.
+    sharded or quantised, and its hooks do not run. Results are cached per class and shape; pruned layers were compared
+    before.
     """
     inner = at_path(holder, layout.inner) if layout.inner else holder
     if hasattr(inner, "kept_heads"):
@@ -183,10 +179,7 @@ class _Narrow(nn.Linear):
 
 
 def _random_copy(holder: nn.Module, layout: HeadLayout, function: str) -> Any:
-    """A copy with random parameters in float32 on the CPU, in evaluation mode, without hooks and head gates.
-
-    Roles with different paths get different projections, even if the module shares one; pruning refuses such modules.
-    """
+    """A copy with random parameters in float32 on the CPU, in evaluation mode, without hooks and head gates."""
     layer = layer_of(holder, layout)
     projections = {layout.output: layer.output}
     projections |= {layout.query: layer.query, layout.key: layer.key, layout.value: layer.value}
@@ -212,9 +205,8 @@ def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
     for name, value in vars(module).items():
         if name in ("forward", "_compiled_call_impl"):  # what wraps it
             continue
-        if name in ("observer", "edit_heads") or (
-            name == "context" and isinstance(module, Multihead)
-        ):
+        is_context = name == "context" and isinstance(module, Multihead)
+        if name in ("observer", "edit_heads") or is_context:
             value = None  # the copy runs alone, on whole sequences
         if names_attention_function(value):
             value = with_attention_function(value, function)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -61,9 +62,9 @@ def patch(
         rows: the rows that are replaced: a slice, or a bool tensor `[T]` or `[B, T]`. Default all.
 
     Raises:
-        TypeError, ValueError: a layer or head does not exist; a replacement is of another kind, or does not fit the
-            output; the attention function of a transformers model is not this package's, or it checkpoints activations;
-            in the forward pass, a layer runs without calling `edit_heads`; after it, a layer did not run.
+        TypeError, ValueError: a layer or head does not exist; a replacement does not fit the output; the attention
+            function of a transformers model is not this package's, or it checkpoints activations; a layer runs without
+            calling `edit_heads`, or did not run.
     """
     is_flags = isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() in (1, 2)
     if rows is not None and not isinstance(rows, slice) and not is_flags:
@@ -108,18 +109,14 @@ def outputs(
     """
     chosen = choose_layers(attention_layers(model), layers)
     _check_computed_once(model)
-    found: dict[int, list[Tensor]] = {layer.index: [] for layer in chosen if layer.num_heads}
+    asked = [layer for layer in chosen if layer.num_heads]
+    found: dict[int, list[Tensor]] = {layer.index: [] for layer in asked}
 
-    def recording(runs: list[Tensor]) -> Edit:
-        def record(heads: Tensor, call: AttentionCall) -> Tensor:
-            runs.append(heads)
-            return heads
+    def record(runs: list[Tensor], heads: Tensor, call: AttentionCall) -> Tensor:
+        runs.append(heads)
+        return heads
 
-        return record
-
-    with edited(
-        [(layer, recording(found[layer.index])) for layer in chosen if layer.index in found]
-    ):
+    with edited([(layer, partial(record, found[layer.index])) for layer in asked]):
         yield found
 
 

@@ -57,11 +57,7 @@ def projected_layers(model: nn.Module) -> list[ProjectedLayer]:
 
 
 def with_projections(model: nn.Module, layers: Iterable[AttentionLayer]) -> list[ProjectedLayer]:
-    """These attention layers of a model with their projections.
-
-    Raises:
-        ValueError: the heads of a layer are not known in its weights; the message names it and says why.
-    """
+    """These attention layers of a model with their projections; refuses those whose heads are not known in them."""
     layers = list(layers)
     found = []
     for layer, made in zip(layers, _projected(model, layers), strict=True):

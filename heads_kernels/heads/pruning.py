@@ -37,10 +37,8 @@ def prune(model: nn.Module, heads: HeadsByLayer) -> dict[str, list[int]]:
     Adapters must be merged first. An error or Ctrl-C leaves the model unchanged.
 
     The parameters are new, with the dtype, device and `requires_grad` of the old ones: create the optimiser afterwards.
-    Layers of T5 receive the position bias of all heads; an attention function must select `module.kept_heads` of it, as
-    "heads_kernels" does and transformers' own do not. `generation_config.alignment_heads` of Whisper is renumbered. The
-    remaining heads are recorded in `config.heads_kernels` of transformers models; prune the whole model, not a part of
-    it, so that they are saved.
+    `generation_config.alignment_heads` of Whisper is renumbered. The remaining heads are recorded in
+    `config.heads_kernels` of transformers models; prune the whole model, not a part of it, so that they are saved.
 
     Args:
         model: with attention layers (`attention_layers`).
@@ -50,10 +48,9 @@ def prune(model: nn.Module, heads: HeadsByLayer) -> dict[str, list[int]]:
         The removed heads, `{layer name: [heads]}`.
 
     Raises:
-        TypeError, ValueError: a layer or head does not exist (the message lists the existing ones); it is not known
-            where a layer's heads are in its weights (the message says why); a projection is not
-            an `nn.Linear` or `Conv1D`, has an adapter, is quantised, parametrised, sharded or offloaded, has forward
-            hooks, or is shared between different layers or roles; a head is one of Whisper's
+        TypeError, ValueError: a layer or head does not exist; it is not known where a layer's heads are in its weights;
+            a projection is not an `nn.Linear` or `Conv1D`, has an adapter, is quantised, parametrised, sharded or
+            offloaded, has forward hooks, or is shared between different layers or roles; a head is one of Whisper's
             `generation_config.alignment_heads`.
     """
     named = heads_of_layers(attention_layers(model), heads)
@@ -93,9 +90,7 @@ def _alignment_heads(model: nn.Module, gone: Mapping[str, list[int]]) -> list[li
         removed = next((each for name, each in gone.items() if name.endswith(place)), [])
         if head in removed:
             was = f"has head {head} of {place!r}, one of generation_config.alignment_heads"
-            instead = (
-                "keep it, or take it off that list, from which timestamps of tokens are computed"
-            )
+            instead = "keep it, or take it off that list, which gives timestamps of tokens"
             refuse("heads", was, instead)
         numbers.append([layer, head - sum(each < head for each in removed)])
     return numbers

@@ -42,10 +42,8 @@ def read_key_heads(layer: ProjectedLayer, left: list[int]) -> list[int]:
 def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
     """Keep these heads and key heads of a layer, in this order; key heads may repeat.
 
-    Of a layer whose heads share one key `key_heads` are the value heads.
-
-    The module then has `kept_heads`, an int64 buffer with the original numbers of its heads, `heads_before`, their
-    original number, and `kept_key_heads`, the number of its key heads. One of transformers checks its calls.
+    Of a layer whose heads share one key `key_heads` are the value heads. The module then has `kept_heads`, an int64
+    buffer with the original numbers of its heads, `heads_before`, their original number, and `kept_key_heads`.
     """
     if layer.layout.shared:
         projections = [(layer.value, key_heads)]
@@ -185,24 +183,17 @@ def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
 def share(
     model: nn.Module, layer: ProjectedLayer, dim: int, *, ragged: bool, slots: int = 0
 ) -> dict[str, Tensor]:
-    """Make a layer collaborative; its new parameters are uninitialised.
+    """Make a layer of `dim` shared features, which passes `check_can_share`; it is invalid afterwards.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. Other
-    modules keep their forward and get a `SharedProjection` for query and for key, `mixing`, `ragged` and
-    `num_value_heads`. Everything else is kept.
-
-    Args:
-        model: contains the layer.
-        layer: one of `attention_layers(model)` that passes `check_can_share`; invalid afterwards.
-        dim: Ds.
-        ragged: whether entries of mixing that are 0 stay 0 in training.
-        slots: of its `SharedProjection`s, in a layer with rotary positions.
+    modules keep their forward and get a `SharedProjection` (of `slots`) for query and for key, `mixing`, `ragged` and
+    `num_value_heads`.
 
     Returns:
-        The new parameters, with dtype, device and `requires_grad` of the old projections: `query` `[Ds, D_in]`, `key`
-        `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`. With rotary positions `mixing` `[H, Ds / 2]`,
-        biases instead of `content`, `query_bias` and `key_bias` `[Ds]`, if there were some, and the buffers
-        `query_places` and `key_places`.
+        The new parameters, uninitialised, with dtype, device and `requires_grad` of the old projections: `query`
+        `[Ds, D_in]`, `key` `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`. With rotary positions
+        `mixing` `[H, Ds / 2]`, biases instead of `content`, `query_bias` and `key_bias` `[Ds]`, if there were some, and
+        the buffers `query_places` and `key_places`.
     """
     module = layer.module
     if isinstance(module, GatedMultiheadAttention):

@@ -111,9 +111,6 @@ def shapes(model: nn.Module) -> dict[str, Any]:
     Returns:
         `{"pruned": {layer name: {heads, key_heads, head_dim, value_dim}}, "converted": {layer name: {dim, ragged}}}`;
         what does not occur is left out.
-
-    Raises:
-        ValueError: the model has no known attention layer.
     """
     attention_layers(model)  # refuses a model without
     return record(model)
@@ -130,7 +127,7 @@ def apply_shapes(model: nn.Module, shapes: Mapping[str, Any]) -> None:
         shapes: what `hk.heads.shapes` returned.
 
     Raises:
-        TypeError, ValueError: a layer does not exist in the model, or does not fit. The message names it.
+        TypeError, ValueError: a layer does not exist in the model, or does not fit.
     """
     with kept_on_error(model):
         restore_shape(model, shapes)
@@ -142,10 +139,7 @@ RECORD: Final = "heads_kernels"
 
 
 def record(model: nn.Module) -> dict[str, Any]:
-    """`{"pruned": {layer name: shape}, "converted": {layer name: {"dim": Ds, "ragged": bool}}}`, for JSON.
-
-    Only pruned and converted layers appear. Those with rotary positions have `slots` too (`SharedProjection`).
-    """
+    """As `shapes`; converted layers with rotary positions have `slots` too (`SharedProjection`)."""
     found: dict[str, Any] = {}
     changed = [
         layer
@@ -188,11 +182,7 @@ def _kept_heads(layer: ProjectedLayer) -> list[int]:
 
 # ---------------------------------------------------------------------- configs of transformers
 def record_in_config(model: nn.Module) -> None:
-    """Write `record` into the configs of transformers models.
-
-    Layers are named as in the base model, so that the names agree with and without a task head. Submodels that share
-    the config of the model are skipped.
-    """
+    """Write `record` into the configs of transformers models, with the names that layers have in the base model."""
     if not record(model):
         return
     own_configs(model)

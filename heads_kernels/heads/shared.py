@@ -23,8 +23,7 @@ class SharedProjection(nn.Module):
     frequency f. So each shared pair of features has a place in one of `slots` heads, at its frequency; other places
     hold zeros. The attention function takes the features from their places (`split_rotary`), a cache keeps them alone.
 
-    It is not a `nn.Linear`, so that tools that wrap or quantise those skip it: it has more outputs than its weight has
-    rows.
+    It is not a `nn.Linear`, so that tools that wrap or quantise those skip it.
 
     Attributes:
         weight: `[Ds, D_in]`; with places the two features of a pair one after the other.
@@ -86,20 +85,16 @@ class SharedProjection(nn.Module):
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, shared_dim={self.shared_dim}"
-        slots = f", slots={self.slots}" if self.slots else ""
-        return f"{sizes}, head_dim={self.head_dim}{slots}, bias={self.bias is not None}"
+        names = ("in_features", "shared_dim", "head_dim", "slots")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 class FusedProjection(nn.Module):
-    """Projections of the same inputs as one module; their outputs are concatenated.
-
-    Attributes:
-        equal: whether parts are padded with zeros to the widest, for a module that splits the output into equal parts.
+    """Projections of the same inputs as one module, its submodules; their outputs are concatenated.
 
     Args:
-        parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order; each becomes a submodule with
-            this name.
+        parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order.
+        equal: whether parts are padded with zeros to the widest, for a module that splits the output into equal parts.
     """
 
     def __init__(
