@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -49,7 +48,6 @@ class GateSchedule(nn.Module):
         warmup: share of the steps in which the target falls, in [0, 1].
         rate: learning rate of the multipliers, above 0, proportional to the scale of the loss. For a few hundred steps,
             4 / steps and a warm-up of 0.7 leave the gates time to follow.
-        keep_at_least: heads that `finish` keeps in each gated layer, whatever their rank.
 
     Attributes:
         lambda_1, lambda_2: the multipliers, a float32 tensor with one entry per count.
@@ -70,23 +68,22 @@ class GateSchedule(nn.Module):
         steps: int,
         warmup: float = 0.5,
         rate: float = 0.01,
-        keep_at_least: int = 0,
     ) -> None:
         super().__init__()
         check_size("steps", steps)
-        check_size("keep_at_least", keep_at_least, 0)
         if not is_real(warmup) or not 0 <= warmup <= 1:
             refuse("warmup", f"is {warmup!r}", "pass a share of the steps, in [0, 1]")
         if not is_real(rate) or rate <= 0:
             refuse("rate", f"is {rate!r}", "pass a float above 0, such as 0.01")
         self._counts = _counts(model, open_heads)
         for gates, k in self._counts:
-            _check_count(gates, k, keep_at_least)
+            most = sum(gate.num_heads for gate in gates)
+            if not is_int(k) or not 0 <= k <= most:
+                refuse("open_heads", f"is {k!r}", f"pass an int from 0 to {most}")
         self.open_heads = open_heads
         self.steps = steps
         self.warmup = warmup
         self.rate = rate
-        self.keep_at_least = keep_at_least
         self.steps_done = 0
         device = self._counts[0][0][0].log_alpha.device
         heads = [sum(gate.num_heads for gate in gates) for gates, _ in self._counts]
@@ -99,7 +96,7 @@ class GateSchedule(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"open_heads={self.open_heads}, steps={self.steps_done} of {self.steps}, "
-            f"warmup={self.warmup}, rate={self.rate}, keep_at_least={self.keep_at_least}"
+            f"warmup={self.warmup}, rate={self.rate}"
         )
 
     @property
@@ -125,15 +122,10 @@ class GateSchedule(nn.Module):
     def finish(self) -> None:
         """Open exactly the k heads with the largest `log_alpha` fully and close all others permanently.
 
-        The best `keep_at_least` heads of every layer come first. Ties go to the earlier layer and head.
+        Ties go to the earlier layer and head.
         """
         for gates, k in self._counts:
-            rank = [whole(gate.log_alpha.detach()).double().cpu() for gate in gates]
-            for scores in rank:
-                scores[scores.argsort(descending=True, stable=True)[: self.keep_at_least]] = (
-                    math.inf
-                )
-            flat = torch.cat(rank)
+            flat = torch.cat([whole(gate.log_alpha.detach()).double().cpu() for gate in gates])
             is_open = torch.zeros_like(flat, dtype=torch.bool)
             is_open[flat.argsort(descending=True, stable=True)[:k]] = True
             sizes = [gate.num_heads for gate in gates]
@@ -174,16 +166,3 @@ def _counts(
         instead = f"the kinds with HardConcrete gates are {sorted(kinds)}"
         refuse("open_heads", f"is {dict(open_heads)!r}", instead)
     return [(kinds[kind], k) for kind, k in open_heads.items()]
-
-
-def _check_count(gates: list[HardConcrete], k: int, keep_at_least: int) -> None:
-    smallest = min(gate.num_heads for gate in gates)
-    if keep_at_least > smallest:
-        was = f"is {keep_at_least}"
-        refuse("keep_at_least", was, f"a layer has {smallest} heads: pass at most that")
-    least, most = keep_at_least * len(gates), sum(gate.num_heads for gate in gates)
-    if not is_int(k) or not least <= k <= most:
-        instead = f"pass an int from {least} to {most}"
-        if least:
-            instead += f" ({len(gates)} layers keep {keep_at_least} head(s) each)"
-        refuse("open_heads", f"is {k!r}", instead)

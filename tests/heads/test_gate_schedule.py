@@ -72,7 +72,7 @@ def test_ends_with_exactly_k_heads_those_of_most_value(k: int) -> None:
         assert torch.equal(gate.eval()(1, 1), mine.float())
 
 
-def test_finish_ranks_by_log_alpha_and_keeps_some_of_every_layer() -> None:
+def test_finish_ranks_by_log_alpha() -> None:
     def finished(**options: Any) -> list[list[float]]:
         model = Planted()
         with torch.no_grad():
@@ -84,8 +84,6 @@ def test_finish_ranks_by_log_alpha_and_keeps_some_of_every_layer() -> None:
     nothing, second = [0, 0, 0, 0], [0, 1, 0, 0]
     assert finished(open_heads=3) == [[0, 1, 1, 1], nothing, nothing]
     assert finished(open_heads=5) == [[1, 1, 1, 1], second, nothing]
-    assert finished(open_heads=3, keep_at_least=1) == [second, second, second]
-    assert finished(open_heads=4, keep_at_least=1) == [[0, 1, 0, 1], second, second]
     equal = Planted()  # taken in order
     hk.heads.GateSchedule(equal, open_heads=5, steps=1).finish()
     assert equal.exported().tolist() == [[1, 1, 1, 1], [1, 0, 0, 0], nothing]
@@ -171,11 +169,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"steps": 0}, "steps is 0; pass an int of at least 1"),
     ({"warmup": 1.5}, r"warmup is 1\.5; pass a share of the steps"),
     ({"rate": 0}, "rate is 0; pass a float above 0"),
-    ({"keep_at_least": -1}, "keep_at_least is -1"),
-    ({"keep_at_least": 5}, "keep_at_least is 5; a layer has 4 heads"),
     ({"open_heads": 13}, "open_heads is 13; pass an int from 0 to 12"),
     ({"open_heads": 6.0}, r"open_heads is 6\.0"),
-    ({"open_heads": 2, "keep_at_least": 1}, r"open_heads is 2; pass an int from 3 to 12 \(3 l"),
     ({"open_heads": {"cross": 1}}, r"open_heads is \{'cross': 1\}; the kinds .* 'encoder'\]"),
     ({"open_heads": {"decoder": 5}}, "open_heads is 5; pass an int from 0 to 4"),
 ]
