@@ -201,10 +201,10 @@ def _passes_gradients(weight: Any) -> bool:
 
 
 def refuse_ignored_gates(where: str, runs: str) -> NoReturn:
-    """Refuse a forward pass without the gates that heads of the module `where` have."""
-    was = f"runs the attention function {runs!r} in {where}, which ignores its gates"
-    again = "call hk.integrations.transformers.use(model) again"
-    refuse("model", was, f"{again}; hk.heads.prune, reopen and ungate remove gates")
+    """Refuse the attention function `runs` of the module or layer `where`."""
+    was = f"runs the attention function {runs!r} in {where}, which ignores its gates, pruning and observers"
+    instead = "call hk.integrations.transformers.use(model) first"
+    refuse("model", was, f"{instead}; hk.heads.prune, reopen and ungate remove gates")
 
 
 def _check_reads_gates(model: nn.Module, layers: list[AttentionLayer]) -> None:
@@ -217,6 +217,4 @@ def _check_reads_gates(model: nn.Module, layers: list[AttentionLayer]) -> None:
 def check_runs_operators(layer: AttentionLayer) -> None:
     """Refuse a module of transformers whose attention function is not the package's."""
     if not layer.runs_operators:
-        runs = attention_function(layer.module)
-        was = f"runs the attention function {runs!r} in {layer}, which ignores gates, pruning and observers"
-        refuse("model", was, "call hk.integrations.transformers.use(model) first")
+        refuse_ignored_gates(str(layer), attention_function(layer.module))

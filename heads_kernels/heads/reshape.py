@@ -133,24 +133,25 @@ def count_heads(layer: ProjectedLayer, H: int, Hk: int) -> None:
 # ---------------------------------------------------------------------- one query and one key
 def check_has_products(layer: ProjectedLayer) -> None:
     """Refuse a layer whose scores are not products of its weights."""
-    if layer.layout.shared:
-        refuse(str(layer), "is collaborative already", "leave it out")
     if layer.layout.between:
         was = f"has {layer.layout.between} between its projections and its scores"
         refuse(str(layer), was, "only scores that are products of the weights have shared features")
-    if not layer.num_heads:
-        refuse(str(layer), "has no heads left", "leave it out")
-    if getattr(layer.module, "alpha_logits", None) is not None:
-        refuse(str(layer), "has entmax, which collaborative attention has not", "leave it out")
+    has_entmax = getattr(layer.module, "alpha_logits", None) is not None
+    is_wide = not layer.layout.shared and layer.query.width != layer.head_dim
+    for is_so, was in (
+        (layer.layout.shared, "is collaborative already"),
+        (not layer.num_heads, "has no heads left"),
+        (has_entmax, "has entmax, which collaborative attention has not"),
+        (is_wide, "has logits of an output gate among the rows of its queries"),
+    ):
+        if is_so:
+            refuse(str(layer), was, "leave it out")
     name = type(layer.module).__name__
     if layer.layout.rotary and name not in LAYOUTS:
         instead = "convert a model whose layers are of a known class themselves"
         refuse(str(layer), f"is a {name}, which may do more than its base class", instead)
-    if layer.query.width != layer.head_dim:
-        was = "has logits of an output gate among the rows of its queries"
-        refuse(str(layer), was, "leave it out")
     if layer.scale is None:
-        was = f"is a {type(layer.module).__name__} without {layer.layout.scale!r}"
+        was = f"is a {name} without {layer.layout.scale!r}"
         refuse(str(layer), was, "register its layout with the path of its scale")
     check_projections(layer, "convert")
 
