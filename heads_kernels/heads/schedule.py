@@ -52,9 +52,6 @@ class GateSchedule(nn.Module):
     Attributes:
         lambda_1, lambda_2: the multipliers, a float32 tensor with one entry per count.
         steps_done: number of calls of `step`.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
     lambda_1: Tensor

@@ -50,9 +50,6 @@ class GatedMultiheadAttention(Multihead):
         head_gate: a `HeadGate`, initially None. With an output gate as well, the operator takes the head gate, so
             that closed heads cost nothing, and the output gate is applied afterwards.
         alpha_logits: a parameter `[H]` with `alpha = 1 + sigmoid(alpha_logits)`; None without `entmax`.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
     operator: Callable[..., Tensor] = staticmethod(gated_attention)

@@ -43,10 +43,6 @@ class CollaborativeMultiheadAttention(Multihead):
     Attributes:
         mixing: parameter `[H, Ds]`.
         head_gate: as in `GatedMultiheadAttention`; `ragged` replaces its `closed_grad`.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work. Also in a
-            forward pass under tensor parallelism.
     """
 
     operator = staticmethod(collaborative_attention)

@@ -43,15 +43,10 @@ class HeadGate(nn.Module, ABC):
 
 
 class FixedGate(HeadGate):
-    """Constant gates, to close heads temporarily.
-
-    They are not parameters and not in the state dict.
+    """Constant gates, to close heads temporarily; they are not parameters and not in the state dict.
 
     Args:
         gates: floating `[H]`; 0 closes a head, 1 leaves it unchanged.
-
-    Raises:
-        TypeError, ValueError: `gates` is not a floating tensor of one dimension.
     """
 
     gates: Tensor

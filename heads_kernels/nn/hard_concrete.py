@@ -66,9 +66,6 @@ class HardConcrete(HeadGate):
             (FSDP2), everything but `forward` gathers it: every process of its mesh must call.
         meshes: every `DeviceMesh` whose processes share the noise of its first one: those of tensor or context
             parallelism, which compute parts of one batch. Empty: every process draws its own.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
     def __init__(

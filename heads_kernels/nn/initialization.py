@@ -28,9 +28,6 @@ def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
 
     Returns:
         `tensor`.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid; "concatenate" with Ds < H would leave heads empty.
     """
     check_tensor("tensor", tensor, "pass a floating tensor [H, Ds]", (2,))
     check_choice("kind", kind, MIXING_INITS)

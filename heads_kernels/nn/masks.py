@@ -46,9 +46,6 @@ def mask_and_bias(
         bias: broadcastable to `sizes`; or an `OffsetBias`, whose rows in self-attention are the last T keys.
         self_attention: whether rows and keys belong to one sequence.
         kept_heads: the original numbers of the heads of a pruned layer.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid, by name.
     """
     if mask is not None and not isinstance(mask, Mask):
         instead = "pass a hk.Mask, or a tensor as key_padding_mask or attn_mask, True = hidden"

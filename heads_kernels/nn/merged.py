@@ -33,8 +33,7 @@ class MergedAttention(GatedMultiheadAttention):
             have one projection.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work. A call is
-            refused without `key`, with packed documents or rows by position (their averages would mix), and under
+        ValueError: a call without `key`, with packed documents or rows by position (their averages would mix), or under
             context parallelism.
     """
 

@@ -192,9 +192,6 @@ class Multihead(nn.Module, ABC):
         Returns:
             The output `[..., T, embed_dim]`, and None in the place of weights. Rows that see no key, and layers without
             heads, give the bias of `out_proj`.
-
-        Raises:
-            TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
         """
         if need_weights:
             instead = (
