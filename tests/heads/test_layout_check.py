@@ -197,14 +197,6 @@ TURNED = {
 #: By family: the attention, its config and what that takes; whether the attention takes positions.
 PARTS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "qwen2_vl": ("VisionAttention", "Qwen2VLVisionConfig", {"embed_dim": 32, "num_heads": 4}, True),
-    "qwen2_5_omni": (
-        "Qwen2_5OmniVisionAttention", "Qwen2_5OmniVisionEncoderConfig",
-        {"hidden_size": 32, "num_heads": 4}, True,
-    ),
-    "kosmos2_5": (
-        "Kosmos2_5VisionAttention", "Kosmos2_5VisionConfig",
-        {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4}, False,
-    ),
     "seamless_m4t": (
         "SeamlessM4TConformerSelfAttention", "SeamlessM4TConfig",
         {"hidden_size": 32, "position_embeddings_type": "none", "speech_encoder_attention_heads": 4},

@@ -61,7 +61,7 @@ def test_heads_are_those_of_the_formula(kind: str) -> None:
 
 @BOTH
 def test_modules(kind: str) -> None:
-    """Pruned before, closed, compiled and exported after."""
+    """Pruned before, closed and compiled after."""
     model, x = Modules().eval(), torch.randn(B, S, E)
     hk.heads.prune(model, {0: [1]})
     made = quantised(model, kind)
@@ -71,15 +71,9 @@ def test_modules(kind: str) -> None:
             hk.heads.close(each, {0: [0], 1: [2, 3]})
         out = made(x)
         assert_near(out, model(x))
-        if kind == WEIGHTS:  # to a graph of the package either kind is a projection
-            return
-        compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
-        assert_near(compiled(x), out)
-
-        sizes = {0: torch.export.Dim("B", min=1), 1: torch.export.Dim("T", min=2)}
-        program = torch.export.export(made, (x,), dynamic_shapes=(sizes,))
-        longer = torch.randn(B + 1, S + 3, E)
-        assert_near(program.module()(longer), made(longer))
+        if kind == DYNAMIC:  # to a graph of the package either kind is a projection
+            compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+            assert_near(compiled(x), out)
 
 
 @BOTH

