@@ -61,7 +61,7 @@ def mask_and_bias(
         pairs = _pairs(attn_mask, sizes)
         if not _is_bias(pairs):
             visible = _visible("attn_mask", pairs)
-            terms += (Dense(visible.view(-1 if visible.dim() > 2 else 1, H, T, S)),)
+            terms += (Dense(visible[None, None] if visible.dim() == 2 else visible.flatten(0, -4)),)
         elif bias is None:
             check_companion("attn_mask", pairs, query)
             bias = pairs
