@@ -24,7 +24,6 @@ import os
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -303,9 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     rows: list[dict[str, Any]] = []
     try:
-        with Progress(*columns, console=console) as progress, warnings.catch_warnings():
-            # The table shows what both rules give.
-            warnings.filterwarnings("ignore", message="The rules of HardConcrete disagree")
+        with Progress(*columns, console=console) as progress:
             for row in experiment(settings, progress):
                 rows.append(row)
                 write(options.out, settings, rows)

@@ -32,7 +32,6 @@ import importlib
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -86,8 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(
         1
     )  # tensors this small gain little from more; and a seed gives the same results again
-    # On its way a gate may be open by one rule of evaluation and closed by the other.
-    warnings.filterwarnings("ignore", "The rules of HardConcrete disagree")
     try:
         if options.name == "keep":
             kept = page.keep(options.out)

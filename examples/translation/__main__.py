@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Final
@@ -142,8 +141,6 @@ def outputs(model: Translator, batch: Batch) -> Tensor:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the experiment; returns the exit status."""
     options = parse(__doc__, ALL_HEADS, arguments)
-    # On its way a gate may be open by one rule of evaluation and closed by the other.
-    warnings.filterwarnings("ignore", "The rules of HardConcrete disagree")
     torch.set_num_threads(options.threads)
     names = "steps", "gated_steps", "heads", "penalty", "batch", "seed", "threads"
     results = Results({name: getattr(options, name) for name in names})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
@@ -42,8 +41,7 @@ class HardConcrete(HeadGate):
               code of Voita et al.; gates may be between 0 and 1, and pruning folds them into the output projection
     binary    1 where `P(gate = 1) > P(gate = 0)`, otherwise 0 (Voita et al. 2019, footnote 7)
 
-    The rules may disagree on which heads are open (by default, those with `log_alpha` in (-2.398, 0]). A
-    `UserWarning` names these heads once, when the module enters evaluation mode or is exported.
+    The rules may disagree on which heads are open (by default, those with `log_alpha` in (-2.398, 0]).
 
     The noise is drawn on the CPU by PyTorch's generator and moved, so that a seed gives the same gates on every device
     and `torch.utils.checkpoint` replays them; code compiled by Inductor uses Inductor's generator.
@@ -99,7 +97,6 @@ class HardConcrete(HeadGate):
         self.straight_through = straight_through
         self.closed_grad = straight_through
         self.meshes: tuple[DeviceMesh, ...] = ()
-        self._warned = False
         initial = torch.empty(num_heads, dtype=torch.float32, device="cpu")
         if isinstance(log_alpha, str):
             initial.uniform_(-math.sqrt(3 / num_heads), math.sqrt(3 / num_heads))
@@ -149,7 +146,6 @@ class HardConcrete(HeadGate):
 
     # ------------------------------------------------------------------ inference
     def export(self) -> Tensor:
-        self._warn_once()
         return self._evaluated().detach().clone()
 
     def keep(self, heads: Sequence[int]) -> None:
@@ -172,12 +168,6 @@ class HardConcrete(HeadGate):
         self.log_alpha.grad = None
         settled = torch.where(is_open.to(self.log_alpha.device), far, -far)
         self.log_alpha.copy_(distributed_as(settled.to(self.log_alpha.dtype), self.log_alpha))
-
-    def train(self, mode: bool = True) -> HardConcrete:
-        super().train(mode)
-        if not mode:
-            self._warn_once()
-        return self
 
     def extra_repr(self) -> str:
         names = (
@@ -218,20 +208,6 @@ class HardConcrete(HeadGate):
 
     def _evaluated(self) -> Tensor:
         return self._binary() if self.evaluate == "binary" else self._clipped(self._wide())
-
-    def _warn_once(self) -> None:
-        if self._warned or self.log_alpha.is_meta:
-            return
-        with torch.no_grad():
-            mean, binary = self._clipped(self._wide()) != 0, self._binary() != 0
-        if heads := (mean != binary).nonzero().flatten().tolist():
-            self._warned = True
-            is_open, other = ("binary", "mean") if bool(binary[heads[0]]) else ("mean", "binary")
-            warnings.warn(
-                f"The rules of HardConcrete disagree on heads {heads} of {self.num_heads}: open by "
-                f"{is_open!r}, closed by {other!r}. This module uses evaluate={self.evaluate!r}.",
-                stacklevel=3,
-            )
 
 
 def check_one_noise(head_gate: HeadGate) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ def gates_at(*log_alpha: float, **options: Any) -> hk.nn.HardConcrete:
 
 
 # ---------------------------------------------------------------------- the papers
-@pytest.mark.filterwarnings("ignore:The rules of HardConcrete disagree")
 @pytest.mark.parametrize(
     ("log_alpha", "zero", "one", "mean"),
     [
@@ -182,7 +180,6 @@ def test_straight_through() -> None:
 
 
 # ---------------------------------------------------------------------- inference
-@pytest.mark.filterwarnings("ignore:The rules of HardConcrete disagree")
 def test_rules_of_evaluation() -> None:
     log_alpha = (-3.0, -1.0, 0.0, 1e-3, 1.0, 3.0)
     mean, binary = gates_at(*log_alpha).eval(), gates_at(*log_alpha, evaluate="binary").eval()
@@ -196,21 +193,6 @@ def test_rules_of_evaluation() -> None:
     assert torch.equal(
         skewed.export() == 1, skewed.probability_one() > 1 - skewed.probability_open()
     )
-
-
-def test_rules_that_disagree_warn_once_and_name_the_heads() -> None:
-    gate = gates_at(-3.0, -1.0, 2.0, 0.0)
-    said = r"heads \[1, 3\] of 4: open by 'mean', closed by 'binary'"
-    with pytest.warns(UserWarning, match=said):
-        gate.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gate.export()
-        gate.train().eval()
-        gates_at(-3.0, 1.0).eval().export()
-        gates_at(-1.0, 1.0, straight_through=True).eval()  # its rules are the same
-    with pytest.warns(UserWarning, match=r"heads \[0\] of 1"):
-        gates_at(-1.0, evaluate="binary").export()
 
 
 def test_keep_takes_heads_in_order() -> None:
@@ -245,7 +227,6 @@ def test_settle_fixes_every_sample_and_both_rules(options: dict[str, Any]) -> No
 # ---------------------------------------------------------------------- in a model
 
 
-@pytest.mark.filterwarnings("ignore:The rules of HardConcrete disagree")
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_compiled_and_checkpointed(per_sample: bool) -> None:
     """They draw the same gates, and sampled closed heads have the gradients of the full backward pass."""
