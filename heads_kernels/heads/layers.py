@@ -108,7 +108,7 @@ def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         if calls_operators(holder):
             yield name, holder, _num_heads(name, holder)
         elif (layout := layout_of(holder)) is not None:
-            inner = at_path(holder, layout.inner) if layout.inner else holder
+            inner = at_path(holder, layout.inner)
             if not calls_operators(inner):
                 check_has_parts(f"module {name!r}", holder, layout)
                 path = ".".join(part for part in (name, layout.inner) if part)

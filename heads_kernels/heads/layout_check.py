@@ -48,7 +48,7 @@ def misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
     sharded or quantised, and its hooks do not run. Results are cached per class and shape; pruned layers were compared
     before.
     """
-    inner = at_path(holder, layout.inner) if layout.inner else holder
+    inner = at_path(holder, layout.inner)
     if hasattr(inner, "kept_heads"):
         return None
     kind = layout, attention_function(inner), *_structure(holder)

@@ -200,7 +200,7 @@ def form_of(module: nn.Module) -> HeadLayout | None:
     Classes of a form cannot be converted, since what comes between their projections and scores is unknown.
     """
     for form in FORMS:
-        inner = at_path(module, form.inner) if form.inner else module
+        inner = at_path(module, form.inner)
         if (
             calls_interface(inner)
             and isinstance(at_path(module, form.head_dim), int)
@@ -274,7 +274,9 @@ def is_projection(module: Any) -> bool:
 
 
 def at_path(module: Any, path: str) -> Any:
-    """The attribute at a dotted path, of `first|second` the first that exists; None if none does."""
+    """The attribute at a dotted path, of `first|second` the first that exists; None if none does. "" is the module."""
+    if not path:
+        return module
     for alternative in path.split("|"):
         found = reduce(lambda at, part: getattr(at, part, None), alternative.split("."), module)
         if found is not None:

@@ -74,7 +74,7 @@ def _projected(model: nn.Module, layers: Iterable[AttentionLayer]) -> list[Proje
     layouts: dict[nn.Module, tuple[str, nn.Module, HeadLayout]] = {}
     for name, holder in model.named_modules():
         if (layout := layout_of(holder) or form_of(holder)) is not None:
-            inner = at_path(holder, layout.inner) if layout.inner else holder
+            inner = at_path(holder, layout.inner)
             layouts.setdefault(inner, (name, holder, layout))
     return [
         _verified(layer, *layouts[layer.module])

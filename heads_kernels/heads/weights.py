@@ -83,7 +83,7 @@ def layer_of(
     holder: nn.Module, layout: HeadLayout, index: int = 0, name: str = ""
 ) -> ProjectedLayer:
     """The layer of this index and name, whose parts are in `holder` where `layout` says."""
-    module = at_path(holder, layout.inner) if layout.inner else holder
+    module = at_path(holder, layout.inner)
     D = at_path(holder, layout.head_dim)
     Dv = at_path(holder, layout.value_dim) if layout.value_dim else D
     H = layout.heads(holder)
@@ -114,7 +114,7 @@ def layer_of(
 
 def as_converted(holder: nn.Module, layout: HeadLayout) -> HeadLayout:
     """The layout of a module that was converted within its class, which then has `mixing`."""
-    inner = at_path(holder, layout.inner) if layout.inner else holder
+    inner = at_path(holder, layout.inner)
     if layout.shared or getattr(inner, "mixing", None) is None:
         return layout
     paths: dict[str, Any] = {}
