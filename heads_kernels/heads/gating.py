@@ -21,8 +21,7 @@ from heads_kernels.heads.layers import (
 )
 from heads_kernels.heads.layouts import is_projection
 from heads_kernels.heads.projected import with_projections
-from heads_kernels.nn.gates import FixedGate, HeadGate
-from heads_kernels.nn.hard_concrete import HardConcrete
+from heads_kernels.nn.gates import FixedGate, HardConcrete, HeadGate
 from heads_kernels.snapshot import kept_on_error
 
 

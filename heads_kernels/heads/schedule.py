@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from heads_kernels.checks import check_size, is_int, is_real, refuse
 from heads_kernels.dtensor import whole
 from heads_kernels.heads.layers import attention_layers
-from heads_kernels.nn.hard_concrete import HardConcrete
+from heads_kernels.nn.gates import HardConcrete
 
 
 class GateSchedule(nn.Module):

@@ -3,8 +3,7 @@
 from heads_kernels.nn.attention import GatedMultiheadAttention
 from heads_kernels.nn.cache import KeyValueCache
 from heads_kernels.nn.collaborative import CollaborativeMultiheadAttention
-from heads_kernels.nn.gates import FixedGate, HeadGate
-from heads_kernels.nn.hard_concrete import HardConcrete, expected_open, l0_penalty
+from heads_kernels.nn.gates import FixedGate, HardConcrete, HeadGate, expected_open, l0_penalty
 from heads_kernels.nn.initialization import ds_init_, mixing_init_
 from heads_kernels.nn.merged import MergedAttention
 from heads_kernels.nn.replacing import replace_attention_

@@ -17,8 +17,7 @@ from heads_kernels.functional import entmax_attention
 from heads_kernels.mask import Mask
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.cache import KeyValueCache
-from heads_kernels.nn.gates import HeadGate
-from heads_kernels.nn.hard_concrete import check_one_noise
+from heads_kernels.nn.gates import HeadGate, check_one_noise
 from heads_kernels.nn.masks import mask_and_bias
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.gate import activate, as_4d

@@ -26,7 +26,7 @@ from heads_kernels.integrations.transformers.masks import PreparedMask, Relative
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall, visible_under
-from heads_kernels.nn.hard_concrete import check_one_noise
+from heads_kernels.nn.gates import check_one_noise
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.statistics import AttentionStatistics
