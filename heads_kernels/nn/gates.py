@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Evaluate = Literal["mean", "binary"]
 Reduce = Literal["sum", "mean_layers"]
+_REDUCE: Final = get_args(Reduce)
 #: Keeps the noise, and `P(gate != 0)`, away from 0 and 1 (Voita et al. 2019).
 EPS: Final = 1e-6
 
@@ -294,7 +295,7 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
     Returns:
         A scalar, on the device of the first gate.
     """
-    check_choice("reduce", reduce, get_args(Reduce))
+    check_choice("reduce", reduce, _REDUCE)
     gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
     if not gates:
         was = f"is a {type(model).__name__} without HardConcrete gates"
