@@ -2,9 +2,9 @@
 
 from heads_kernels.heads.gating import close, closed, gate, reopen, ungate
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
-from heads_kernels.heads.layouts import HeadLayout
+from heads_kernels.heads.layouts import HeadLayout, register_layout
 from heads_kernels.heads.patching import outputs, patch
-from heads_kernels.heads.projected import projected_layers, register_layout
+from heads_kernels.heads.projected import projected_layers
 from heads_kernels.heads.pruning import prune
 from heads_kernels.heads.saving import apply_shapes, load, save, shapes
 from heads_kernels.heads.schedule import GateSchedule

@@ -188,6 +188,19 @@ LAYOUTS: dict[str, HeadLayout] = {
 }
 
 
+def register_layout(class_name: str, layout: HeadLayout) -> None:
+    """Let `attention_layers` find modules of the class `class_name` and its subclasses, with this layout.
+
+    The layout is verified once per class and shape, before its first use: a closed head is compared with the same head
+    pruned, on random input and small random weights on the CPU.
+
+    Args:
+        class_name: name of a class whose modules call the attention operators or transformers' attention function.
+        layout: of the class.
+    """
+    LAYOUTS[class_name] = layout
+
+
 def layout_of(module: nn.Module) -> HeadLayout | None:
     """The layout of the module's class, or of its nearest base class in `LAYOUTS`."""
     names = (base.__name__ for base in type(module).__mro__)

@@ -9,37 +9,8 @@ from torch import nn
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.layout_check import misfit
-from heads_kernels.heads.layouts import (
-    LAYOUTS,
-    HeadLayout,
-    at_path,
-    check_has_parts,
-    form_of,
-    layout_of,
-)
+from heads_kernels.heads.layouts import HeadLayout, at_path, check_has_parts, form_of, layout_of
 from heads_kernels.heads.weights import ProjectedLayer, as_converted, layer_of
-
-
-def register_layout(class_name: str, layout: HeadLayout, example: nn.Module | None = None) -> None:
-    """Let `attention_layers` find modules of the class `class_name` and its subclasses, with this layout.
-
-    The layout is verified once per class and shape, before its first use, or now with an example: a closed head is
-    compared with the same head pruned, on random input and small random weights on the CPU.
-
-    Args:
-        class_name: name of a class whose modules call the attention operators or transformers' attention function.
-        layout: of the class.
-        example: a module of the class, which is not changed.
-
-    Raises:
-        ValueError: the layout does not fit the example; it is then not registered.
-    """
-    if example is not None:
-        if class_name not in (base.__name__ for base in type(example).__mro__):
-            was = f"is a {type(example).__name__}"
-            refuse("example", was, f"pass a {class_name}, the class that the layout is of")
-        _check_fits("example", example, layout)
-    LAYOUTS[class_name] = layout
 
 
 def projected_layers(model: nn.Module) -> list[ProjectedLayer]:
@@ -87,18 +58,12 @@ def _projected(model: nn.Module, layers: Iterable[AttentionLayer]) -> list[Proje
 def _verified(
     layer: AttentionLayer, name: str, holder: nn.Module, layout: HeadLayout
 ) -> ProjectedLayer | str:
-    converted = as_converted(holder, layout)
-    if converted is not layout:
-        check_has_parts(f"module {name!r}", holder, converted)
-    elif layout_of(holder) is not None:
-        _check_fits(f"module {name!r}", holder, layout)
-    elif (why := misfit(holder, layout)) is not None:
-        return f"which {why}"
-    return layer_of(holder, converted, layer.index, layer.name)
-
-
-def _check_fits(name: str, holder: nn.Module, layout: HeadLayout) -> None:
-    check_has_parts(name, holder, layout)
-    if (why := misfit(holder, layout)) is not None:
+    named, converted = f"module {name!r}", as_converted(holder, layout)
+    if converted is not layout or layout_of(holder) is not None:
+        check_has_parts(named, holder, converted)
+    if converted is layout and (why := misfit(holder, layout)) is not None:
+        if layout_of(holder) is None:
+            return f"which {why}"
         was = f"is a {type(holder).__name__}, which does not have the layout {layout.name!r}: it {why}"
-        refuse(name, was, "register a layout that fits (hk.heads.register_layout)")
+        refuse(named, was, "register a layout that fits (hk.heads.register_layout)")
+    return layer_of(holder, converted, layer.index, layer.name)

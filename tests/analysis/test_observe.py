@@ -180,9 +180,8 @@ class Observed(House):
 
 
 def test_a_module_of_ones_own_calls_its_observer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads_kernels.heads.projected.LAYOUTS", table := dict(LAYOUTS))
-    monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", table)
-    hk.heads.register_layout("Observed", HOUSE, Observed())
+    monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
+    hk.heads.register_layout("Observed", HOUSE)
     model, x = nn.Sequential(Observed()), torch.randn(2, 6, 32)
     [(name, call)] = calls_of(model, x)
     assert (name, call.H, call.T) == ("0", 4, 6)
