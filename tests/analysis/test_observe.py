@@ -38,8 +38,8 @@ def test_a_modules_call_has_its_maps_and_its_tokens(shared: bool, left: bool) ->
     stock = nn.MultiheadAttention(16, 4, batch_first=True).double()
     layer = hk.nn.GatedMultiheadAttention.from_torch(stock)
     if shared:
-        layer = hk.nn.CollaborativeMultiheadAttention(16, 4, 16).double()
-        layer.load_state_dict(stock.state_dict())
+        hk.convert.collaborate(model := nn.Sequential(layer), 16, progress=False)
+        layer = model[0]
     x = torch.randn(2, 6, 16, dtype=torch.float64)
     real = REAL.flip(1) if left else REAL
     [(_, call)] = calls_of(layer, x, key_padding_mask=~real)
