@@ -137,7 +137,9 @@ def test_sub_configs() -> None:
     model.set_attn_implementation({"text_config": "eager"})
     with pytest.raises(ValueError, match="'eager' in a BertSelfAttention, which ignores its gates"):
         model(**arguments)
-    with pytest.raises(ValueError, match=r"'eager' in a BertSelf.*its gates, .*; call .*use\(model\) "):
+    with pytest.raises(
+        ValueError, match=r"'eager' in a BertSelf.*its gates, .*; call .*use\(model\) "
+    ):
         model.text_model.encoder.layer[0](torch.randn(1, 3, 32))
     assert_alike(outputs(use(model).text_model), outputs(model.text_model))
 
