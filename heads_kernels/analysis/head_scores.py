@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,14 +127,6 @@ class HeadScores:
             row[: len(scores)] = scores
         return table
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON types: the method, and name, kind and scores of each layer."""
-        rows = zip(self.layers, self.kinds, self.scores, strict=True)
-        layers = [
-            {"name": name, "kind": kind, "scores": each.tolist()} for name, kind, each in rows
-        ]
-        return {"method": self.method, "layers": layers}
-
     def _sizes(self) -> dict[str, int]:
         return {name: len(scores) for name, scores in zip(self.layers, self.scores, strict=True)}
 
@@ -196,31 +188,20 @@ class Shares:
         self.hits = {index: torch.zeros(n, H).double() for index, H in sizes.items()}
         self.rows = {index: torch.zeros(n).double() for index in sizes}
 
-    def __contains__(self, layer: AttentionLayer) -> bool:
-        return layer.index in self.hits
-
     def add(self, layer: AttentionLayer, hits: Tensor, rows: Tensor) -> None:
         index = layer.index
         self.hits[index] = self.hits[index].to(hits.device) + hits.double()
         self.rows[index] = self.rows[index].to(hits.device) + rows.double()
 
+    def add_rows(self, layer: AttentionLayer, values: Sequence[Tensor], rows: Tensor) -> None:
+        """Add n values `[B, H, T]` of the `rows`, bool `[B, T]`."""
+        sums = [torch.where(rows[:, None], x, 0).sum((0, 2), dtype=torch.float64) for x in values]
+        self.add(layer, torch.stack(sums), rows.sum().expand(len(sums)))
+
     def scores(self, n: int, what: str) -> HeadScores:
         """The share of the hits in the rows, at place n; 0 where there are no rows."""
         shares = (self.hits[x.index][n] / self.rows[x.index][n].clamp(min=1) for x in self.layers)
         return scores_of(self.layers, shares, what)
-
-
-def as_json(value: Any) -> Any:
-    """A result of the analysis as JSON types: a dataclass is a dict of its fields, a tensor a list."""
-    if isinstance(value, HeadScores):
-        return value.to_dict()
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [as_json(each) for each in value]
-    if is_dataclass(value):
-        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
-    return value
 
 
 def scores_of(layers: Sequence[AttentionLayer], scores: Iterable[Tensor], what: str) -> HeadScores:

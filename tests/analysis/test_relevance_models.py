@@ -83,11 +83,3 @@ def test_t5_in_half_precision_clamps_its_hidden_states() -> None:
     model = use(build("t5")).half()
     found = relevance(model, [batch(model)], token_two).table()
     assert_alike(found.sum(1), torch.ones(len(found)).double(), dtype=torch.float16)
-
-
-def test_relevance_is_a_method_of_importance() -> None:
-    model = use(build("bert"))
-    expected = relevance(model, [batch(model)], token_two)
-    found = hk.analysis.importance(model, [batch(model)], token_two, method="lrp")
-    assert found.method == expected.method == "lrp"
-    assert_alike(found.scores, expected.scores)

@@ -99,8 +99,7 @@ def test_whole_page_of_a_pruned_model(bert: Path, text: Path, tmp_path: Path) ->
     save_tokenizer(tmp_path / "pruned", special=True)
     out = tmp_path / "out" / "report.html"
     out.parent.mkdir()
-    options = "--batch", "3", "--sentence", "a cat <b> & a dog", "--heads", "1:2", "1:0"
-    assert report(tmp_path / "pruned", text, out, *options) == 0
+    assert report(tmp_path / "pruned", text, out, "--sentence", "a cat <b> & a dog") == 0
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
     page = out.read_text(encoding="utf-8")
     assert values(page, "id") == PANELS
@@ -109,18 +108,11 @@ def test_whole_page_of_a_pruned_model(bert: Path, text: Path, tmp_path: Path) ->
     assert "2 layers, 3 heads" in page
     assert "[CLS] a cat &lt;b&gt; &amp; a dog [SEP]" in page
     assert "By leaving out" in page
-    large = [alt.split()[4] for alt in values(page, "alt") if alt.startswith("Attention map")]
-    assert large == ["1:2", "1:0"]
-    assert page.count("<img") == 3 + 2 + 1  # small maps, large ones, curves
+    assert page.count("<img") == 3 + 1 + 1  # small maps, the sharpest, curves
     # Self-contained: links go to panels, pictures are inside, nothing is loaded.
     assert values(page, "href") == [f"#{panel}" for panel in PANELS]
     assert all(source.startswith("data:image/") for source in values(page, "src"))
     assert not re.search(r"<(script|link|iframe)\b|https?://|@import|url\(", page)
-    # Dark screens and narrow ones.
-    assert "@media (prefers-color-scheme: dark)" in page
-    assert 'name="viewport"' in page
-    assert "overflow-x: auto" in page
-    assert page.count("<table>") == len(re.findall(r'class="scroll">\s*<table>', page)) > 10
     # Every tag is closed where it should be.
     left: list[str] = []
     for end, tag in re.findall(r"<(/?)(\w+)", page):
@@ -249,7 +241,6 @@ def test_bad_options(
         ("--out", ".", "pass a file, such as report.html"),
         ("--out", "none/report.html", "make the folder first"),
         ("--limit", "0", "1 or more"),
-        ("--heads", "2:0", "layers 0 to 1, which have [4, 4]"),
         ("--sentence", "cat " * 80, "at most 64"),
     ):
         given = good | {option: value}
@@ -295,12 +286,6 @@ def test_models_that_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     make(tmp_path / "model")
-    words = (
-        "--model",
-        str(tmp_path / "model"),
-        "--text",
-        str(text),
-        "--out",
-        str(tmp_path / "out.html"),
-    )
+    out = tmp_path / "out.html"
+    words = [f"--model={tmp_path / 'model'}", f"--text={text}", f"--out={out}"]
     assert_refused(capsys, ["--model", said], *words)

@@ -59,8 +59,7 @@ def statistics(model: Any, data: Any, **options: Any) -> Found:
 
 
 def importance(model: Any, data: Any, **options: Any) -> Found:
-    loss = None if options["method"] == "confidence" else losses
-    return by_head(hk.analysis.importance(model, data, loss, **options), "importance")
+    return by_head(hk.analysis.importance(model, data, losses, **options), "importance")
 
 
 def relevance(model: Any, data: Any, **options: Any) -> Found:
@@ -118,7 +117,6 @@ READ: dict[str, Callable[..., Found]] = {
     "gradient by token": partial(importance, method="gradient", reduce="token"),
     "fisher": partial(importance, method="fisher"),
     "leave one out": partial(importance, method="leave_one_out"),
-    "confidence": partial(importance, method="confidence"),
     "relevance": relevance,
     "full relevance": partial(relevance, attention="full"),
     "roles": roles,
@@ -338,7 +336,7 @@ def test_bad_data(name: str) -> None:
             READ[name](model, data)
 
 
-@pytest.mark.parametrize("name", ["statistics", "confidence", "relevance", "distance", "maps"])
+@pytest.mark.parametrize("name", ["statistics", "relevance", "distance", "maps"])
 def test_padding_alone(name: str) -> None:
     batch = batch_of(*SENTENCES)
     batch["attention_mask"].zero_()
@@ -347,7 +345,7 @@ def test_padding_alone(name: str) -> None:
         READ[name](model_of(), [batch])
 
 
-@pytest.mark.parametrize("name", ["gradient", "leave one out", "confidence", "distance"])
+@pytest.mark.parametrize("name", ["gradient", "leave one out", "distance"])
 def test_a_model_without_heads(name: str) -> None:
     model = model_of()
     hk.heads.prune(model, {0: range(4), 1: range(4)})

@@ -66,7 +66,6 @@ def relevance(
     *,
     layers: Iterable[int | str] | None = None,
     attention: Literal["constant", "full"] = "constant",
-    progress: bool = False,
 ) -> HeadScores:
     r"""The share of each head in a model's output, by layer-wise relevance propagation (Voita et al. 2019).
 
@@ -92,7 +91,6 @@ def relevance(
         layers: indices or names of the layers whose heads get scores; default all.
         attention: "constant" treats probabilities as constants, so that relevance goes from a head to its values;
             "full" goes through the softmax to queries and keys as well, as the code of the paper does by default.
-        progress: whether to show a bar of batches on a terminal, where rich is installed.
 
     Returns:
         `HeadScores`; those of a layer sum to 1, or to less if for some examples no relevance reaches its heads.
@@ -111,7 +109,7 @@ def relevance(
     sums = {layer.index: torch.zeros(layer.num_heads, dtype=torch.float64) for layer in chosen}
     count = 0
     with evaluation(model), torch.no_grad():
-        for batch in each_batch(data, "relevance", progress):
+        for batch in each_batch(data):
             batch = tree_map_only(Tensor, Tensor.detach, batch)  # the graph is the tape
             tape = _Tape(attention == "full")
             of_modules = register_module_forward_hook(_rule_of_module)  # type: ignore[arg-type]
