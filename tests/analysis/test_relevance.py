@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import heads_kernels as hk
 from heads_kernels.analysis import relevance
 from heads_kernels.analysis.lrp import rules
-from heads_kernels.analysis.lrp.functions import RULES
+from heads_kernels.analysis.lrp.rules import RULES
 from tests.analysis.jacobian_relevance import Encoder, by_jacobian, by_rows, encoder_by_jacobian
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import spread
@@ -34,26 +34,25 @@ def seed() -> None:
 # ---------------------------------------------------------------------- rules
 WEIGHT, GAIN, BIAS = torch.randn(7, 5).double(), torch.randn(5).double(), torch.randn(7).double()
 #: A function of rows of 5 features, and its rule; `y` are its outputs.
-ROWS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "linear": (
+ROWS: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
+    "linear": (lambda x: F.linear(x, WEIGHT, BIAS), lambda x, y: rules.linear(x, WEIGHT, BIAS)),
+    "without a bias": (lambda x: F.linear(x, WEIGHT), lambda x, y: rules.linear(x, WEIGHT)),
+    "matrix product": (lambda x: x @ WEIGHT.T, lambda x, y: RULES["matmul"](x, WEIGHT.T)),
+    "Conv1D": (
         lambda x: F.linear(x, WEIGHT, BIAS),
-        lambda x, y, given: rules.linear(x, WEIGHT, BIAS, given),
-    ),
-    "without a bias": (
-        lambda x: F.linear(x, WEIGHT),
-        lambda x, y, given: rules.linear(x, WEIGHT, None, given),
+        lambda x, y: RULES["addmm"](BIAS, x, WEIGHT.T),
     ),
     "layer norm": (
         lambda x: F.layer_norm(x, [5], GAIN, BIAS[:5], 0.1),
-        lambda x, y, given: rules.norm(x, GAIN, BIAS[:5], 0.1, given),
+        lambda x, y: RULES["layer_norm"](x, [5], GAIN, BIAS[:5], 0.1),
     ),
     "plain layer norm": (
         lambda x: F.layer_norm(x, [5], None, None, 0.1),
-        lambda x, y, given: rules.norm(x, None, None, 0.1, given),
+        lambda x, y: RULES["layer_norm"](x, [5], eps=0.1),
     ),
     "RMS norm": (
         lambda x: F.rms_norm(x, [5], GAIN, 0.1),
-        lambda x, y, given: rules.rms_norm(x, y, 0.1, given),
+        lambda x, y: rules.rms_norm(x, y, 0.1),
     ),
 }
 
@@ -69,7 +68,8 @@ def test_functions_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [expected] = by_rows(function, [x], given)
     for elements in (1 << 18, 40, 1):
         monkeypatch.setitem(rules.TILES, "cpu", elements)
-        found = rule(x, y, given)
+        _, back = rule(x, y)
+        [found] = back(given)
         assert_alike(found, expected)
         assert_alike(found.sum(-1), given.sum(-1))
         assert not found[0, 1].any()
@@ -77,17 +77,17 @@ def test_functions_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sum_of_tensors() -> None:
     """A term that broadcasts gets what its copies get."""
-    terms, given = [random(2, 3, 5), random(2, 3, 5), random(3, 5)], random(2, 3, 5, positive=True)
-    found = rules.add(terms, given)
-    expected = by_rows(lambda *rows: sum(rows), [x.expand(2, 3, 5) for x in terms], given)
-    assert_alike(found, [*expected[:2], expected[2].sum(0)])
-    _, back = RULES["sub"](*terms[:2])
-    assert_alike(back(given), by_rows(torch.sub, terms[:2], given))
+    x, y, given = random(2, 3, 5), random(3, 5), random(2, 3, 5, positive=True)
+    for name, function in (("add", torch.add), ("sub", torch.sub)):
+        _, back = RULES[name](x, y)
+        expected = by_rows(function, [x, y.expand(2, 3, 5)], given)
+        assert_alike(back(given), [expected[0], expected[1].sum(0)])
 
 
 def test_mean_over_tokens() -> None:
     x, given = random(2, 4, 5), random(2, 5, positive=True)
-    found = rules.weighted(lambda y: y.mean(1), x, given)
+    _, back = RULES["mean"](x, 1)
+    [found] = back(given)
     for example in range(2):
         expected = by_jacobian(lambda y: y.mean(0), [x[example]], given[example])
         assert_alike(found[example], expected[0])
@@ -104,12 +104,6 @@ def test_a_product_is_halved_among_what_carries_relevance() -> None:
     [alone], back = RULES["mul"](b, carried[0])
     assert alone is carried[0]
     assert_alike(back(given)[0], given * (b != 0))
-
-
-def test_a_matrix_of_weights_is_a_linear_map() -> None:
-    x, matrix, given = random(2, 3, 5), random(5, 4), random(2, 3, 4, positive=True)
-    _, back = RULES["matmul"](x, matrix)
-    assert_alike(back(given), by_rows(lambda row: row @ matrix, [x], given))
 
 
 def attention_of(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
@@ -299,14 +293,17 @@ def test_unknown_functions_are_refused_by_name() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"output": "logits"}, "output is a str; pass a function"),
-    ({"attention": "values"}, "attention is 'values'; use 'constant'"),
-    ({"output": lambda m, b: [m(b)]}, "output gave a list; pass output"),
-    ({"output": lambda m, b: m(b).sum()}, r"output gave torch.float64 \[\]"),
-    ({"output": lambda m, b: m(b).long()}, "output gave torch.int64"),
+    ({"attention": "values"}, "attention is 'values'; use one of 'constant'"),
+    ({"output": lambda m, b: [m(b)]}, "output is a list; pass output"),
+    ({"output": lambda m, b: m(b).sum()}, r"output has shape \[\]"),
+    ({"output": lambda m, b: m(b).long()}, "output has dtype torch.int64"),
     ({"output": lambda m, b: m.scores(b[:, 0])}, "output depends on no head"),
     ({"output": lambda m, b: (m(b), torch.ones(2, 4))}, r"relevance .* has shape \[2, 4\]"),
     ({"output": lambda m, b: (m(b), -torch.ones(2, 3))}, "relevance .* negative or not finite"),
-    ({"output": lambda m, b: (m(b), torch.ones(2, 3).long())}, "relevance .* is torch.int64"),
+    (
+        {"output": lambda m, b: (m(b), torch.ones(2, 3).long())},
+        "relevance .* has dtype torch.int64",
+    ),
     ({"output": lambda m, b: (m(b), torch.zeros(2, 3))}, "data has no example that counts"),
 ]
 

@@ -14,11 +14,8 @@ from benchmarks.peak import peak_memory
 from heads_kernels.analysis.statistics import MEASURES
 from heads_kernels.backends import CPU_MISSING
 from tests.analysis.attention_maps import (
-    assert_reads,
-    assert_received,
     layers,
     of_kind,
-    padded_layers,
     stock_maps,
 )
 from tests.support import tiny_models
@@ -38,15 +35,6 @@ def assert_same(found: hk.analysis.HeadStatistics, expected: hk.analysis.HeadSta
     for name, scores in expected.measures.items():
         assert_alike(found.measures[name].table(), scores.table(), name=name)
     assert all(map(torch.equal, found.offsets, expected.offsets))
-
-
-# ---------------------------------------------------------------------- against maps in memory
-
-
-@pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
-def test_modules(left: bool, causal: bool) -> None:
-    model, batch, maps = padded_layers(left, causal)
-    assert_reads(read(model, batch), maps)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
@@ -128,16 +116,6 @@ def test_memory_is_bounded() -> None:
 
 
 # ---------------------------------------------------------------------- what tokens receive
-@pytest.mark.parametrize("last_rows", [None, 1, 4])
-@pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
-def test_received_of_modules(left: bool, causal: bool, last_rows: int | None) -> None:
-    model, batch, maps = padded_layers(left, causal)
-    found = hk.analysis.received(model, [batch], last_rows=last_rows)
-    assert [example.shape for example in found.examples[0]] == [(4, 9), (4, 6)]
-    kinds = dict.fromkeys(found.kinds)
-    assert_received(found, maps, next(iter(kinds)), last_rows)
-
-
 def test_received_refuses() -> None:
     model, x = layers(), torch.randn(2, 6, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match="last_rows is 0; pass an int of at least 1"):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
 import heads_kernels as hk
 from tests.support import tiny_models
@@ -179,21 +178,6 @@ def test_padding_and_the_cut_into_batches(name: str, family: str) -> None:
     for left, right in ((0, 2), (2, 0), (1, 2)):
         together = READ[name](model, [batch_of(*SENTENCES, family=family, left=left, right=right)])
         assert_alike(together, alone, dtype=torch.float32)
-
-
-class Stream(IterableDataset[Any]):
-    """Batches that come out of no list: a loader of it has a `len` that raises."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from map(batch_of, SENTENCES)
-
-
-@pytest.mark.parametrize("name", ["statistics", "gradient", "leave one out"])
-def test_data_that_do_not_know_their_length(name: str) -> None:
-    model = model_of()
-    expected = READ[name](model, [batch_of(each) for each in SENTENCES])
-    found = READ[name](model, DataLoader(Stream(), batch_size=None))
-    assert_alike(found, expected)
 
 
 class Towers(nn.Module):
