@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,11 +12,7 @@ from torch import Tensor
 from heads_kernels.checks import check_size, is_int, refuse
 from heads_kernels.heads.layers import AttentionLayer
 
-Item = TypeVar("Item")
-
-#: Limits of a grid: rows and columns that fit on a screen, and characters of a name.
-ROWS: Final = 24
-_COLUMNS: Final = 16
+#: Characters of a layer's name that are shown. Heuristic.
 _NAME: Final = 40
 
 
@@ -132,7 +128,7 @@ class HeadScores:
 
 
 def grid(scores: HeadScores) -> str:
-    """Rows are layers, columns heads; beyond `ROWS` or `_COLUMNS`, those in the middle are omitted."""
+    """Rows are layers, columns heads."""
     numbers = [[f"{score:.3g}" for score in each.tolist()] for each in scores.scores]
     width = max(map(len, numbers), default=0)
     header = ["layer", "kind", *(str(head) if head else "head 0" for head in range(width))]
@@ -140,19 +136,11 @@ def grid(scores: HeadScores) -> str:
         [short_name(name), kind, *own, *[""] * (width - len(own))]
         for name, kind, own in zip(scores.layers, scores.kinds, numbers, strict=True)
     ]
-    lines = [[*line[:2], *_middle_out(line[2:], _COLUMNS, "...")] for line in [header, *rows]]
-    return text_table(lines, left=2, most=ROWS)
+    return text_table([header, *rows], left=2)
 
 
-def text_table(lines: Sequence[Sequence[str]], left: int, most: int | None = None) -> str:
-    """A header and rows: the first `left` columns are aligned to the left, the others to the right.
-
-    Of more than `most` rows those in the middle are left out.
-    """
-    header, *rows = lines
-    if most is not None:
-        rows = _middle_out(rows, most, ["..."] * len(header))
-    lines = [header, *rows]
+def text_table(lines: Sequence[Sequence[str]], left: int) -> str:
+    """A header and rows: the first `left` columns are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -160,11 +148,6 @@ def text_table(lines: Sequence[Sequence[str]], left: int, most: int | None = Non
         ).rstrip()
         for line in lines
     )
-
-
-def _middle_out(items: list[Item], most: int, mark: Item) -> list[Item]:
-    half = most // 2
-    return items if len(items) <= most else [*items[:half], mark, *items[-half:]]
 
 
 def short_name(name: str) -> str:

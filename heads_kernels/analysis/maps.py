@@ -128,7 +128,11 @@ def bertviz(
         _check_tokens(each, rows, keys)
     most = max(len(each.heads) for each in found)
     attention = {
-        kind: [_filled(each.maps, most)[None] for each in found if each.kind == kind]
+        kind: [
+            torch.nn.functional.pad(each.maps, (0, 0, 0, 0, 0, most - len(each.maps)))[None]
+            for each in found
+            if each.kind == kind
+        ]
         for kind in kinds
     }
     if not several:
@@ -141,13 +145,8 @@ def _check_found(found: Sequence[HeadMaps]) -> None:
     if not found:
         refuse("found", "has no maps", "pass what hk.analysis.maps gave")
     if any(each.maps.dim() == 4 for each in found):
-        refuse(
-            "found", "has maps of a whole batch", "pass those of one example: maps(..., example=0)"
-        )
-
-
-def _filled(maps: Tensor, heads: int) -> Tensor:
-    return torch.nn.functional.pad(maps, (0, 0, 0, 0, 0, heads - len(maps)))
+        instead = "pass those of one example: maps(..., example=0)"
+        refuse("found", "has maps of a whole batch", instead)
 
 
 def _check_tokens(each: HeadMaps, rows: Sequence[str] | None, keys: Sequence[str] | None) -> None:

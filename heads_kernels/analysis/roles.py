@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from heads_kernels.analysis.batches import TokenKeys, each_batch, keys_by_kind, reading, run
-from heads_kernels.analysis.head_scores import ROWS, HeadScores, scores_of, short_name, text_table
+from heads_kernels.analysis.head_scores import HeadScores, scores_of, short_name, text_table
 from heads_kernels.analysis.positions import OffsetCounts
 from heads_kernels.analysis.relations import (
     Counts,
@@ -57,25 +57,19 @@ class HeadRoles:
 
     def positional(self, at_least: float = 0.9) -> list[Role]:
         """Heads whose most probable key is at one offset in 90 % of the rows (Voita et al. 2019, section 5.1)."""
-        offsets = {
-            (name, head): int(offset)
-            for name, layer in zip(self.offset_share.layers, self.offset, strict=True)
-            for head, offset in enumerate(layer)
-        }
+        offsets = dict(zip(self.offset_share.layers, self.offset, strict=True))
         return [
-            Role(name, head, "positional", f"offset {offsets[name, head]:+d}", share, None)
-            for name, head, share in _each(self.offset_share)
-            if share >= at_least
+            replace(role, what=f"offset {int(offsets[role.layer][role.head]):+d}")
+            for role in _roles(self.offset_share, at_least, "positional")
         ]
 
     def syntactic(self, margin: float = 0.1) -> list[Role]:
         """Heads whose accuracy along a relation is 10 percentage points above its baseline (ibid., section 5.2)."""
-        return [
-            Role(name, head, "syntactic", f"{of.name} {of.direction}", share, of.baseline)
-            for of in self.relations
-            for name, head, share in _each(of.accuracy)
-            if share >= of.baseline + margin
-        ]
+        found: list[Role] = []
+        for of in self.relations:
+            what = f"{of.name} {of.direction}"
+            found += _roles(of.accuracy, of.baseline + margin, "syntactic", what, of.baseline)
+        return found
 
     def rare_word(self, at_least: float = 0.5) -> list[Role]:
         """Heads that look at the rarest token in half of the rows (ibid., section 5.3; there in the first layer).
@@ -86,29 +80,19 @@ class HeadRoles:
             return []
         chance = self.rare_words.chance[0]
         least = max(at_least, (1 + chance) / 2)
-        return [
-            Role(name, head, "rare words", "the rarest token", share, chance)
-            for name, head, share in _each(self.rare_words.rarest)
-            if share >= least
-        ]
+        return _roles(self.rare_words.rarest, least, "rare words", "the rarest token", chance)
 
     def repeating(self, at_least: float = 0.4) -> list[Role]:
         """Heads whose rows give 40 % of their attention to the previous token, to a copy of theirs, or behind it.
 
         The threshold is a heuristic; TransformerLens' head detector has none.
         """
-        if self.repeats is None:
+        if (of := self.repeats) is None:
             return []
-        of = self.repeats
         return [
-            Role(name, head, scores.method, what, share, None)
-            for scores, what in (
-                (of.previous_token, "the token before"),
-                (of.duplicate_token, "an earlier copy"),
-                (of.induction, "behind an earlier copy"),
-            )
-            for name, head, share in _each(scores)
-            if share >= at_least
+            *_roles(of.previous_token, at_least, "previous token", "the token before"),
+            *_roles(of.duplicate_token, at_least, "duplicate token", "an earlier copy"),
+            *_roles(of.induction, at_least, "induction", "behind an earlier copy"),
         ]
 
     def __repr__(self) -> str:
@@ -116,7 +100,9 @@ class HeadRoles:
         heads = sum(map(len, self.offset))
         title = f"HeadRoles: {len({(r.layer, r.head) for r in found})} of {heads} heads have a role"
         if not found:
-            most = max((share for _, _, share in _each(self.offset_share)), default=0.0)
+            most = max(
+                (float(each.max()) for each in self.offset_share.scores if len(each)), default=0
+            )
             return f"{title}; the highest share of rows at one offset is {most:.2f}"
         header = ["layer", "role", "what", "head", "share", "baseline"]
         rows = [
@@ -130,12 +116,19 @@ class HeadRoles:
             ]
             for r in found
         ]
-        return f"{title}\n{text_table([header, *rows], left=3, most=ROWS)}"
+        return f"{title}\n{text_table([header, *rows], left=3)}"
 
 
-def _each(scores: HeadScores) -> Iterable[tuple[str, int, float]]:
-    for name, layer in zip(scores.layers, scores.scores, strict=True):
-        yield from ((name, head, float(score)) for head, score in enumerate(layer))
+def _roles(
+    scores: HeadScores, least: float, role: str, what: str = "", baseline: float | None = None
+) -> list[Role]:
+    """The heads with a share of at least `least`."""
+    return [
+        Role(name, head, role, what, share, baseline)
+        for name, layer in zip(scores.layers, scores.scores, strict=True)
+        for head, share in enumerate(layer.tolist())
+        if share >= least
+    ]
 
 
 def roles(

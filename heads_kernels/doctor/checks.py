@@ -50,8 +50,12 @@ def dtypes(backend: str, device: torch.device) -> tuple[torch.dtype, ...]:
 def refusals(device: torch.device) -> Iterator[dict[str, Any]]:
     """For each backend but the formula, why it can't run on a device, by operator."""
     x = torch.zeros(1, 1, 1, 16, device=device)
-    operands = dict.fromkeys(OPERATORS, (x, x, x))
-    operands |= {_SHARED: (x[0], x[0], x, x[0, 0]), _STATISTICS: (x, x)}
+    operands: dict[str, tuple[torch.Tensor, ...]] = {
+        _GATED: (x, x, x),
+        _SHARED: (x[0], x[0], x, x[0, 0]),
+        _SPARSE: (x, x, x),
+        _STATISTICS: (x, x),
+    }
     for row in BACKENDS:
         if row.name != "eager":
             reasons = {

@@ -164,36 +164,38 @@ class Wrapped(nn.Module):
         return x[:, -1]
 
 
+class Repeated(hk.nn.GatedMultiheadAttention):
+    """Keys and values of grouped heads are repeated."""
+
+    def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> Any:
+        found: Any = super().operands(query, source)
+        group = found["query"].shape[1] // found["key"].shape[1]
+        return found | {n: found[n].repeat_interleave(group, 1) for n in ("key", "value")}
+
+
+SIZES = {"embed_dim": 8, "num_heads": 4, "dtype": torch.float64}
+SHARED = {"shared_dim": 8, "qk_bias": True, "content_bias": False}
+SAME = {
+    "blocks of mixing": (
+        lambda: hk.nn.GatedMultiheadAttention(**SIZES),
+        lambda: hk.nn.CollaborativeMultiheadAttention(**SIZES, **SHARED),
+    ),
+    "grouped keys": (
+        lambda: Repeated(**SIZES, num_key_heads=2),
+        lambda: hk.nn.GatedMultiheadAttention(**SIZES, num_key_heads=2),
+    ),
+}
+
+
 @pytest.mark.parametrize("attention", ["constant", "full"])
-def test_collaborative_heads_with_blocks_of_mixing_are_ordinary_heads(attention: str) -> None:
-    sizes = {"embed_dim": 8, "num_heads": 4, "dtype": torch.float64}
-    plain = spread(Wrapped(*(hk.nn.GatedMultiheadAttention(**sizes) for _ in range(2))))
-    biases = {"qk_bias": True, "content_bias": False}
-    shared = [
-        hk.nn.CollaborativeMultiheadAttention(**sizes, shared_dim=8, **biases) for _ in range(2)
-    ]
-    for made, module in zip(shared, plain.attention, strict=True):
+@pytest.mark.parametrize("name", SAME)
+def test_modules_that_compute_the_same(name: str, attention: str) -> None:
+    plain, other = (Wrapped(*(make() for _ in range(2))) for make in SAME[name])
+    spread(plain)
+    for made, module in zip(other.attention, plain.attention, strict=True):
         made.load_state_dict(module.state_dict())
     x = random(2, 5, 8)
-    expected, found = (relevance(m, [x], attention=attention) for m in (plain, Wrapped(*shared)))
-    assert_alike(found.table(), expected.table())
-
-
-@pytest.mark.parametrize("attention", ["constant", "full"])
-def test_grouped_keys_are_keys_repeated(attention: str) -> None:
-    sizes = {"embed_dim": 8, "num_heads": 4, "num_key_heads": 2, "dtype": torch.float64}
-
-    class Repeated(hk.nn.GatedMultiheadAttention):
-        def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> Any:
-            found: Any = super().operands(query, source)
-            group = found["query"].shape[1] // found["key"].shape[1]
-            return found | {n: found[n].repeat_interleave(group, 1) for n in ("key", "value")}
-
-    grouped = spread(Wrapped(*(hk.nn.GatedMultiheadAttention(**sizes) for _ in range(2))))
-    repeated = Wrapped(*(Repeated(**sizes) for _ in range(2)))
-    repeated.load_state_dict(grouped.state_dict())
-    x = random(2, 5, 8)
-    expected, found = (relevance(m, [x], attention=attention) for m in (repeated, grouped))
+    expected, found = (relevance(m, [x], attention=attention) for m in (plain, other))
     assert_alike(found.table(), expected.table())
 
 

@@ -113,14 +113,6 @@ def test_whole_page_of_a_pruned_model(bert: Path, text: Path, tmp_path: Path) ->
     assert values(page, "href") == [f"#{panel}" for panel in PANELS]
     assert all(source.startswith("data:image/") for source in values(page, "src"))
     assert not re.search(r"<(script|link|iframe)\b|https?://|@import|url\(", page)
-    # Every tag is closed where it should be.
-    left: list[str] = []
-    for end, tag in re.findall(r"<(/?)(\w+)", page):
-        if end:
-            assert left.pop() == tag
-        elif tag not in ("meta", "img"):
-            left.append(tag)
-    assert not left
 
 
 def test_fast(text: Path, tmp_path: Path) -> None:
@@ -183,18 +175,6 @@ def test_numbers_are_those_of_the_readings(bert: Path, text: Path) -> None:
     got = torch.tensor([curve["cosine"]["least important first"][place] for place in (0, 1, -1)])
     some = [embedding(closed) for closed in ({}, {layer: [head]}, every)]
     assert_alike(got, torch.stack([(each * whole).sum(1).mean() for each in some]))
-
-
-def test_energy_of_converted_layers(bert: Path, text: Path, tmp_path: Path) -> None:
-    """That of the others; a model without others says why there is none."""
-    for layers, whole in (([1], False), ([0, 1], True)):
-        model, converted = transformers.AutoModel.from_pretrained(bert), tmp_path / str(whole)
-        hk.convert.collaborate(model, 32, method="ragged", layers=layers, progress=False)
-        model.save_pretrained(converted)
-        save_tokenizer(converted, special=True)
-        found = panels.energy(loaded(converted, text))
-        assert ("collaborative" in found["refused"]) == whole
-        assert len(found.get("halves", [])) == 2 - len(layers)
 
 
 # ---------------------------------------------------------------------- interrupted
@@ -266,15 +246,14 @@ def tokenizer_of_another_model(path: Path) -> None:
     model.save_pretrained(path)
 
 
-def no_weights(family: str) -> Callable[[Path], None]:
-    return lambda path: transformers.AutoConfig.for_model(family).save_pretrained(path)
+def translation_model(path: Path) -> None:
+    transformers.AutoConfig.for_model("t5").save_pretrained(path)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (no_weights("t5"), "encoder-decoder"),
-        (no_weights("mobilebert"), "cannot be read"),
+        (translation_model, "encoder-decoder"),
         (lambda path: saved(path, "vit", special=True), "takes pixel_values (vit), not text"),
         (truncated_weights, "cannot be read"),
         (no_tokenizer, "has no tokenizer"),
