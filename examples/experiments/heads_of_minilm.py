@@ -145,7 +145,7 @@ def biases(settings: sentences.Settings) -> Run:
     found = {}
     for part in PARTS:
         model = sentences.load()
-        for layer in hk.heads.attention_layers(model):
+        for layer in hk.heads.projected_layers(model):
             nn.init.zeros_(getattr(layer, part).linear.bias)
         changed = sentences.embedded(model, data)
         largest = (changed - original).abs().max().item()
