@@ -10,7 +10,6 @@ from typing import Final
 
 import heads_kernels as hk
 from heads_kernels.doctor import command as doctor
-from heads_kernels.doctor.machine import installed
 from heads_kernels.report import command
 
 _SCRIPT: Final = "heads-kernels"
@@ -22,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=_SCRIPT if Path(sys.argv[0]).name == _SCRIPT else "python -m heads_kernels",
         description=(hk.__doc__ or "").partition("\n")[0],
-        epilog="\n".join(f"{name:14} {value}" for name, value in installed().items()),
+        epilog="\n".join(f"{name:14} {value}" for name, value in doctor.installed().items()),
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"heads_kernels {hk.__version__}")

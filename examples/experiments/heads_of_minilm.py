@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from statistics import mean
 from typing import Any, Final
@@ -74,11 +75,35 @@ def attention(lab: Lab, settings: sentences.Settings, name: str) -> Run:
     counts = Counter(int(token) for row in sentences.everything() for token in row)
     roles = hk.analysis.roles(model, data, special=sentences.SPECIAL, counts=counts)
     lab.bar.step(3, "roles")
+    layers = [
+        {name: scores.scores[n].tolist() for name, scores in statistics.measures.items()}
+        for n in range(len(statistics.rows))
+    ]
+    found = roles.positional() + roles.syntactic() + roles.rare_word()
     return {
-        "distance": distance.to_dict(),
-        "statistics": statistics.to_dict(),
-        "roles": roles.to_dict(),
+        "distance": {
+            **as_json(distance),
+            "within": as_json(distance.within()),
+            "embedding": as_json(distance.embedding()),
+        },
+        "statistics": {"layers": layers},
+        "roles": {**as_json(roles), "roles": as_json(found)},
     }
+
+
+def as_json(value: Any) -> Any:
+    """A result of the analysis as JSON types: a dataclass is a dict of its fields, a tensor a list."""
+    if isinstance(value, hk.analysis.HeadScores):
+        names = zip(value.layers, value.scores, strict=True)
+        layers = [{"name": name, "scores": scores.tolist()} for name, scores in names]
+        return {"method": value.method, "layers": layers}
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    if is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    return value
 
 
 def odd_heads(distance: Mapping[str, Any], layer: int) -> list[int]:
@@ -120,7 +145,7 @@ def biases(settings: sentences.Settings) -> Run:
     found = {}
     for part in PARTS:
         model = sentences.load()
-        for layer in hk.heads.attention_layers(model):
+        for layer in hk.heads.projected_layers(model):
             nn.init.zeros_(getattr(layer, part).linear.bias)
         changed = sentences.embedded(model, data)
         largest = (changed - original).abs().max().item()
@@ -144,7 +169,7 @@ def importance(lab: Lab, settings: sentences.Settings) -> Run:
     scores["relevance"] = relevance_of(lab, model, few, output)
     references = [name for name in scores if name.startswith("leave one out")]
     return {
-        "scores": {name: each.to_dict() for name, each in scores.items()},
+        "scores": {name: as_json(each) for name, each in scores.items()},
         "ranked": {name: each.ranked() for name, each in scores.items()},
         "spearman": {
             name: {of: each.spearman(scores[of]) for of in references}

@@ -15,14 +15,14 @@ import heads_kernels as hk
 Ranking = Sequence[Sequence[Any]]
 Loss = Callable[[Any, Any], Tensor]
 
-#: What `hk.analysis.importance` is asked for.
-MEASURES: Final[dict[str, dict[str, str]]] = {
+#: What `hk.analysis.importance` is asked for, by measure; None is the confidence of `hk.analysis.statistics`.
+MEASURES: Final[dict[str, dict[str, str] | None]] = {
     "leave one out": {"method": "leave_one_out"},
     "gradient": {"method": "gradient"},
     "gradient by token": {"method": "gradient", "reduce": "token"},
-    "gradient, l2 per layer": {"method": "gradient", "normalise": "l2"},
+    "gradient, l2 per layer": {"method": "gradient"},
     "Fisher": {"method": "fisher"},
-    "confidence": {"method": "confidence"},
+    "confidence": None,
 }
 
 
@@ -38,12 +38,13 @@ def scores_of(
     scores = {}
     for name in measures:
         lab.bar.start(f"importance: {name}", 1)
-        options: dict[str, Any] = dict(MEASURES[name])
-        if name == "confidence":
-            options["exclude_keys"] = special
+        options: Any = MEASURES[name]
+        if options is None:
+            scores[name] = hk.analysis.statistics(model, data, exclude_keys=special).confidence
         else:
-            options["loss"] = loss
-        scores[name] = hk.analysis.importance(model, data, **options)
+            scores[name] = hk.analysis.importance(model, data, loss, **options)
+        if name.endswith("l2 per layer"):
+            scores[name] = scores[name].normalised()
         lab.bar.step(1, "")
     return scores
 

@@ -10,9 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import each_batch, evaluation, run
-from heads_kernels.analysis.head_scores import as_json
-from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.batches import each_batch, reading, run
 from heads_kernels.analysis.positions import first_real
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
@@ -72,16 +70,6 @@ class HeadDistance:
         signed: Tensor = points * torch.where(largest < 0, -1.0, 1.0)
         return signed
 
-    def to_dict(self) -> dict[str, Any]:
-        """The attributes as JSON types."""
-        within = [None if mean != mean else mean for mean in self.within().tolist()]
-        return {
-            **as_json(self),
-            "within": within,
-            "odd": self.odd(),
-            "embedding": self.embedding().tolist(),
-        }
-
 
 def _to_others(block: Tensor) -> Tensor:
     """The mean distance of each head to the others, `[H]`."""
@@ -94,7 +82,6 @@ def distance(
     *,
     kind: str | None = None,
     layers: Iterable[int | str] | None = None,
-    progress: bool = False,
 ) -> HeadDistance:
     r"""The Jensen-Shannon divergence between the attention of all pairs of heads, across layers.
 
@@ -108,7 +95,7 @@ def distance(
     heads together (or 8 rows); padding and keys hidden by causality are skipped.
 
     Args:
-        model, data, progress: as in `statistics`.
+        model, data: as in `statistics`.
         kind: "encoder", "decoder" or "cross": the layers to compare; default the only kind of `layers`.
         layers: indices or names of the layers among which those of the kind are compared; default all.
 
@@ -117,19 +104,17 @@ def distance(
             real rows; layers have no heads; the attention function of a transformers model is not this package's.
     """
     chosen = _of_kind(choose_layers(attention_layers(model), layers), kind)
-    kind, names = chosen[0].kind, [layer.name for layer in chosen]
     seen: list[tuple[AttentionLayer, AttentionCall]] = []
     sums: _Sums | None = None
 
     def keep(layer: AttentionLayer, call: AttentionCall) -> None:
         seen.append((layer, replace(call, call=call.call._replace(value=None))))  # not held
 
-    with torch.no_grad(), evaluation(model):
-        for batch in each_batch(data, "distance", progress):
-            with observe(model, keep, names):
-                run(model, batch)
+    with reading(model, keep, chosen):
+        for batch in each_batch(data):
+            run(model, batch)
             if not seen:
-                was = f"reaches no layer of kind {kind!r}"
+                was = f"reaches no layer of kind {chosen[0].kind!r}"
                 refuse("data", was, "pass all that the model takes")
             ran = [layer for layer, _ in seen]
             sums = _Sums(ran, seen[0][1].query.device) if sums is None else sums

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,11 +12,7 @@ from torch import Tensor
 from heads_kernels.checks import check_size, is_int, refuse
 from heads_kernels.heads.layers import AttentionLayer
 
-Item = TypeVar("Item")
-
-#: Limits of a grid: rows and columns that fit on a screen, and characters of a name.
-ROWS: Final = 24
-_COLUMNS: Final = 16
+#: Characters of a layer's name that are shown. Heuristic.
 _NAME: Final = 40
 
 
@@ -127,20 +123,12 @@ class HeadScores:
             row[: len(scores)] = scores
         return table
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON types: the method, and name, kind and scores of each layer."""
-        rows = zip(self.layers, self.kinds, self.scores, strict=True)
-        layers = [
-            {"name": name, "kind": kind, "scores": each.tolist()} for name, kind, each in rows
-        ]
-        return {"method": self.method, "layers": layers}
-
     def _sizes(self) -> dict[str, int]:
         return {name: len(scores) for name, scores in zip(self.layers, self.scores, strict=True)}
 
 
 def grid(scores: HeadScores) -> str:
-    """Rows are layers, columns heads; beyond `ROWS` or `_COLUMNS`, those in the middle are omitted."""
+    """Rows are layers, columns heads."""
     numbers = [[f"{score:.3g}" for score in each.tolist()] for each in scores.scores]
     width = max(map(len, numbers), default=0)
     header = ["layer", "kind", *(str(head) if head else "head 0" for head in range(width))]
@@ -148,19 +136,11 @@ def grid(scores: HeadScores) -> str:
         [short_name(name), kind, *own, *[""] * (width - len(own))]
         for name, kind, own in zip(scores.layers, scores.kinds, numbers, strict=True)
     ]
-    lines = [[*line[:2], *_middle_out(line[2:], _COLUMNS, "...")] for line in [header, *rows]]
-    return text_table(lines, left=2, most=ROWS)
+    return text_table([header, *rows], left=2)
 
 
-def text_table(lines: Sequence[Sequence[str]], left: int, most: int | None = None) -> str:
-    """A header and rows: the first `left` columns are aligned to the left, the others to the right.
-
-    Of more than `most` rows those in the middle are left out.
-    """
-    header, *rows = lines
-    if most is not None:
-        rows = _middle_out(rows, most, ["..."] * len(header))
-    lines = [header, *rows]
+def text_table(lines: Sequence[Sequence[str]], left: int) -> str:
+    """A header and rows: the first `left` columns are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -168,11 +148,6 @@ def text_table(lines: Sequence[Sequence[str]], left: int, most: int | None = Non
         ).rstrip()
         for line in lines
     )
-
-
-def _middle_out(items: list[Item], most: int, mark: Item) -> list[Item]:
-    half = most // 2
-    return items if len(items) <= most else [*items[:half], mark, *items[-half:]]
 
 
 def short_name(name: str) -> str:
@@ -196,31 +171,20 @@ class Shares:
         self.hits = {index: torch.zeros(n, H).double() for index, H in sizes.items()}
         self.rows = {index: torch.zeros(n).double() for index in sizes}
 
-    def __contains__(self, layer: AttentionLayer) -> bool:
-        return layer.index in self.hits
-
     def add(self, layer: AttentionLayer, hits: Tensor, rows: Tensor) -> None:
         index = layer.index
         self.hits[index] = self.hits[index].to(hits.device) + hits.double()
         self.rows[index] = self.rows[index].to(hits.device) + rows.double()
 
+    def add_rows(self, layer: AttentionLayer, values: Sequence[Tensor], rows: Tensor) -> None:
+        """Add n values `[B, H, T]` of the `rows`, bool `[B, T]`."""
+        sums = [torch.where(rows[:, None], x, 0).sum((0, 2), dtype=torch.float64) for x in values]
+        self.add(layer, torch.stack(sums), rows.sum().expand(len(sums)))
+
     def scores(self, n: int, what: str) -> HeadScores:
         """The share of the hits in the rows, at place n; 0 where there are no rows."""
         shares = (self.hits[x.index][n] / self.rows[x.index][n].clamp(min=1) for x in self.layers)
         return scores_of(self.layers, shares, what)
-
-
-def as_json(value: Any) -> Any:
-    """A result of the analysis as JSON types: a dataclass is a dict of its fields, a tensor a list."""
-    if isinstance(value, HeadScores):
-        return value.to_dict()
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [as_json(each) for each in value]
-    if is_dataclass(value):
-        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
-    return value
 
 
 def scores_of(layers: Sequence[AttentionLayer], scores: Iterable[Tensor], what: str) -> HeadScores:

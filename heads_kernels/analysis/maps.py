@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import evaluation, run
-from heads_kernels.analysis.figures import check_figure_path, write_figure
-from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.batches import reading, run
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.layers import (
     AttentionLayer,
@@ -95,7 +92,7 @@ def maps(
                 own = whole[example][:, real[example]][..., keys[example]]
             found.append(HeadMaps(layer.name, layer.kind, numbers, own.cpu()))
 
-    with torch.no_grad(), evaluation(model), observe(model, look):
+    with reading(model, look, layers):
         run(model, batch)
     return found
 
@@ -131,7 +128,11 @@ def bertviz(
         _check_tokens(each, rows, keys)
     most = max(len(each.heads) for each in found)
     attention = {
-        kind: [_filled(each.maps, most)[None] for each in found if each.kind == kind]
+        kind: [
+            torch.nn.functional.pad(each.maps, (0, 0, 0, 0, 0, most - len(each.maps)))[None]
+            for each in found
+            if each.kind == kind
+        ]
         for kind in kinds
     }
     if not several:
@@ -144,13 +145,8 @@ def _check_found(found: Sequence[HeadMaps]) -> None:
     if not found:
         refuse("found", "has no maps", "pass what hk.analysis.maps gave")
     if any(each.maps.dim() == 4 for each in found):
-        refuse(
-            "found", "has maps of a whole batch", "pass those of one example: maps(..., example=0)"
-        )
-
-
-def _filled(maps: Tensor, heads: int) -> Tensor:
-    return torch.nn.functional.pad(maps, (0, 0, 0, 0, 0, heads - len(maps)))
+        instead = "pass those of one example: maps(..., example=0)"
+        refuse("found", "has maps of a whole batch", instead)
 
 
 def _check_tokens(each: HeadMaps, rows: Sequence[str] | None, keys: Sequence[str] | None) -> None:
@@ -166,7 +162,6 @@ def plot_maps(
     found: Sequence[HeadMaps],
     tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
-    path: str | os.PathLike[str] | None = None,
 ) -> Figure:
     """Draw maps, one line per layer and one panel per head; a row of a panel shows where one token attends.
 
@@ -174,18 +169,15 @@ def plot_maps(
         found: the result of `maps`.
         tokens: labels of the rows, without padding; None draws no labels.
         key_tokens: labels of the keys; default those of the rows.
-        path: also write a PNG, SVG or PDF file, by its ending.
 
     Returns:
         The matplotlib figure.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there are no maps, or the numbers of tokens do not match their rows and keys; `path` has another
-            ending or its folder does not exist.
+        ValueError: there are no maps, or the numbers of tokens do not match their rows and keys.
     """
     _check_found(found)
-    path = check_figure_path(path)
     key_tokens = tokens if key_tokens is None else key_tokens
     for each in found:
         _check_tokens(each, tokens, key_tokens)
@@ -208,6 +200,4 @@ def plot_maps(
             axes.set_title(f"{each.layer}, head {head}", fontsize=8)
             axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7, parse_math=False)
             axes.set_yticks(range(len(rows)), rows, fontsize=7, parse_math=False)
-    if path is not None:
-        write_figure(figure, path)
     return figure

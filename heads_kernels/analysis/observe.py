@@ -7,7 +7,7 @@ token sees itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -56,28 +56,30 @@ def observe(
     knowing = _knowing(there)
     is_asked = any(layer.kind == "cross" for layer in chosen)
     beside = [layer for layer in knowing if is_asked and layer not in chosen]
-    looked_at = chosen + beside
     rows: dict[tuple[int, int], Tensor] = {}
-    hooks = []
-    own = [layer for layer in looked_at if "observer" in vars(layer.module)]  # its value is None
-    for layer in looked_at:
-        check_runs_operators(layer)
-        if getattr(layer.module, "observer", None) is not None:
-            refuse(str(layer), "is observed already", "leave that block first")
-    try:
-        for layer in looked_at:
+
+    def see(layer: AttentionLayer, call: AttentionCall) -> None:
+        if layer.num_heads != call.H:
+            was = f"says that it has {layer.num_heads} heads, but runs {call.H}"
+            refuse(str(layer), was, "set its attribute num_heads")
+        if not isinstance(layer.module, Multihead):  # those know it themselves
+            call = replace(call, self_attention=layer.kind != "cross")
+        if call.self_attention:
+            if layer in knowing:
+                rows[call.B, call.T] = call.real_queries
+        elif (call.B, call.T) in rows:
+            call = replace(call, rows=rows[call.B, call.T])
+        if layer not in beside:
+            observer(layer, call)
+
+    with ExitStack() as block:
+        for layer in chosen + beside:
+            check_runs_operators(layer)
+            if getattr(layer.module, "observer", None) is not None:
+                refuse(str(layer), "is observed already", "leave that block first")
             if layer.num_heads:
-                chosen_observer = None if layer in beside else observer
-                layer.module.observer = see = _See(layer, chosen_observer, rows, layer in knowing)
-                hooks.append(layer.module.register_forward_hook(see.check_called))
+                block.enter_context(_observed(layer, see))
         yield chosen
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in looked_at:
-            layer.module.__dict__.pop("observer", None)
-        for layer in own:
-            layer.module.observer = None
 
 
 def _knowing(layers: list[AttentionLayer]) -> list[AttentionLayer]:
@@ -86,38 +88,30 @@ def _knowing(layers: list[AttentionLayer]) -> list[AttentionLayer]:
     return decoder or [layer for layer in layers if layer.kind != "cross"]
 
 
-class _See:
-    """What `layer` calls: it hands calls on to `observer`, and keeps the rows of self-attention that `is_knowing`."""
+@contextmanager
+def _observed(layer: AttentionLayer, see: Observer) -> Iterator[None]:
+    """In this block the module of a layer calls `see`; each forward pass of it checks that it does."""
+    module, was_called = layer.module, False
+    is_own = "observer" in vars(module)  # its value is None
 
-    def __init__(
-        self,
-        layer: AttentionLayer,
-        observer: Observer | None,
-        rows: dict[tuple[int, int], Tensor],
-        is_knowing: bool,
-    ) -> None:
-        self._layer, self._observer, self._rows = layer, observer, rows
-        self._is_knowing, self._was_called = is_knowing, False
+    def call_observer(call: AttentionCall) -> None:
+        nonlocal was_called
+        was_called = True
+        see(layer, call)
 
-    def __call__(self, call: AttentionCall) -> None:
-        self._was_called = True
-        if self._layer.num_heads != call.H:
-            was = f"says that it has {self._layer.num_heads} heads, but runs {call.H}"
-            refuse(str(self._layer), was, "set its attribute num_heads")
-        if not isinstance(self._layer.module, Multihead):  # those know it themselves
-            call = replace(call, self_attention=self._layer.kind != "cross")
-        if call.self_attention:
-            if self._is_knowing:
-                self._rows[call.B, call.T] = call.real_queries
-        elif (call.B, call.T) in self._rows:
-            call = replace(call, rows=self._rows[call.B, call.T])
-        if self._observer is not None:
-            self._observer(self._layer, call)
-
-    def check_called(self, module: nn.Module, *_: object) -> None:
-        """A forward hook of the layer: refuse another attention function, and a forward that calls no observer."""
-        check_runs_operators(self._layer)
-        if not self._was_called:
+    def check_called(module: nn.Module, *_: object) -> None:
+        check_runs_operators(layer)
+        if not was_called:
             was = f"is a {type(module).__name__}, which does not call its observer"
             instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"
-            refuse(str(self._layer), was, instead)
+            refuse(str(layer), was, instead)
+
+    module.observer = call_observer
+    hook = module.register_forward_hook(check_called)
+    try:
+        yield
+    finally:
+        hook.remove()
+        del module.observer
+        if is_own:
+            module.observer = None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from heads_kernels.backends import BACKENDS
 from heads_kernels.call import compute_dtype
+from heads_kernels.dispatch import select
+from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.mask import Intervals
-from heads_kernels.nn.attention_call import AttentionCall, blocks
+from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops import formula
 from heads_kernels.ops.attention import attend_with_lse
 from heads_kernels.ops.scores import NEG_INF
@@ -34,27 +36,26 @@ def first_real(real: Tensor) -> Tensor:
     return real.byte().argmax(1)  # the first of equals
 
 
-def offset_counts(call: AttentionCall, keys: Tensor, rows: Tensor) -> Tensor:
-    """How often the chosen key of a head is at each offset from the row, int64 `[H, 2 N + 1]` for offsets -N to N.
+class OffsetCounts:
+    """How often the chosen key of each head of `layers` is at each offset from its row.
 
-    Args:
-        call: with N = max(T, S).
-        keys: `[B, H, T]`, the chosen key of each row, -1 for none.
-        rows: bool `[B, T]`, the rows to count.
+    Attributes:
+        counts: int64 `[H, 2 N + 1]` for offsets -N to N, by the index of the layer.
     """
-    N = max(call.T, call.S)
-    offsets = (keys - own_keys(call)[:, None]).clamp(-N, N) + N
-    counted = (rows[:, None] & (keys >= 0)).long()
-    counts = counted.new_zeros(call.H, 2 * N + 1)
-    return counts.scatter_add_(1, *(x.transpose(0, 1).flatten(1) for x in (offsets, counted)))
 
+    def __init__(self, layers: Iterable[AttentionLayer]) -> None:
+        self.counts = {x.index: torch.zeros(x.num_heads, 1, dtype=torch.int64) for x in layers}
 
-def add_counts(some: Tensor, more: Tensor) -> Tensor:
-    """The sum of two tensors `[H, 2 N + 1]` of possibly different N."""
-    if some.shape[1] > more.shape[1]:
-        some, more = more, some
-    missing = (more.shape[1] - some.shape[1]) // 2
-    return more + torch.nn.functional.pad(some, (missing, missing))
+    def add(self, layer: AttentionLayer, call: AttentionCall, keys: Tensor, rows: Tensor) -> None:
+        """Count `keys` `[B, H, T]`, the chosen key of each row or -1 for none, of the `rows`, bool `[B, T]`."""
+        before = self.counts[layer.index].to(keys.device)
+        N = max(call.T, call.S, before.shape[1] // 2)
+        offsets = (keys - own_keys(call)[:, None]).clamp(-N, N) + N
+        counted = (rows[:, None] & (keys >= 0)).long()
+        missing = N - before.shape[1] // 2
+        self.counts[layer.index] = torch.nn.functional.pad(before, (missing, missing)).scatter_add(
+            1, *(x.transpose(0, 1).flatten(1) for x in (offsets, counted))
+        )
 
 
 # ---------------------------------------------------------------------- bands
@@ -66,28 +67,21 @@ class Band(NamedTuple):
     features: Tensor
 
 
-def attended(call: AttentionCall, lse: Tensor, bands: list[Band]) -> list[Tensor]:
-    r"""Mean features of the keys that each row attends to within bands, `[B, H, T, F]` for each band.
+@formula.without_autocast
+@torch.no_grad()
+def attended(call: AttentionCall, lse: Tensor, band: Band) -> Tensor:
+    r"""Mean features of the keys that each row attends to within a band, `[B, H, T, F]`.
 
     .. math:: \sum_{lo_i \le j < hi_i} p_{ij} f_j
 
     The operator of the call computes it with the features of keys as values: within a band its output is the mean of
-    features weighted by the probabilities of the band, which add up to exp(lse of the band - lse). Calls that no fused
-    backend can serve are computed by `blocks` of rows.
+    features weighted by the probabilities of the band, which add up to exp(lse of the band - lse).
 
     Args:
         call: of sizes B, H, T, S.
         lse: `[B, H, T]`, of all visible keys.
-        bands: with features that are exact in float32.
+        band: with features that are exact in float32.
     """
-    found = [_by_operator(call, lse, band) for band in bands]
-    served = [part for part in found if part is not None]
-    return served if len(served) == len(bands) else _by_blocks(call, bands)
-
-
-@formula.without_autocast
-def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
-    """None where eager would serve the call, which holds all its probabilities."""
     dtype = compute_dtype(call.query.dtype)
     query, key, features = (x.to(dtype) for x in (call.query, call.key, band.features))
     heads = call.H if call.mixing is not None else key.shape[1]
@@ -99,23 +93,7 @@ def _by_operator(call: AttentionCall, lse: Tensor, band: Band) -> Tensor | None:
     mask = (mask & Intervals(k_lo=lo, k_hi=hi)).laid_out(call.T)
     # A sink is in `lse`, and no part of a band.
     of_band = call.call._replace(query=query, key=key, value=value, sinks=None).under(mask)
-    backend = next(row.name for row in BACKENDS if not row.unsupported(of_band))
-    if backend == "eager":
-        return None
-    with torch.no_grad():
-        out, band_lse = attend_with_lse(of_band, backend)
+    out, band_lse = attend_with_lse(of_band, select(of_band))
     share = torch.exp(band_lse - lse).masked_fill(band_lse == NEG_INF, 0.0)
     weighted: Tensor = share[..., None] * out
     return weighted
-
-
-def _by_blocks(call: AttentionCall, bands: list[Band]) -> list[Tensor]:
-    j = torch.arange(call.S, device=call.query.device)
-    sizes, dtype = (call.B, call.H, call.T), compute_dtype(call.query.dtype)
-    found = [j.new_empty((*sizes, band.features.shape[2]), dtype=dtype) for band in bands]
-    for rows in blocks(call.T, call.B * call.H * call.S):
-        p = call.probabilities(rows)
-        for band, part in zip(bands, found, strict=True):
-            within = (j >= band.lo[:, rows, None]) & (j < band.hi[:, rows, None])
-            part[:, :, rows] = (p * within[:, None]) @ band.features.to(p.dtype)[:, None]
-    return found

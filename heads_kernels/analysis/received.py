@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import each_batch, evaluation, run
-from heads_kernels.analysis.observe import Observer, observe
+from heads_kernels.analysis.batches import each_batch, reading, run
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
@@ -38,7 +37,6 @@ def received(
     data: Iterable[Any],
     *,
     last_rows: int | None = None,
-    progress: bool = False,
 ) -> HeadReceived:
     r"""The mean attention that each token of each example receives, computed while the model runs without storing maps.
 
@@ -51,7 +49,7 @@ def received(
     mode.
 
     Args:
-        model, data, progress: as in `statistics`.
+        model, data: as in `statistics`.
         last_rows: the number of each example's last query rows that count; None: all rows.
 
     Raises:
@@ -63,22 +61,8 @@ def received(
         check_size("last_rows", last_rows)
     layers = attention_layers(model)
     examples: dict[int, list[Tensor]] = {layer.index: [] for layer in layers}
-    with torch.no_grad(), evaluation(model):
-        for batch in each_batch(data, "received", progress):
-            runs: dict[int, list[list[Tensor]]] = {layer.index: [] for layer in layers}
-            with observe(model, _observer(runs, last_rows)):
-                run(model, batch)
-            for layer in layers:
-                examples[layer.index] += _means(layer, runs[layer.index])
-    return HeadReceived(
-        tuple(layer.name for layer in layers),
-        tuple(layer.kind for layer in layers),
-        tuple(tuple(examples[layer.index]) for layer in layers),
-    )
-
-
-def _observer(runs: dict[int, list[list[Tensor]]], last_rows: int | None) -> Observer:
-    """The observer of one batch: of each run of a layer what the tokens of each example receive, `[H, S]`."""
+    #: Of each run of a layer in this batch what the tokens of each example receive, [H, S].
+    runs: dict[int, list[list[Tensor]]] = {layer.index: [] for layer in layers}
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
         rows = call.real_queries  # [B, T]
@@ -92,7 +76,17 @@ def _observer(runs: dict[int, list[list[Tensor]]], last_rows: int | None) -> Obs
             [each[:, real] for each, real in zip(sums, call.real_keys, strict=True)]
         )
 
-    return look
+    with reading(model, look, layers):
+        for batch in each_batch(data):
+            run(model, batch)
+            for layer in layers:
+                examples[layer.index] += _means(layer, runs[layer.index])
+                runs[layer.index].clear()
+    return HeadReceived(
+        tuple(layer.name for layer in layers),
+        tuple(layer.kind for layer in layers),
+        tuple(tuple(examples[layer.index]) for layer in layers),
+    )
 
 
 def _means(layer: AttentionLayer, runs: list[list[Tensor]]) -> list[Tensor]:

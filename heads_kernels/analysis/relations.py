@@ -11,11 +11,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from heads_kernels.analysis.batches import ids_of
 from heads_kernels.analysis.head_scores import HeadScores, Shares
 from heads_kernels.analysis.positions import first_real
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.ops.statistics import AttentionStatistics
 
 #: Of one sentence: `{relation: [(head, dependent), ...]}`, tokens counted from the first that is no padding.
 Relations: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]
@@ -63,18 +65,18 @@ class RelationCounts:
         self.first, self.B = 0, 0  # the first example of this batch, and its size once it is known
         self.pairs = torch.zeros(4, 0, dtype=torch.int64)
 
-    def next_batch(self) -> None:
+    def next_batch(self, batch: Any) -> None:
         self.first, self.B = self.first + self.B, 0
 
-    def look(self, layer: AttentionLayer, call: AttentionCall, chosen: Tensor) -> None:
-        """Count the hits of `chosen` `[B, H, T]`, the most probable key of each row."""
-        if layer not in self.shares:
-            return
+    def look(
+        self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor
+    ) -> None:
+        """Count the rows of a call whose most probable key is their partner."""
         if not self.B:
             self.B = call.B
             self.pairs = self._pairs(call.real_queries)
         relation, example, row, key = self.pairs
-        hits = (chosen[example, :, row] == key[:, None]).long()  # [pairs, H]
+        hits = (found.argmax[example, :, row] == key[:, None]).long()  # [pairs, H]
         sums = hits.new_zeros(len(self.offsets), call.H).index_add(0, relation, hits)
         self.shares.add(layer, sums, torch.bincount(relation, minlength=len(self.offsets)))
 
@@ -187,21 +189,17 @@ class RareWordCounts:
         self.words = self.sentences = 0
         # Of this batch, bool [2, B, T]: the rarest, the two rarest.
         self.targets: Tensor | None = None
-        self.batch: Any = None
 
     def next_batch(self, batch: Any) -> None:
-        if not isinstance(batch, Mapping) or "input_ids" not in batch:
-            refuse("counts", "are given, but a batch has no 'input_ids'", "pass it in a mapping")
-        self.batch, self.targets = batch, None
+        self.ids, self.targets = ids_of(batch, "counts"), None
 
     def look(
-        self, layer: AttentionLayer, call: AttentionCall, chosen: Tensor, words: Tensor
+        self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor
     ) -> None:
-        """Count the hits of `chosen` `[B, H, T]`, the most probable key of each row; rows are `words` `[B, T]`."""
-        if layer not in self.shares:
-            return
+        """Count the `words` `[B, T]` of a call whose most probable key is a target."""
         if self.targets is None:
             self.targets = self._targets(words)
+        chosen = found.argmax  # [B, H, T]
         rows = words & self.targets[0].any(1, keepdim=True)  # [B, T]
         counted = (rows[:, None] & (chosen >= 0)).double()
         targets = self.targets[:, :, None].expand(-1, -1, call.H, -1)
@@ -210,7 +208,7 @@ class RareWordCounts:
 
     def _targets(self, words: Tensor) -> Tensor:
         """The rarest and the two rarest of `words` in each sentence of the batch that has a rare one."""
-        ids = self.batch["input_ids"]
+        ids = self.ids
         counts = self.counts.to(ids.device)[ids.clamp(max=len(self.counts) - 1)]
         counts = counts.masked_fill(~words, torch.iinfo(torch.int64).max)
         least = counts.amin(1, keepdim=True)

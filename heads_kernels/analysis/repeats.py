@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from heads_kernels.analysis.batches import ids_of
 from heads_kernels.analysis.head_scores import HeadScores, Shares
 from heads_kernels.analysis.positions import Band, attended
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.ops.statistics import AttentionStatistics
 
 #: The names of the three scores.
 _WHAT: Final = ("previous token", "duplicate token", "induction")
@@ -36,7 +38,7 @@ class Repeats:
     rows: tuple[int, int, int]
 
 
-class RepeatScores:
+class RepeatCounts:
     """The sums of every head of `layers` for `Repeats`.
 
     Raises:
@@ -45,29 +47,26 @@ class RepeatScores:
 
     def __init__(self, layers: Iterable[AttentionLayer]) -> None:
         self.shares = Shares(layers, 3)
-        self.batch: Any = None
         self.keys: Tensor | None = None  # of this batch, int64 [3, B, T]; -1 where there is none
 
     def next_batch(self, batch: Any) -> None:
-        if not isinstance(batch, Mapping) or "input_ids" not in batch:
-            refuse("repeats", "is True, but a batch has no 'input_ids'", "pass it in a mapping")
-        self.batch, self.keys = batch, None
+        self.ids, self.keys = ids_of(batch, "repeats"), None
 
-    def look(self, layer: AttentionLayer, call: AttentionCall, lse: Tensor, words: Tensor) -> None:
+    def look(
+        self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor
+    ) -> None:
         """Add the probabilities of a call; rows and keys are `words` `[B, T]`."""
-        if layer not in self.shares:
-            return
         if self.keys is None:
-            ids = self.batch["input_ids"].to(words.device)
+            ids = self.ids.to(words.device)
             if ids.shape != words.shape:
                 was = f"has 'input_ids' {list(ids.shape)}, but {layer} runs on {list(words.shape)} tokens"
                 refuse("data", was, "pass whole sequences, without a cache")
             self.keys = earlier_keys(ids, words)
-        ones = lse.new_ones((1, call.S, 1))
+        ones = words.new_ones((1, call.S, 1))
         # Where there is no key, -1, the band is empty.
         bands = [Band(key.clamp(min=0), key + 1, ones) for key in self.keys]
-        found = [part[..., 0].double().sum((0, 2)) for part in attended(call, lse, bands)]
-        self.shares.add(layer, torch.stack(found), (self.keys >= 0).sum((1, 2)))
+        sums = [attended(call, found.lse, band)[..., 0].double().sum((0, 2)) for band in bands]
+        self.shares.add(layer, torch.stack(sums), (self.keys >= 0).sum((1, 2)))
 
     def result(self) -> Repeats:
         rows = self.shares.rows

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import ExcludeKeys, each_batch, evaluation, excluded_keys, run
-from heads_kernels.analysis.head_scores import (
-    ROWS,
-    HeadScores,
-    as_json,
-    scores_of,
-    short_name,
-    text_table,
-)
-from heads_kernels.analysis.observe import observe
-from heads_kernels.analysis.positions import add_counts, offset_counts
+from heads_kernels.analysis.batches import TokenKeys, each_batch, keys_by_kind, reading, run
+from heads_kernels.analysis.head_scores import HeadScores, scores_of, short_name, text_table
+from heads_kernels.analysis.positions import OffsetCounts
 from heads_kernels.analysis.relations import (
     Counts,
     RareWordCounts,
@@ -28,7 +19,7 @@ from heads_kernels.analysis.relations import (
     RelationCounts,
     Relations,
 )
-from heads_kernels.analysis.repeats import Repeats, RepeatScores
+from heads_kernels.analysis.repeats import RepeatCounts, Repeats
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
@@ -60,31 +51,25 @@ class HeadRoles:
 
     offset: tuple[Tensor, ...]
     offset_share: HeadScores
-    relations: tuple[Relation, ...]
-    rare_words: RareWords | None
+    relations: tuple[Relation, ...] = ()
+    rare_words: RareWords | None = None
     repeats: Repeats | None = None
 
     def positional(self, at_least: float = 0.9) -> list[Role]:
         """Heads whose most probable key is at one offset in 90 % of the rows (Voita et al. 2019, section 5.1)."""
-        offsets = {
-            (name, head): int(offset)
-            for name, layer in zip(self.offset_share.layers, self.offset, strict=True)
-            for head, offset in enumerate(layer)
-        }
+        offsets = dict(zip(self.offset_share.layers, self.offset, strict=True))
         return [
-            Role(name, head, "positional", f"offset {offsets[name, head]:+d}", share, None)
-            for name, head, share in _each(self.offset_share)
-            if share >= at_least
+            replace(role, what=f"offset {int(offsets[role.layer][role.head]):+d}")
+            for role in _roles(self.offset_share, at_least, "positional")
         ]
 
     def syntactic(self, margin: float = 0.1) -> list[Role]:
         """Heads whose accuracy along a relation is 10 percentage points above its baseline (ibid., section 5.2)."""
-        return [
-            Role(name, head, "syntactic", f"{of.name} {of.direction}", share, of.baseline)
-            for of in self.relations
-            for name, head, share in _each(of.accuracy)
-            if share >= of.baseline + margin
-        ]
+        found: list[Role] = []
+        for of in self.relations:
+            what = f"{of.name} {of.direction}"
+            found += _roles(of.accuracy, of.baseline + margin, "syntactic", what, of.baseline)
+        return found
 
     def rare_word(self, at_least: float = 0.5) -> list[Role]:
         """Heads that look at the rarest token in half of the rows (ibid., section 5.3; there in the first layer).
@@ -95,40 +80,29 @@ class HeadRoles:
             return []
         chance = self.rare_words.chance[0]
         least = max(at_least, (1 + chance) / 2)
-        return [
-            Role(name, head, "rare words", "the rarest token", share, chance)
-            for name, head, share in _each(self.rare_words.rarest)
-            if share >= least
-        ]
+        return _roles(self.rare_words.rarest, least, "rare words", "the rarest token", chance)
 
     def repeating(self, at_least: float = 0.4) -> list[Role]:
         """Heads whose rows give 40 % of their attention to the previous token, to a copy of theirs, or behind it.
 
         The threshold is a heuristic; TransformerLens' head detector has none.
         """
-        if self.repeats is None:
+        if (of := self.repeats) is None:
             return []
-        of = self.repeats
         return [
-            Role(name, head, scores.method, what, share, None)
-            for scores, what in (
-                (of.previous_token, "the token before"),
-                (of.duplicate_token, "an earlier copy"),
-                (of.induction, "behind an earlier copy"),
-            )
-            for name, head, share in _each(scores)
-            if share >= at_least
+            *_roles(of.previous_token, at_least, "previous token", "the token before"),
+            *_roles(of.duplicate_token, at_least, "duplicate token", "an earlier copy"),
+            *_roles(of.induction, at_least, "induction", "behind an earlier copy"),
         ]
 
-    def _found(self) -> list[Role]:
-        return self.positional() + self.syntactic() + self.rare_word() + self.repeating()
-
     def __repr__(self) -> str:
-        found = self._found()
+        found = self.positional() + self.syntactic() + self.rare_word() + self.repeating()
         heads = sum(map(len, self.offset))
         title = f"HeadRoles: {len({(r.layer, r.head) for r in found})} of {heads} heads have a role"
         if not found:
-            most = max((share for _, _, share in _each(self.offset_share)), default=0.0)
+            most = max(
+                (float(each.max()) for each in self.offset_share.scores if len(each)), default=0
+            )
             return f"{title}; the highest share of rows at one offset is {most:.2f}"
         header = ["layer", "role", "what", "head", "share", "baseline"]
         rows = [
@@ -142,16 +116,19 @@ class HeadRoles:
             ]
             for r in found
         ]
-        return f"{title}\n{text_table([header, *rows], left=3, most=ROWS)}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON types: all shares, and the heads that have a role by the default thresholds."""
-        return {**as_json(self), "roles": as_json(self._found())}
+        return f"{title}\n{text_table([header, *rows], left=3)}"
 
 
-def _each(scores: HeadScores) -> Iterable[tuple[str, int, float]]:
-    for name, layer in zip(scores.layers, scores.scores, strict=True):
-        yield from ((name, head, float(score)) for head, score in enumerate(layer))
+def _roles(
+    scores: HeadScores, least: float, role: str, what: str = "", baseline: float | None = None
+) -> list[Role]:
+    """The heads with a share of at least `least`."""
+    return [
+        Role(name, head, role, what, share, baseline)
+        for name, layer in zip(scores.layers, scores.scores, strict=True)
+        for head, share in enumerate(layer.tolist())
+        if share >= least
+    ]
 
 
 def roles(
@@ -159,12 +136,11 @@ def roles(
     data: Iterable[Any],
     *,
     layers: Iterable[int | str] | None = None,
-    special: ExcludeKeys | None = None,
+    special: TokenKeys | None = None,
     relations: Sequence[Relations] | None = None,
     counts: Counts | None = None,
     common: int = 500,
     repeats: bool = False,
-    progress: bool = False,
 ) -> HeadRoles:
     """Find roles of heads from the most probable key of each row (`hk.attention_statistics`).
 
@@ -178,7 +154,7 @@ def roles(
     their current numbers. The model runs in evaluation mode.
 
     Args:
-        model, data, layers, progress: as in `statistics`.
+        model, data, layers: as in `statistics`.
         special: special tokens, such as [CLS], [SEP] or EOS, which count neither as rows nor as the most probable key.
             Token ids, looked up in the batch's `input_ids`, or a function of the batch that returns bool `[B, S]`.
         relations: a mapping `{relation: [(head, dependent), ...]}` for each example of the data, in order, from any
@@ -194,86 +170,56 @@ def roles(
     """
     there = attention_layers(model)
     chosen = choose_layers(there, layers)
-    names = [layer.name for layer in chosen]
     check_flag("repeats", repeats)
-    reader = _Reader(chosen, relations, counts, check_size("common", common, 0), repeats)
-    with torch.no_grad(), evaluation(model):
-        for batch in each_batch(data, "roles", progress):
-            reader.next_batch(batch, excluded_keys(special, batch, there, "special"))
-            with observe(model, reader.look, names):
-                run(model, batch)
-    return reader.result()
+    check_size("common", common, 0)
+    encoder = [layer for layer in chosen if layer.kind == "encoder"]
+    readers = encoder or [layer for layer in chosen if layer.kind == "decoder"]
+    asked = (("relations", relations), ("counts", counts), ("repeats", repeats or None))
+    for name, given in asked:
+        if given is not None and not any(layer.num_heads for layer in readers):
+            was = "is given, but no layer that reads the sentences has a head left"
+            refuse(name, was, "leave it out")
+    counters: dict[str, Any] = {}  # by the field of the result
+    if relations is not None:
+        counters["relations"] = RelationCounts(relations, readers)
+    if counts is not None:
+        counters["rare_words"] = RareWordCounts(counts, common, readers)
+    if repeats:
+        counters["repeats"] = RepeatCounts(readers)
+    offsets = OffsetCounts(chosen)
+    excluded: dict[str, Tensor] = {}  # of this batch, by kind of layer bool [B, S]
 
-
-class _Reader:
-    """An observer that counts what the rows of each layer choose."""
-
-    def __init__(
-        self,
-        layers: list[AttentionLayer],
-        relations: Sequence[Relations] | None,
-        counts: Counts | None,
-        common: int,
-        repeats: bool,
-    ) -> None:
-        self.layers = layers
-        self.offsets = {
-            layer.index: torch.zeros(layer.num_heads, 1, dtype=torch.int64) for layer in layers
-        }
-        encoder = [layer for layer in layers if layer.kind == "encoder"]
-        readers = encoder or [layer for layer in layers if layer.kind == "decoder"]
-        asked = (("relations", relations), ("counts", counts), ("repeats", repeats or None))
-        for name, given in asked:
-            if given is not None and not any(layer.num_heads for layer in readers):
-                was = "are given, but no layer that reads the sentences has a head left"
-                refuse(name, was, "leave it out")
-        self.relations = None if relations is None else RelationCounts(relations, readers)
-        self.rare_words = None if counts is None else RareWordCounts(counts, common, readers)
-        self.repeats = RepeatScores(readers) if repeats else None
-        self.special: dict[str, Tensor] = {}
-
-    def next_batch(self, batch: Any, special: dict[str, Tensor]) -> None:
-        self.special = special
-        if self.relations is not None:
-            self.relations.next_batch()
-        if self.rare_words is not None:
-            self.rare_words.next_batch(batch)
-        if self.repeats is not None:
-            self.repeats.next_batch(batch)
-
-    def look(self, layer: AttentionLayer, call: AttentionCall) -> None:
-        statistics = call.statistics(self.special.get(layer.kind))
-        chosen = statistics.argmax
+    def look(layer: AttentionLayer, call: AttentionCall) -> None:
+        found = call.statistics(excluded.get(layer.kind))
         words = call.real_queries
-        no_words = self.special.get("decoder" if layer.kind == "cross" else layer.kind)
+        no_words = excluded.get("decoder" if layer.kind == "cross" else layer.kind)
         if no_words is not None:
             words = words & ~no_words
-        counts = offset_counts(call, chosen, words)
-        self.offsets[layer.index] = add_counts(self.offsets[layer.index].to(counts.device), counts)
-        if self.relations is not None:
-            self.relations.look(layer, call, chosen)
-        if self.rare_words is not None:
-            self.rare_words.look(layer, call, chosen, words)
-        if self.repeats is not None:
-            self.repeats.look(layer, call, statistics.lse, words)
+        offsets.add(layer, call, found.argmax, words)
+        if layer in readers:
+            for counter in counters.values():
+                counter.look(layer, call, found, words)
 
-    def result(self) -> HeadRoles:
-        most = [self._most(layer) for layer in self.layers]
-        shares = (share for _, share in most)
-        return HeadRoles(
-            offset=tuple(offset for offset, _ in most),
-            offset_share=scores_of(self.layers, shares, "share of the most frequent offset"),
-            relations=() if self.relations is None else self.relations.result(),
-            rare_words=None if self.rare_words is None else self.rare_words.result(),
-            repeats=None if self.repeats is None else self.repeats.result(),
-        )
+    with reading(model, look, chosen):
+        for batch in each_batch(data):
+            excluded = keys_by_kind(special, batch, there, "special")
+            for counter in counters.values():
+                counter.next_batch(batch)
+            run(model, batch)
+    most = [_most_frequent(layer, offsets.counts[layer.index].cpu()) for layer in chosen]
+    shares = (share for _, share in most)
+    return HeadRoles(
+        offset=tuple(offset for offset, _ in most),
+        offset_share=scores_of(chosen, shares, "share of the most frequent offset"),
+        **{name: counter.result() for name, counter in counters.items()},
+    )
 
-    def _most(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
-        """The most frequent offset of each head, and its share of the rows."""
-        counts = self.offsets[layer.index].cpu()
-        rows = counts.sum(1)
-        if not bool(rows.all()):
-            was = f"has no word that reaches {layer}"
-            refuse("data", was, "pass batches with real tokens, or name the others in layers")
-        count, place = counts.max(1)
-        return place - counts.shape[1] // 2, count.double() / rows
+
+def _most_frequent(layer: AttentionLayer, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The most frequent offset of each head, and its share of the rows."""
+    rows = counts.sum(1)
+    if not bool(rows.all()):
+        was = f"has no word that reaches {layer}"
+        refuse("data", was, "pass batches with real tokens, or name the others in layers")
+    count, place = counts.max(1)
+    return place - counts.shape[1] // 2, count.double() / rows

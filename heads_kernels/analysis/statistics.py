@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import ExcludeKeys, each_batch, evaluation, excluded_keys, run
+from heads_kernels.analysis.batches import TokenKeys, each_batch, keys_by_kind, reading, run
 from heads_kernels.analysis.head_scores import HeadScores, Shares, grid
-from heads_kernels.analysis.observe import Observer, observe
-from heads_kernels.analysis.positions import Band, add_counts, attended, offset_counts, own_keys
+from heads_kernels.analysis.positions import Band, OffsetCounts, attended, own_keys
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
@@ -67,24 +67,14 @@ class HeadStatistics:
         ]
         return "\n\n".join([f"HeadStatistics: means over {of} query rows of a layer", *grids])
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON types: name, kind, rows and every mean of each layer."""
-        layers = []
-        for index, name in enumerate(self.confidence.layers):
-            means = {key: value.scores[index].tolist() for key, value in self.measures.items()}
-            kind = self.confidence.kinds[index]
-            layers.append({"name": name, "kind": kind, "rows": self.rows[index], **means})
-        return {"layers": layers}
-
 
 def statistics(
     model: nn.Module,
     data: Iterable[Any],
     *,
     layers: Iterable[int | str] | None = None,
-    exclude_keys: ExcludeKeys | None = None,
-    token_sets: Mapping[str, ExcludeKeys] | None = None,
-    progress: bool = False,
+    exclude_keys: TokenKeys | None = None,
+    token_sets: Mapping[str, TokenKeys] | None = None,
 ) -> HeadStatistics:
     """Statistics of what the heads of a model attend to, computed while it runs without storing maps `[T, S]`.
 
@@ -110,7 +100,6 @@ def statistics(
             (`decoder_input_ids` for the keys of a decoder), or a function of the batch that returns bool `[B, S]`, or
             one per kind of layer, `{"encoder" | "decoder" | "cross": [B, S]}`.
         token_sets: for `to_tokens`, `{name: tokens}`, with tokens as in `exclude_keys`.
-        progress: whether to show a progress bar on a terminal, if rich is installed.
 
     Raises:
         TypeError, ValueError: an argument is invalid; data has no batches, or no token that reaches a layer; the
@@ -118,17 +107,29 @@ def statistics(
     """
     there = attention_layers(model)
     chosen = choose_layers(there, layers)
-    names = [layer.name for layer in chosen]
     sets = _checked(token_sets)
     measures = [*MEASURES, *(f"to {name}" for name in sets)]
-    means = Shares(chosen, len(measures))
-    offsets = {x.index: torch.zeros(x.num_heads, 1, dtype=torch.int64) for x in chosen}
-    with torch.no_grad(), evaluation(model):
-        for batch in each_batch(data, "statistics", progress):
-            excluded = excluded_keys(exclude_keys, batch, there)
-            members = {name: _members(name, ids, batch, there) for name, ids in sets.items()}
-            with observe(model, _observer(means, offsets, excluded, members), names):
-                run(model, batch)
+    means, offsets = Shares(chosen, len(measures)), OffsetCounts(chosen)
+    excluded: dict[str, Tensor] = {}  # of this batch, by kind of layer bool [B, S]
+    members: dict[str, dict[str, Tensor]] = {}
+
+    def look(layer: AttentionLayer, call: AttentionCall) -> None:
+        rows = call.real_queries
+        found = call.statistics(excluded.get(layer.kind))
+        own_sets = [_set(name, member.get(layer.kind), call) for name, member in members.items()]
+        means.add_rows(
+            layer, [found.max_prob, found.entropy, *_shares(call, found.lse, own_sets)], rows
+        )
+        offsets.add(layer, call, found.argmax, rows)
+
+    with reading(model, look, chosen):
+        for batch in each_batch(data):
+            excluded = keys_by_kind(exclude_keys, batch, there, "exclude_keys")
+            members = {
+                name: keys_by_kind(tokens, batch, there, f"token_sets[{name!r}]")
+                for name, tokens in sets.items()
+            }
+            run(model, batch)
     for layer in chosen:
         if layer.num_heads and not means.rows[layer.index].any():
             was = f"has no token that reaches {layer}"
@@ -137,48 +138,16 @@ def statistics(
     return HeadStatistics(
         **dict(zip(MEASURES, found, strict=False)),
         to_tokens=dict(zip(sets, found[len(MEASURES) :], strict=True)),
-        offsets=tuple(each.cpu() for each in offsets.values()),
+        offsets=tuple(each.cpu() for each in offsets.counts.values()),
         rows=tuple(int(each[0]) for each in means.rows.values()),
     )
 
 
-def _checked(token_sets: Mapping[str, ExcludeKeys] | None) -> Mapping[str, ExcludeKeys]:
-    if token_sets is None:
-        return {}
-    if not isinstance(token_sets, Mapping):
+def _checked(token_sets: Mapping[str, TokenKeys] | None) -> Mapping[str, TokenKeys]:
+    if not isinstance(token_sets, (Mapping, NoneType)):
         was = f"is a {type(token_sets).__name__}"
         refuse("token_sets", was, "pass {name: token ids or function of a batch}", TypeError)
-    return token_sets
-
-
-def _members(
-    name: str, tokens: ExcludeKeys, batch: Any, layers: list[AttentionLayer]
-) -> dict[str, Tensor]:
-    try:
-        return excluded_keys(tokens, batch, layers)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"token_sets[{name!r}], as in exclude_keys: {error}") from None
-
-
-def _observer(
-    means: Shares,
-    offsets: dict[int, Tensor],
-    excluded: Mapping[str, Tensor],
-    members: Mapping[str, Mapping[str, Tensor]],
-) -> Observer:
-    """The observer of one batch; `excluded` and each of `members` are `{kind of layer: bool [B, S]}`."""
-
-    def look(layer: AttentionLayer, call: AttentionCall) -> None:
-        rows = call.real_queries
-        found = call.statistics(excluded.get(layer.kind))
-        sets = [_set(name, member.get(layer.kind), call) for name, member in members.items()]
-        measures = [found.max_prob, found.entropy, *_shares(call, found.lse, sets)]
-        sums = [torch.where(rows[:, None], x, 0).sum((0, 2), dtype=torch.float64) for x in measures]
-        means.add(layer, torch.stack(sums), rows.sum().expand(len(sums)))
-        before, counts = offsets[layer.index], offset_counts(call, found.argmax, rows)
-        offsets[layer.index] = add_counts(before.to(counts.device), counts)
-
-    return look
+    return token_sets or {}
 
 
 def _set(name: str, member: Tensor | None, call: AttentionCall) -> Tensor:
@@ -201,14 +170,13 @@ def _shares(call: AttentionCall, lse: Tensor, sets: list[Tensor]) -> list[Tensor
     # Three consecutive keys have different remainders modulo 3.
     remainder = torch.nn.functional.one_hot(place % 3, 3)[None]
     start, end = torch.zeros_like(own), torch.full_like(own, call.S)
-    behind, ahead, near = attended(
-        call,
-        lse,
-        [
+    behind, ahead, near = (
+        attended(call, lse, band)
+        for band in (
             Band(start, own + 1, features),
             Band(own + 1, end, features),
             Band(own - 1, own + 2, remainder),
-        ],
+        )
     )
     share, place_sum = (behind - ahead)[..., :2].unbind(-1)
     distance = own[:, None] * share - place_sum

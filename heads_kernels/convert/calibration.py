@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from operator import length_hint
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.snapshot import undone
+
+Item = TypeVar("Item")
 
 
 @torch.inference_mode(False)
@@ -88,7 +91,9 @@ def _gathered(
 ) -> dict[str, AnyMoments]:
     sums: dict[str, Any] = {}
     with evaluation(model), torch.no_grad():
-        for number, batch in enumerate(each_batch(data, "Calibration", progress, "calibration")):
+        batches = each_batch(data, "calibration")
+        total = length_hint(data) or None
+        for number, batch in enumerate(tracked(batches, "Calibration", progress, total)):
             with _summed(model, layers) as found:
                 run(model, batch)
             for name, moments in found.items():
@@ -98,6 +103,20 @@ def _gathered(
                     refuse("calibration", was, instead)
                 sums[name] = sums[name] + moments if name in sums else moments
     return {layer.name: _fitting(layer, sums) for layer in layers}
+
+
+def tracked(
+    items: Iterable[Item], title: str, shown: bool, total: int | None = None
+) -> Iterable[Item]:
+    """`items`, with a bar on a terminal while they are taken, if `shown` and rich is installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return items
+    console = Console(stderr=True)
+    hidden = not (shown and (console.is_terminal or console.is_jupyter))
+    return track(items, title, total, console=console, transient=True, disable=hidden)
 
 
 @contextmanager

@@ -9,9 +9,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from heads_kernels.analysis.batches import bar
 from heads_kernels.checks import check_flag, check_size, refuse
-from heads_kernels.convert.calibration import moments_of
+from heads_kernels.convert.calibration import moments_of, tracked
 from heads_kernels.convert.conversion import Conversion, Report
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, Wanted
@@ -108,16 +107,15 @@ def collaborate(
         ]
         factors: list[AnyFactors] = []
         reports = []
-        with bar("Conversion", len(chosen), progress) as advance:
-            for n, each in enumerate(wanted.dims(heads, spectra)):
-                made = heads[n].fit(
-                    each, moments[n], method=method,
-                    multiple=min(wanted.multiple, each), spectrum=spectra[n],
-                )  # fmt: skip
-                factors.append(made)
-                key_heads = chosen[n].num_key_heads
-                reports.append(Report.of(heads[n], made, moments[n], Hk=key_heads, length=length))
-                advance()
+        dims = tracked(wanted.dims(heads, spectra), "Conversion", progress)
+        for n, each in enumerate(dims):
+            made = heads[n].fit(
+                each, moments[n], method=method,
+                multiple=min(wanted.multiple, each), spectrum=spectra[n],
+            )  # fmt: skip
+            factors.append(made)
+            key_heads = chosen[n].num_key_heads
+            reports.append(Report.of(heads[n], made, moments[n], Hk=key_heads, length=length))
         _warn_of_rank(wanted, chosen, [spectrum.rank for spectrum in spectra], factors)
         _warn_of_flops(reports, method)
         curves = Curves.of([layer.name for layer in chosen], heads, spectra)

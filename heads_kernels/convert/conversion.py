@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from heads_kernels.analysis.figures import check_figure_path, write_figure
 from heads_kernels.analysis.head_scores import short_name, text_table
 from heads_kernels.checks import refuse
 from heads_kernels.convert.curves import Curves
@@ -170,7 +168,7 @@ def _row(name: str, report: Report, exact: bool, error: float) -> tuple[str, ...
     )
 
 
-def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None) -> Figure:
+def plot(shown: Curves | Conversion) -> Figure:
     """Plot errors over the number of features, for layers from dark to light, and the choice of a conversion.
 
     The first panel shows the relative errors (`Curves.errors`), with a dot for each converted layer, below
@@ -180,7 +178,6 @@ def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None)
 
     Args:
         shown: the result of `curves` or `collaborate`.
-        path: also write a PNG, SVG or PDF file, by its ending.
 
     Returns:
         The matplotlib figure.
@@ -188,12 +185,10 @@ def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None)
     Raises:
         ImportError: matplotlib is not installed.
         TypeError: `shown` is something else.
-        ValueError: `path` has another ending or its folder does not exist.
     """
     if not isinstance(shown, (Curves, Conversion)):
         instead = "pass the result of hk.convert.curves or hk.convert.collaborate"
         refuse("shown", f"is a {type(shown).__name__}", instead, TypeError)
-    path = check_figure_path(path)
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -214,8 +209,6 @@ def plot(shown: Curves | Conversion, path: str | os.PathLike[str] | None = None)
         each.grid(alpha=0.3)
         each.set_axisbelow(True)
         each.spines[["top", "right"]].set_visible(False)
-    if path is not None:
-        write_figure(figure, path)
     return figure
 
 

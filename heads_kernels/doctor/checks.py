@@ -47,31 +47,29 @@ def dtypes(backend: str, device: torch.device) -> tuple[torch.dtype, ...]:
     return torch.float32, torch.bfloat16
 
 
-def refusal(operator: str, backend: str, device: torch.device) -> str:
-    """Why a backend can't run on a device; empty where it can."""
-    try:
-        x = torch.zeros(1, 1, 1, 16, device=device)
-    except RuntimeError as error:  # all memory is in use, or the GPU is another process's alone
-        return f"no tensor can be made on {device}: {str(error).partition(chr(10))[0]}"
-    operands = {_SHARED: (x[0], x[0], x, x[0, 0]), _STATISTICS: (x, x)}.get(operator, (x, x, x))
-    return "; ".join(explain(operator, *operands, backend=backend).refusals.get(backend, []))
-
-
 def refusals(device: torch.device) -> Iterator[dict[str, Any]]:
     """For each backend but the formula, why it can't run on a device, by operator."""
+    x = torch.zeros(1, 1, 1, 16, device=device)
+    operands: dict[str, tuple[torch.Tensor, ...]] = {
+        _GATED: (x, x, x),
+        _SHARED: (x[0], x[0], x, x[0, 0]),
+        _SPARSE: (x, x, x),
+        _STATISTICS: (x, x),
+    }
     for row in BACKENDS:
         if row.name != "eager":
-            words = {name: refusal(name, row.name, device) for name in OPERATORS}
-            yield {
-                "backend": row.name,
-                "refused": {name: why for name, why in words.items() if why},
+            reasons = {
+                name: explain(name, *tensors, backend=row.name).refusals.get(row.name)
+                for name, tensors in operands.items()
             }
+            refused = {name: "; ".join(each) for name, each in reasons.items() if each}
+            yield {"backend": row.name, "refused": refused}
 
 
 def run_checks(
     backend: str, operators: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Before each check its name, "check"; after it also "ratio" of the bound, and "wrong" in words or ""."""
+    """Before each check its name, "check"; after it also what is "wrong" in words, or ""."""
     for operator, of, name in CHECKS:
         if operator not in operators:
             continue
@@ -80,15 +78,14 @@ def run_checks(
         case = find(of, name)
         try:
             if operator == _STATISTICS:
-                wrong, ratio = check_statistics(case.make(dtype, device), backend)
+                wrong, _ = check_statistics(case.make(dtype, device), backend)
             else:
                 report = check(case, dtype, backend, device=device)
                 wrong = [str(q).removeprefix("FAIL ") for q in report.quantities if not q.ok]
-                ratio = report.ratio
             words = "; ".join(" ".join(each.split()) for each in wrong)
         except Exception as error:
-            ratio, words = 0.0, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        yield {**row, "ratio": ratio, "wrong": words}
+            words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        yield {**row, "wrong": words}
 
 
 @dataclass
@@ -96,11 +93,10 @@ class Verdict:
     """What the checks of one backend on one device add up to."""
 
     refused: dict[str, str] = field(default_factory=dict)  # why not, by operator
-    planned: int = 0
+    planned: int = 0  # checks of the processes that have ended
     passed: int = 0
     failures: list[str] = field(default_factory=list)
-    unfinished: list[str] = field(default_factory=list)  # what did not end in its time
-    worst: float = 0.0  # of the errors, as a part of its bound
+    late: str = ""  # what did not end in its time
 
     @property
     def operators(self) -> list[str]:
@@ -115,27 +111,25 @@ class Verdict:
         if not self.operators:
             return f"can't run: {self.refused[OPERATORS[0]]}"
         if self.failures:
-            more = len(self.failures) - 1
-            return f"failed: {self.failures[0]}{f'; and {more} more' if more else ''}"
-        word = "verified here" if self.passed else "not verified"
-        words = [f"{word}: {self.passed} of {self.planned} checks"]
-        if self.passed:
-            words[0] += f", the largest error {self.worst:.2f} of its bound"
-        if self.passed < self.planned:
-            words.append("there was no time for the others")
-        refused = [f"not {name}: {why}" for name, why in self.refused.items()]
-        return "; ".join([*words, *self.unfinished, *refused])
+            return f"failed {len(self.failures)} of {self.planned} checks, first {self.failures[0]}"
+        words = [
+            f"{'verified here' if self.passed else 'not verified'}: {self.passed} of {self.planned} checks",
+            "there was no time for the others" if self.passed < self.planned else "",
+            self.late,
+            *(f"not {name}: {why}" for name, why in self.refused.items()),
+        ]
+        return "; ".join(filter(None, words))
 
     def add(self, rows: Sequence[dict[str, Any]], end: str, is_late: bool) -> None:
         """Add the rows of `run_checks` in a process that ended with `end` before its time, or for lack of time."""
-        done = [row for row in rows if "wrong" in row]
-        self.passed += sum(not row["wrong"] for row in done)
-        self.worst = max([self.worst, *(row["ratio"] for row in done if not row["wrong"])])
-        self.failures += [f"{row['check']} ({row['wrong']})" for row in done if row["wrong"]]
-        begun = rows[-1] if rows and rows[-1] not in done else None
-        if is_late and begun:
-            self.unfinished.append(f"{begun['check']} {end}")
+        wrong = {row["check"]: row["wrong"] for row in rows if "wrong" in row}
+        self.planned += sum(operator in self.operators for operator, _, _ in CHECKS)
+        self.passed += sum(not words for words in wrong.values())
+        self.failures += [f"{check} ({words})" for check, words in wrong.items() if words]
+        begun = rows[-1]["check"] if rows and rows[-1]["check"] not in wrong else ""
+        if is_late:
+            self.late = f"{begun} {end}".strip()
         elif begun:
-            self.failures.append(f"{begun['check']} ({end})")
-        elif end and not is_late and not any(row["wrong"] for row in done):  # else already reported
+            self.failures.append(f"{begun} ({end})")
+        elif end and not any(wrong.values()):  # else already reported
             self.failures.append(end)

@@ -1,27 +1,31 @@
-"""`python -m heads_kernels doctor`: its options, the run, and how it is printed."""
+"""`python -m heads_kernels doctor`: its options, the machine, the run, and how it is printed."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib
 import math
+import os
+import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from os import cpu_count
+from importlib import metadata
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from heads_kernels.backends import BACKENDS, SIMULATED
+import heads_kernels as hk
+from heads_kernels.backends import BACKENDS, CPU_MISSING, SIMULATED
 from heads_kernels.dispatch import VARIABLE
-from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, dtypes
-from heads_kernels.doctor.machine import device_name, devices, is_exclusive, machine
-from heads_kernels.doctor.speed import SHAPES, fastest_first
-from heads_kernels.doctor.worker import ask
+from heads_kernels.doctor.checks import OPERATORS, Verdict, dtypes
+from heads_kernels.doctor.worker import SHAPES, ask
 
 DESCRIPTION = f"""\
 Checks every backend that can run on this machine, on the CPU and on one GPU of each kind: forward and backward of named
-cases against the formula in float64, then four shapes against PyTorch's SDPA, in under a minute. The last line is the
+cases against the formula in float64, then two shapes against PyTorch's SDPA, in under a minute. The last line is the
 {VARIABLE} that leaves out backends that failed and prefers the fastest; nothing is written.
 
 Exit status: 0; 1 where a backend that can run failed; 2 for a bad option.
@@ -31,6 +35,8 @@ Exit status: 0; 1 where a backend that can run failed; 2 for a bad option.
 _CHECKS: Final = 0.6
 #: Seconds to open a device.
 _START_S: Final = 30.0
+#: CU_DEVICE_ATTRIBUTE_COMPUTE_MODE and CU_COMPUTEMODE_EXCLUSIVE_PROCESS of the CUDA driver.
+_COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,15 +73,36 @@ def run(options: argparse.Namespace) -> int:
 def order(found: list[Examined]) -> list[str]:
     """Backends without those that failed: what was timed, the fastest on its device first, then as in the table."""
     failed = {name for each in found for name, verdict in each.verdicts.items() if verdict.failures}
-    timed = [name for each in found for name in fastest_first(each.speed)]
-    names = dict.fromkeys([*timed, *(row.name for row in BACKENDS)])
+    names: dict[str, None] = {}
+    for each in found:
+        timed = [name for row in each.speed[:1] for name in row["seconds"] if name != "sdpa"]
+        product = {name: math.prod(row["seconds"][name] for row in each.speed) for name in timed}
+        names |= dict.fromkeys(sorted(timed, key=product.__getitem__))
+    names |= dict.fromkeys(row.name for row in BACKENDS)
     return [name for name in names if name not in failed]
+
+
+def _print_device(each: Examined) -> None:
+    is_gpu = each.device.type == "cuda"
+    print(f"\n{each.device}: {torch.cuda.get_device_name(each.device) if is_gpu else _cpu()}")
+    for name, verdict in each.verdicts.items():
+        print(f"  {name:8} {verdict}")
+    if each.speed:
+        print("  forward and backward, and how much faster than SDPA that is")
+    for row in each.speed:
+        sdpa = row["seconds"]["sdpa"]
+        times = [f"{n} {1e3 * s:.3g} ms ({sdpa / s:.2f}x)" for n, s in row["seconds"].items()]
+        print(f"    {row['shape']}: {', '.join(times)}")
+    if len(each.speed) < len(SHAPES):
+        print(f"  times of {len(each.speed)} of {len(SHAPES)} shapes: {each.untimed or 'no time'}")
 
 
 # ---------------------------------------------------------------------- the run
 def examine(seconds: int) -> list[Examined]:
     """Check every backend on every device, then time those that are verified."""
-    found = [_planned(device) for device in devices()]
+    gpus = {torch.cuda.get_device_name(n): n for n in reversed(range(torch.cuda.device_count()))}
+    devices = [torch.device("cpu"), *(torch.device("cuda", n) for n in sorted(gpus.values()))]
+    found = [_planned(device) for device in devices]
     jobs = [
         (verdict, {"device": str(each.device), "backend": name, "operators": verdict.operators,
             "dtype": str(dtype).removeprefix("torch.")})
@@ -83,10 +110,8 @@ def examine(seconds: int) -> list[Examined]:
         for name, verdict in each.verdicts.items() if verdict.operators
         for dtype in dtypes(name, each.device)
     ]  # fmt: skip
-    cores = cpu_count() or 1
-    at_once = max(1, min(len(jobs), cores))
-    if any(is_exclusive(each.device) for each in found):
-        at_once = 1
+    cores = os.cpu_count() or 1
+    at_once = 1 if any(map(_is_exclusive, devices)) else max(1, min(len(jobs), cores))
     shared = {
         "seconds": _CHECKS * seconds / max(1, math.ceil(len(jobs) / at_once)),
         "threads": max(1, cores // at_once),
@@ -94,10 +119,15 @@ def examine(seconds: int) -> list[Examined]:
     with ThreadPoolExecutor(at_once) as pool:
         ended = pool.map(ask, [{**job, **shared} for _, job in jobs])
         for (verdict, _), result in zip(jobs, ended, strict=True):
-            verdict.planned += sum(operator in verdict.operators for operator, _, _ in CHECKS)
             verdict.add(*result)
     for each in found:
-        _time(each, (1 - _CHECKS) * seconds / len(found))
+        simulated = SIMULATED if each.device.type == "cpu" else ()
+        timed = [n for n, v in each.verdicts.items() if v.is_verified and n not in simulated]
+        each.untimed = "no backend is verified and not simulated"
+        if timed:
+            budget = (1 - _CHECKS) * seconds / len(found)
+            job = {"device": str(each.device), "backends": timed, "seconds": budget}
+            each.speed, each.untimed, _ = ask(job)
     return found
 
 
@@ -110,32 +140,56 @@ def _planned(device: torch.device) -> Examined:
     return Examined(device, {row["backend"]: Verdict(row["refused"]) for row in rows})
 
 
-def _time(each: Examined, seconds: float) -> None:
-    """Time what is verified, in one process."""
-    simulated = SIMULATED if each.device.type == "cpu" else ()
-    verified = [
-        name for name, v in each.verdicts.items() if v.is_verified and name not in simulated
-    ]
-    if not verified:
-        each.untimed = "no backend to time: those that are verified are simulated, or there is none"
-        return
-    each.speed, each.untimed, _ = ask(
-        {"device": str(each.device), "backends": verified, "seconds": seconds}
-    )
-    if not each.untimed and len(each.speed) < len(SHAPES):
-        each.untimed = f"no time for {len(SHAPES) - len(each.speed)} of {len(SHAPES)} shapes"
+# ---------------------------------------------------------------------- the machine
+def installed() -> dict[str, str]:
+    """Versions, and what the kernels were built for, by name."""
+    built = hk.build_info()
+    cpu, cuda = built.get("cpu", {}), built.get("cuda", {})
+    return {
+        "heads_kernels": f"{hk.__version__} {(built.get('commit') or '')[:12]}".strip(),
+        "PyTorch": torch.__version__,
+        "Python": platform.python_version(),
+        "CPU kernels": ", ".join(cpu.get("levels", [])) or cpu.get("missing", "none built"),
+        "CUDA kernels": ", ".join(cuda.get("architectures", []))
+        or cuda.get("missing", "none built"),
+    }
 
 
-# ---------------------------------------------------------------------- words
-def _print_device(each: Examined) -> None:
-    print(f"\n{each.device}: {device_name(each.device)}")
-    for name, verdict in each.verdicts.items():
-        print(f"  {name:8} {verdict}")
-    if each.speed:
-        print("  forward and backward, and how much faster than SDPA that is")
-    for row in each.speed:
-        sdpa = row["seconds"]["sdpa"]
-        times = [f"{n} {1e3 * s:.3g} ms ({sdpa / s:.2f}x)" for n, s in row["seconds"].items()]
-        print(f"    {row['operator']} {row['shape']}: {', '.join(times)}")
-    if each.untimed:
-        print(f"  times: {each.untimed}")
+def machine() -> dict[str, str]:
+    """The same, Triton's version, the processor, the driver and the GPUs."""
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:  # not there, or a build by another name
+        triton = "not installed"
+    level = "none" if CPU_MISSING else importlib.import_module("heads_kernels._cpu").level()
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return {
+        **installed(),
+        "Triton": triton,
+        "CPU": f"{_cpu()}, {os.cpu_count()} cores, kernels for {level}",
+        "driver": _line("/proc/driver/nvidia/version") or "none of NVIDIA",
+        "GPUs": ", ".join(gpus) or "none",
+    }
+
+
+def _cpu() -> str:
+    """The processor's name as Linux has it, else the machine's architecture."""
+    return _line("/proc/cpuinfo", "model name").partition(": ")[2] or platform.machine()
+
+
+def _line(file: str, start: str = "") -> str:
+    """The first line of a file that starts so, if there is one."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(start)), "")
+
+
+def _is_exclusive(device: torch.device) -> bool:
+    """Whether a GPU serves one process at a time (compute mode EXCLUSIVE_PROCESS)."""
+    if device.type != "cuda":
+        return False
+    driver, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(mode), _COMPUTE_MODE, device.index)
+    return mode.value == _EXCLUSIVE_PROCESS

@@ -1,4 +1,4 @@
-"""A process for one device: which backends refuse it, the checks of one backend in one dtype, or times.
+"""A process for one device: which backends refuse it, the checks of one backend in one dtype, or times against SDPA.
 
 It prints JSON, a row a line. Only such processes use a GPU, so that each finds it free where a GPU serves one process
 at a time (`EXCLUSIVE_PROCESS`).
@@ -11,16 +11,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from heads_kernels.doctor.checks import refusals, run_checks
-from heads_kernels.doctor.speed import time_backends
+from heads_kernels.ops.gate import as_4d
+from heads_kernels.testing import Inputs, find, time_in_turn
 
 #: Seconds beyond what a worker is given: to start Python and PyTorch, and for the check under way at the end.
 _GRACE_S: Final = 15.0
-_WORDS: Final = 200  # characters of a message that are kept
+#: Cases of BERT-base at 512 tokens: what a user's model most likely is like, and what a CPU does in time.
+SHAPES: Final = ("bert_base_512", "bert_base_512_causal")
+#: Examples in a batch: a GPU is filled by 12 heads times this. Heuristic.
+_BATCH: Final = {"cpu": 1, "cuda": 32}
 
 
 def ask(job: dict[str, Any]) -> tuple[list[dict[str, Any]], str, bool]:
@@ -38,7 +47,7 @@ def ask(job: dict[str, Any]) -> tuple[list[dict[str, Any]], str, bool]:
     if done.returncode < 0:
         return rows, f"the process died of {signal.Signals(-done.returncode).name}", False
     last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return rows, f"the process ended with {last[:_WORDS]}", False
+    return rows, f"the process ended with {last}", False
 
 
 def _rows(output: bytes) -> list[dict[str, Any]]:
@@ -47,28 +56,64 @@ def _rows(output: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def main(job: dict[str, Any]) -> None:
-    """Print the rows of a job, until its time is over."""
+# ---------------------------------------------------------------------- in the process
+def rows_of(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a job asks for: times of its "backends", checks of its "backend", or refusals."""
     device = torch.device(job["device"])
-    until = time.monotonic() + job["seconds"]
-    if "backend" not in job and "backends" not in job:
-        for row in refusals(device):
-            print(json.dumps(row), flush=True)
-        return
     if "backends" in job:
-        for row in time_backends(job["backends"], device, job["seconds"]):
-            print(json.dumps(row), flush=True)
-            if time.monotonic() > until:
-                return
-        return
-    torch.set_num_threads(job["threads"])  # workers that check share the cores
-    dtype: torch.dtype = getattr(torch, job["dtype"])
-    for row in run_checks(job["backend"], job["operators"], dtype, device):
-        if "wrong" not in row and time.monotonic() > until:
+        yield from time_backends(job["backends"], device, job["seconds"])
+    elif "backend" in job:
+        torch.set_num_threads(job["threads"])  # workers that check share the cores
+        dtype: torch.dtype = getattr(torch, job["dtype"])
+        yield from run_checks(job["backend"], job["operators"], dtype, device)
+    else:
+        yield from refusals(device)
+
+
+def main(job: dict[str, Any]) -> None:
+    """Print the rows of a job; no check begins after its time."""
+    until = time.monotonic() + job["seconds"]
+    for row in rows_of(job):
+        if row.keys() == {"check"} and time.monotonic() > until:
             return
         print(json.dumps(row), flush=True)
-        if device.type == "cuda" and row.get("wrong"):
-            torch.cuda.synchronize(device)  # a sticky error ends the process: reported once
+        if job["device"] != "cpu" and row.get("wrong"):
+            torch.cuda.synchronize(job["device"])  # a sticky error ends the process: reported once
+
+
+# ---------------------------------------------------------------------- times
+def time_backends(
+    backends: Sequence[str], device: torch.device, budget_s: float
+) -> Iterator[dict[str, Any]]:
+    """For each "shape" the "seconds" by backend, with "sdpa" among them."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for name in SHAPES:
+        case = replace(find("gated_attention", name), B=_BATCH[device.type])
+        inputs = case.make(dtype, device, drawn_on=device).requires_grad()
+        functions: dict[str, Callable[[Inputs], Tensor]] = {
+            "sdpa": sdpa,
+            **{backend: partial(Inputs.call, backend=backend) for backend in backends},
+        }
+        calls = {who: partial(_both, inputs, function) for who, function in functions.items()}
+        times = time_in_turn(
+            calls, device=device, budget_s=budget_s / len(SHAPES), warmup=1, least=3
+        )
+        seconds = {candidate: timing.median for candidate, timing in times.items()}
+        yield {"shape": name, "seconds": seconds}
+
+
+def sdpa(inputs: Inputs) -> Tensor:
+    """The same call by `scaled_dot_product_attention`, times the gate."""
+    p, t = inputs.parsed(), inputs.tensors
+    is_causal = bool(inputs.options.get("is_causal"))
+    out = F.scaled_dot_product_attention(
+        t["query"], t["key"], t["value"], is_causal=is_causal, scale=p.scale
+    )
+    return out if p.gate is None else out * as_4d(p.gate).to(out.dtype)
+
+
+def _both(inputs: Inputs, function: Callable[[Inputs], Tensor]) -> object:
+    return torch.autograd.grad(function(inputs), [*inputs.tensors.values()], inputs.dout)
 
 
 if __name__ == "__main__":

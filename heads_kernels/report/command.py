@@ -8,8 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 import heads_kernels as hk
 from heads_kernels.files import write_whole
 from heads_kernels.report.inputs import BadOption, Inputs, load
@@ -30,38 +28,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="folder of a transformers checkpoint and its tokenizer: encoder or decoder, pruned or not")  # fmt: skip
     add("--text", type=lines, required=True, metavar="FILE",
         help="UTF-8, a sentence or passage on each line")  # fmt: skip
-    add(
-        "--out",
-        type=output_file,
-        required=True,
-        metavar="FILE",
-        help="the page, such as report.html",
-    )
+    add("--out", type=output_file, required=True, metavar="FILE",
+        help="the page, such as report.html")  # fmt: skip
     add("--fast", action="store_true", help=f"fewer passes over the text: {LEFT_OUT}")
     add("--limit", type=positive, default=200, metavar="N",
         help="use the first N lines, default %(default)s")  # fmt: skip
     add("--tokens", type=positive, default=128, metavar="N",
         help="truncate lines to N tokens, default %(default)s")  # fmt: skip
-    add("--batch", type=positive, default=16, metavar="N",
-        help="lines in a batch, default %(default)s")  # fmt: skip
-    add("--threads", type=positive, metavar="N", help="default: as PyTorch chooses")
     add("--sentence", metavar="TEXT",
         help="the sentence whose attention maps are drawn, default the first line")  # fmt: skip
-    add("--heads", nargs="+", type=head, default=[], metavar="LAYER:HEAD",
-        help="draw large maps of these heads, counted from 0: 0:3 2:7; default the sharpest of each layer")  # fmt: skip
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}; pass a whole number, 1 or more")
     return int(text)
-
-
-def head(text: str) -> tuple[int, int]:
-    layer, _, number = text.partition(":")
-    if not (layer.isdecimal() and number.isdecimal()):
-        raise argparse.ArgumentTypeError(f"is {text!r}; pass LAYER:HEAD, such as 0:3")
-    return int(layer), int(number)
 
 
 def model_folder(text: str) -> Path:
@@ -102,8 +83,6 @@ def output_file(text: str) -> Path:
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Make the page; returns 0, or 130 after an interruption. A bad option exits with status 2."""
     _check_extras(parser)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     try:
         inputs = load(options)
         content = page(inputs)
@@ -138,11 +117,6 @@ def page(inputs: Inputs) -> str:
 
 
 def _check_extras(parser: argparse.ArgumentParser) -> None:
-    missing = [
-        name
-        for name in ("transformers", "tokenizers", "jinja2", "matplotlib")
-        if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        how = "pip install 'heads_kernels[report]'"
-        parser.error(f"{', '.join(missing)} missing; {how}")
+    names = ("transformers", "tokenizers", "jinja2", "matplotlib")
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        parser.error(f"{', '.join(missing)} missing; pip install 'heads_kernels[report]'")

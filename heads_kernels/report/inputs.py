@@ -6,14 +6,18 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import heads_kernels as hk
 
 Batch = dict[str, Tensor]
+
+#: Lines in a batch. Heuristic.
+_BATCH: Final = 16
 
 
 class BadOption(Exception):
@@ -35,7 +39,6 @@ class Inputs:
         ids: the tokens of each line.
         batches: all lines, short ones first, padded on the right.
         sentence: the tokens whose attention maps are drawn.
-        heads: the (layer, head) whose maps are drawn large; none for the sharpest.
         fast: whether panels are made with fewer passes over the text.
     """
 
@@ -46,7 +49,6 @@ class Inputs:
     ids: list[list[int]]
     batches: list[Batch]
     sentence: list[int]
-    heads: list[tuple[int, int]]
     fast: bool
 
     def words(self, ids: Sequence[int]) -> list[str]:
@@ -60,8 +62,7 @@ def load(options: argparse.Namespace) -> Inputs:
     """Load the model and the text that the options name.
 
     Raises:
-        BadOption: a model that cannot be read or has no tokenizer; heads that it does not have; a sentence or text
-            without tokens.
+        BadOption: a model that cannot be read or has no tokenizer; a sentence or text without tokens.
     """
     model = _model(options.model)
     tokenizer = _tokenizer(options.model)
@@ -78,20 +79,14 @@ def load(options: argparse.Namespace) -> Inputs:
     if (highest := max(map(max, ids))) >= known:
         was = f"has a tokenizer that gives token {highest}, but embeddings of {known} tokens"
         raise BadOption("model", was, "save the tokenizer that it was trained with in its folder")
-    counts = [layer.num_heads for layer in layers]
-    for layer, head in options.heads:
-        if layer >= len(layers) or head >= counts[layer]:
-            instead = f"pass heads of layers 0 to {len(layers) - 1}, which have {counts}"
-            raise BadOption("heads", f"has {layer}:{head}", instead)
     return Inputs(
         path=options.model,
         model=model,
         tokenizer=tokenizer,
         layers=layers,
         ids=ids,
-        batches=_batches(ids, options.batch, tokenizer.pad_token_id or 0),
+        batches=_batches(ids, tokenizer.pad_token_id or 0),
         sentence=_sentence(options.sentence, tokenizer, longest) or ids[0],
-        heads=options.heads,
         fast=options.fast,
     )
 
@@ -170,16 +165,16 @@ def _sentence(text: str | None, tokenizer: Any, longest: int) -> list[int]:
     return ids
 
 
-def _batches(ids: list[list[int]], size: int, padding: int) -> list[Batch]:
+def _batches(ids: list[list[int]], padding: int) -> list[Batch]:
     order = sorted(ids, key=len)
-    return [batch_of(order[start : start + size], padding) for start in range(0, len(ids), size)]
+    return [
+        batch_of(order[start : start + _BATCH], padding) for start in range(0, len(ids), _BATCH)
+    ]
 
 
 def batch_of(rows: list[list[int]], padding: int = 0) -> Batch:
     """`input_ids` and `attention_mask` of these rows."""
+    tokens = pad_sequence([torch.tensor(row) for row in rows], True, padding)
     lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.full((len(rows), int(lengths.max())), padding)
-    for line, row in zip(tokens, rows, strict=True):
-        line[: len(row)] = torch.tensor(row)
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
     return {"input_ids": tokens, "attention_mask": real.long()}

@@ -42,7 +42,7 @@ LEFT_OUT: Final = (
 )
 #: A cosine that counts as hardly changed.
 CLOSE: Final = 0.95
-#: Most layers of which a map is drawn large, if no heads are named.
+#: Most layers of which a map is drawn large.
 MOST_MAPS: Final = 12
 
 
@@ -63,12 +63,10 @@ def importance(inputs: Inputs) -> Found:
     scores: dict[str, hk.analysis.HeadScores] = {}
     if not inputs.fast:
         scores["leaving out"] = hk.analysis.importance(
-            model, data, embeddings, method="leave_one_out", progress=True
+            model, data, embeddings, method="leave_one_out"
         )
     scores["Fisher"] = _fisher(inputs)
-    scores["confidence"] = hk.analysis.importance(
-        model, data, method="confidence", exclude_keys=_ids(inputs, *SPECIAL), progress=True
-    )
+    scores["confidence"] = _statistics(inputs).confidence
     reference, *others = scores
     return {
         "scores": {name: _lists(each) for name, each in scores.items()},
@@ -80,9 +78,7 @@ def importance(inputs: Inputs) -> Found:
 
 @lru_cache(maxsize=1)
 def _fisher(inputs: Inputs) -> hk.analysis.HeadScores:
-    return hk.analysis.importance(
-        inputs.model, inputs.batches, embeddings, method="fisher", progress=True
-    )
+    return hk.analysis.importance(inputs.model, inputs.batches, embeddings, method="fisher")
 
 
 def embeddings(model: Any, batch: Batch) -> Tensor:
@@ -145,20 +141,8 @@ def _by_layer(heads: Any) -> dict[int, list[int]]:
 
 # ---------------------------------------------------------------------- what they attend to
 def statistics(inputs: Inputs) -> Found:
-    """`hk.analysis.statistics`, with the first token, separators and punctuation as sets."""
-    there = sorted(set(chain(*inputs.ids)))
-    words = inputs.words(there)
-    found = hk.analysis.statistics(
-        inputs.model,
-        inputs.batches,
-        exclude_keys=_ids(inputs, *SPECIAL),
-        token_sets={
-            "first": _first,
-            "separator": _ids(inputs, "sep", "eos"),
-            "punctuation": [token for token, word in zip(there, words, strict=True) if _is_mark(word)],
-        },
-        progress=True,
-    )  # fmt: skip
+    """The means of `hk.analysis.statistics`."""
+    found = _statistics(inputs)
     values = {name: _lists(scores) for name, scores in found.measures.items()}
     return {
         "values": values,
@@ -166,6 +150,22 @@ def statistics(inputs: Inputs) -> Found:
         "sharpest": _ranked(values["confidence"])[:3],
         "farthest": _ranked(values["distance"])[0],
     }
+
+
+@lru_cache(maxsize=1)
+def _statistics(inputs: Inputs) -> hk.analysis.HeadStatistics:
+    """With the first token, separators and punctuation as sets."""
+    there = sorted(set(chain(*inputs.ids)))
+    words = zip(there, inputs.words(there), strict=True)
+    sets: dict[str, Any] = {
+        "first": _first,
+        "separator": _ids(inputs, "sep", "eos"),
+        "punctuation": [token for token, word in words if _is_mark(word)],
+    }
+    special = _ids(inputs, *SPECIAL)
+    return hk.analysis.statistics(
+        inputs.model, inputs.batches, exclude_keys=special, token_sets=sets
+    )
 
 
 #: Tokens of tokenizers, by their attributes, that are no words.
@@ -199,7 +199,6 @@ def roles(inputs: Inputs) -> Found:
         special=special,
         counts=counts if len(counts) >= 2 * COMMON else None,
         common=COMMON,
-        progress=True,
     )
     index = {layer.name: layer.index for layer in inputs.layers}
     rare = found.rare_words
@@ -220,7 +219,7 @@ def roles(inputs: Inputs) -> Found:
 # ---------------------------------------------------------------------- how alike they are
 def distance(inputs: Inputs) -> Found:
     """`hk.analysis.distance`: the mean of each head to the others of its layer, and to all others."""
-    found = hk.analysis.distance(inputs.model, inputs.batches, progress=True)
+    found = hk.analysis.distance(inputs.model, inputs.batches)
     layers = _places(inputs, found.layers)
     blocks = [found.block(place) for place in range(len(layers))]
     within = [(block.sum(1) / max(len(block) - 1, 1)).tolist() for block in blocks]
@@ -247,7 +246,7 @@ def energy(inputs: Inputs) -> Found:
 
 # ---------------------------------------------------------------------- one sentence
 def maps(inputs: Inputs) -> Found:
-    """The attention maps of a sentence: of all heads, and of a few with their tokens."""
+    """The attention maps of a sentence: of all heads, and of the sharpest with their tokens."""
     found = hk.analysis.maps(inputs.model, batch_of([inputs.sentence]))
     words = inputs.words(inputs.sentence)
     layers = _places(inputs, [each.layer for each in found])
@@ -256,7 +255,7 @@ def maps(inputs: Inputs) -> Found:
         for layer, each in zip(layers, found, strict=True)
     ]
     pictures = {}
-    for layer, head in inputs.heads or sharpest[:: ceil(len(sharpest) / MOST_MAPS)]:
+    for layer, head in sharpest[:: ceil(len(sharpest) / MOST_MAPS)]:
         each = found[layers.index(layer)]
         only = replace(each, heads=(head,), maps=each.maps[[head]])
         pictures[f"{layer}:{head}"] = _svg(hk.analysis.plot_maps([only], words))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 import heads_kernels as hk
 from benchmarks.peak import peak_memory
 from heads_kernels.backends import CPU_MISSING
-from tests.analysis.attention_maps import maps_of_layers
 from tests.support import tiny_models
 from tests.support.alike import assert_alike, rounding
 from tests.support.nn_layers import Layers, spread
@@ -24,24 +22,6 @@ def layers(count: int = 2) -> Layers:
     torch.manual_seed(0)
     make = hk.nn.GatedMultiheadAttention
     return Layers(*(spread(make(16, 4, dtype=torch.float64)) for _ in range(count)))
-
-
-# ---------------------------------------------------------------------- against maps in memory
-
-
-def test_modules_of_both_kinds() -> None:
-    torch.manual_seed(0)
-    model = Layers(
-        spread(hk.nn.CollaborativeMultiheadAttention(16, 4, 12, dtype=torch.float64)),
-        spread(hk.nn.GatedMultiheadAttention(16, 4, num_key_heads=2, dtype=torch.float64)),
-    )
-    x = torch.randn(2, 70, 16, dtype=torch.float64)
-    real = torch.arange(70) < torch.tensor([[70], [33]])
-    with torch.no_grad():
-        maps = maps_of_layers(model, x, real[:, None] & real[:, :, None])
-    found = hk.analysis.distance(model, [(x, ~real)])
-    assert_alike(found.matrix, maps.divergences())
-    assert json.loads(json.dumps(found.to_dict()))["rows"] == 103
 
 
 # ---------------------------------------------------------------------- heads that are the same, and that are not

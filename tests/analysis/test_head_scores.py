@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import heads_kernels as hk
+from tests.support.nn_layers import Layers
 
 
 def scores(*rows: list[float], name: str = "layer{}") -> hk.analysis.HeadScores:
@@ -55,7 +54,7 @@ def test_rank_correlation() -> None:
     assert torch.tensor(first.spearman(scores([1.0] * 3, [1.0] * 2))).isnan()
 
 
-def test_normalised_tables_and_json() -> None:
+def test_normalised_scores_and_tables() -> None:
     found = scores([3.0, -4.0], [0.0, 0.0], []).normalised()
     assert [each.tolist() for each in found.scores] == [[0.6, -0.8], [0.0, 0.0], []]
     assert found.method == "some, l2 per layer"
@@ -65,9 +64,6 @@ def test_normalised_tables_and_json() -> None:
     assert table[1, 2:].isnan().all()
     assert table[2].isnan().all()
     assert scores([], []).table().shape == (2, 0)
-    reported = json.loads(json.dumps(SOME.to_dict()))
-    assert reported["method"] == "some"
-    assert reported["layers"][1] == {"name": "layer1", "kind": "encoder", "scores": [0.5, 4.0]}
 
 
 BAD: list[tuple[Callable[[], object], str]] = [
@@ -92,17 +88,7 @@ def test_bad_input() -> None:
 
 
 # ---------------------------------------------------------------------- printing
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = hk.nn.GatedMultiheadAttention(12, 3)
-        self.decoder = hk.nn.GatedMultiheadAttention(12, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encoder(x)[0], is_causal=True)[0]
-
-
-def test_scores_are_a_grid_and_long_ones_are_elided() -> None:
+def test_scores_are_a_grid() -> None:
     assert str(scores([0.0, 1 / 3, 2 / 3], [], [0.0], name="layers.{}")) == (
         "HeadScores: some\n"
         "layer     kind     head 0      1      2\n"
@@ -110,17 +96,13 @@ def test_scores_are_a_grid_and_long_ones_are_elided() -> None:
         "layers.1  encoder\n"
         "layers.2  encoder       0"
     )
-    lines = str(scores(*[[0.5] * 40] * 100, name="a" * 60 + ".{}")).splitlines()
-    assert len(lines) == 2 + 25
-    assert {len(line.split()) for line in lines[1:]} <= {2 + 17, 2 + 17 + 1}
-    assert "..." in lines[1]
-    assert lines[2].split()[0] == "..." + "a" * 35 + ".0"
-    assert lines[-1].split()[0].endswith(".99")
+    assert "..." + "a" * 35 + ".0  " in str(scores([0.5], name="a" * 60 + ".{}"))
 
 
 def test_statistics_are_grids_with_units() -> None:
     sets = {"first": lambda batch: torch.arange(5).expand(2, 5) == 0}
-    found = hk.analysis.statistics(Layers(), [torch.randn(2, 5, 12)], token_sets=sets)
+    model = Layers(*(hk.nn.GatedMultiheadAttention(12, heads) for heads in (3, 2)))
+    found = hk.analysis.statistics(model, [torch.randn(2, 5, 12)], token_sets=sets)
     text = str(found)
     assert text.startswith("HeadStatistics: means over 10 query rows of a layer\n")
     units = ["confidence (probability)", "entropy (nats)", "distance (tokens)"]

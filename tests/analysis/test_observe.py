@@ -58,11 +58,13 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
     terms = {"attn_mask": hk.Mask(causal=True), "scale": 0.5, "sinks": torch.ones(4)}
-    call = AttentionCall.of(hk.gated_attention, query, key, key, **terms)
+    mask = terms.pop("attn_mask")
+    call = AttentionCall.of(hk.gated_attention, query, key, key, mask, **terms)
     second = torch.arange(6) == 1
     excluded = [None, second, second[None], torch.stack([second, ~second])]
     expected = [
-        hk.attention_statistics(query, key, exclude_keys=keys, **terms) for keys in excluded
+        hk.attention_statistics(query, key, exclude_keys=keys, attn_mask=mask, **terms)
+        for keys in excluded
     ]
     assert call.real_queries.all()
     assert (call.scale, call.Hk, call.intervals.band_hi) == (0.5, 2, 1)
@@ -75,14 +77,6 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
     for keys, statistics in zip(excluded, expected, strict=True):
         for found, each in zip(call.statistics(keys)[:-1], statistics[:-1], strict=True):
             assert torch.equal(found, each)
-
-
-def test_arguments_by_position_are_those_of_the_operator() -> None:
-    query = torch.randn(1, 2, 4, 8)
-    call = AttentionCall.of(hk.gated_attention, query, query, query, hk.Mask(causal=True))
-    assert call.is_causal
-    with pytest.raises(TypeError, match="positional"):
-        AttentionCall.of(hk.gated_attention, query, query, query, None, 0.0, False, None)
 
 
 def test_a_causal_call_with_a_cache_knows_its_place() -> None:

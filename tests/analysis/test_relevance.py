@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import heads_kernels as hk
 from heads_kernels.analysis import relevance
 from heads_kernels.analysis.lrp import rules
-from heads_kernels.analysis.lrp.functions import RULES
+from heads_kernels.analysis.lrp.rules import RULES
 from tests.analysis.jacobian_relevance import Encoder, by_jacobian, by_rows, encoder_by_jacobian
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import spread
@@ -34,26 +34,25 @@ def seed() -> None:
 # ---------------------------------------------------------------------- rules
 WEIGHT, GAIN, BIAS = torch.randn(7, 5).double(), torch.randn(5).double(), torch.randn(7).double()
 #: A function of rows of 5 features, and its rule; `y` are its outputs.
-ROWS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "linear": (
+ROWS: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
+    "linear": (lambda x: F.linear(x, WEIGHT, BIAS), lambda x, y: rules.linear(x, WEIGHT, BIAS)),
+    "without a bias": (lambda x: F.linear(x, WEIGHT), lambda x, y: rules.linear(x, WEIGHT)),
+    "matrix product": (lambda x: x @ WEIGHT.T, lambda x, y: RULES["matmul"](x, WEIGHT.T)),
+    "Conv1D": (
         lambda x: F.linear(x, WEIGHT, BIAS),
-        lambda x, y, given: rules.linear(x, WEIGHT, BIAS, given),
-    ),
-    "without a bias": (
-        lambda x: F.linear(x, WEIGHT),
-        lambda x, y, given: rules.linear(x, WEIGHT, None, given),
+        lambda x, y: RULES["addmm"](BIAS, x, WEIGHT.T),
     ),
     "layer norm": (
         lambda x: F.layer_norm(x, [5], GAIN, BIAS[:5], 0.1),
-        lambda x, y, given: rules.norm(x, GAIN, BIAS[:5], 0.1, given),
+        lambda x, y: RULES["layer_norm"](x, [5], GAIN, BIAS[:5], 0.1),
     ),
     "plain layer norm": (
         lambda x: F.layer_norm(x, [5], None, None, 0.1),
-        lambda x, y, given: rules.norm(x, None, None, 0.1, given),
+        lambda x, y: RULES["layer_norm"](x, [5], eps=0.1),
     ),
     "RMS norm": (
         lambda x: F.rms_norm(x, [5], GAIN, 0.1),
-        lambda x, y, given: rules.rms_norm(x, y, 0.1, given),
+        lambda x, y: rules.rms_norm(x, y, 0.1),
     ),
 }
 
@@ -69,7 +68,8 @@ def test_functions_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [expected] = by_rows(function, [x], given)
     for elements in (1 << 18, 40, 1):
         monkeypatch.setitem(rules.TILES, "cpu", elements)
-        found = rule(x, y, given)
+        _, back = rule(x, y)
+        [found] = back(given)
         assert_alike(found, expected)
         assert_alike(found.sum(-1), given.sum(-1))
         assert not found[0, 1].any()
@@ -77,17 +77,17 @@ def test_functions_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sum_of_tensors() -> None:
     """A term that broadcasts gets what its copies get."""
-    terms, given = [random(2, 3, 5), random(2, 3, 5), random(3, 5)], random(2, 3, 5, positive=True)
-    found = rules.add(terms, given)
-    expected = by_rows(lambda *rows: sum(rows), [x.expand(2, 3, 5) for x in terms], given)
-    assert_alike(found, [*expected[:2], expected[2].sum(0)])
-    _, back = RULES["sub"](*terms[:2])
-    assert_alike(back(given), by_rows(torch.sub, terms[:2], given))
+    x, y, given = random(2, 3, 5), random(3, 5), random(2, 3, 5, positive=True)
+    for name, function in (("add", torch.add), ("sub", torch.sub)):
+        _, back = RULES[name](x, y)
+        expected = by_rows(function, [x, y.expand(2, 3, 5)], given)
+        assert_alike(back(given), [expected[0], expected[1].sum(0)])
 
 
 def test_mean_over_tokens() -> None:
     x, given = random(2, 4, 5), random(2, 5, positive=True)
-    found = rules.weighted(lambda y: y.mean(1), x, given)
+    _, back = RULES["mean"](x, 1)
+    [found] = back(given)
     for example in range(2):
         expected = by_jacobian(lambda y: y.mean(0), [x[example]], given[example])
         assert_alike(found[example], expected[0])
@@ -104,12 +104,6 @@ def test_a_product_is_halved_among_what_carries_relevance() -> None:
     [alone], back = RULES["mul"](b, carried[0])
     assert alone is carried[0]
     assert_alike(back(given)[0], given * (b != 0))
-
-
-def test_a_matrix_of_weights_is_a_linear_map() -> None:
-    x, matrix, given = random(2, 3, 5), random(5, 4), random(2, 3, 4, positive=True)
-    _, back = RULES["matmul"](x, matrix)
-    assert_alike(back(given), by_rows(lambda row: row @ matrix, [x], given))
 
 
 def attention_of(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
@@ -170,36 +164,38 @@ class Wrapped(nn.Module):
         return x[:, -1]
 
 
-@pytest.mark.parametrize("attention", ["constant", "full"])
-def test_collaborative_heads_with_blocks_of_mixing_are_ordinary_heads(attention: str) -> None:
-    sizes = {"embed_dim": 8, "num_heads": 4, "dtype": torch.float64}
-    plain = spread(Wrapped(*(hk.nn.GatedMultiheadAttention(**sizes) for _ in range(2))))
-    biases = {"qk_bias": True, "content_bias": False}
-    shared = [
-        hk.nn.CollaborativeMultiheadAttention(**sizes, shared_dim=8, **biases) for _ in range(2)
-    ]
-    for made, module in zip(shared, plain.attention, strict=True):
-        made.load_state_dict({**module.state_dict(), "mixing": made.mixing})
-    x = random(2, 5, 8)
-    expected, found = (relevance(m, [x], attention=attention) for m in (plain, Wrapped(*shared)))
-    assert_alike(found.table(), expected.table())
+class Repeated(hk.nn.GatedMultiheadAttention):
+    """Keys and values of grouped heads are repeated."""
+
+    def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> Any:
+        found: Any = super().operands(query, source)
+        group = found["query"].shape[1] // found["key"].shape[1]
+        return found | {n: found[n].repeat_interleave(group, 1) for n in ("key", "value")}
+
+
+SIZES = {"embed_dim": 8, "num_heads": 4, "dtype": torch.float64}
+SHARED = {"shared_dim": 8, "qk_bias": True, "content_bias": False}
+SAME = {
+    "blocks of mixing": (
+        lambda: hk.nn.GatedMultiheadAttention(**SIZES),
+        lambda: hk.nn.CollaborativeMultiheadAttention(**SIZES, **SHARED),
+    ),
+    "grouped keys": (
+        lambda: Repeated(**SIZES, num_key_heads=2),
+        lambda: hk.nn.GatedMultiheadAttention(**SIZES, num_key_heads=2),
+    ),
+}
 
 
 @pytest.mark.parametrize("attention", ["constant", "full"])
-def test_grouped_keys_are_keys_repeated(attention: str) -> None:
-    sizes = {"embed_dim": 8, "num_heads": 4, "num_key_heads": 2, "dtype": torch.float64}
-
-    class Repeated(hk.nn.GatedMultiheadAttention):
-        def operands(self, query: Tensor, source: tuple[Tensor, ...]) -> Any:
-            found: Any = super().operands(query, source)
-            group = found["query"].shape[1] // found["key"].shape[1]
-            return found | {n: found[n].repeat_interleave(group, 1) for n in ("key", "value")}
-
-    grouped = spread(Wrapped(*(hk.nn.GatedMultiheadAttention(**sizes) for _ in range(2))))
-    repeated = Wrapped(*(Repeated(**sizes) for _ in range(2)))
-    repeated.load_state_dict(grouped.state_dict())
+@pytest.mark.parametrize("name", SAME)
+def test_modules_that_compute_the_same(name: str, attention: str) -> None:
+    plain, other = (Wrapped(*(make() for _ in range(2))) for make in SAME[name])
+    spread(plain)
+    for made, module in zip(other.attention, plain.attention, strict=True):
+        made.load_state_dict(made.state_dict() | module.state_dict())
     x = random(2, 5, 8)
-    expected, found = (relevance(m, [x], attention=attention) for m in (repeated, grouped))
+    expected, found = (relevance(m, [x], attention=attention) for m in (plain, other))
     assert_alike(found.table(), expected.table())
 
 
@@ -299,14 +295,17 @@ def test_unknown_functions_are_refused_by_name() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"output": "logits"}, "output is a str; pass a function"),
-    ({"attention": "values"}, "attention is 'values'; use 'constant'"),
-    ({"output": lambda m, b: [m(b)]}, "output gave a list; pass output"),
-    ({"output": lambda m, b: m(b).sum()}, r"output gave torch.float64 \[\]"),
-    ({"output": lambda m, b: m(b).long()}, "output gave torch.int64"),
+    ({"attention": "values"}, "attention is 'values'; use one of 'constant'"),
+    ({"output": lambda m, b: [m(b)]}, "output is a list; pass output"),
+    ({"output": lambda m, b: m(b).sum()}, r"output has shape \[\]"),
+    ({"output": lambda m, b: m(b).long()}, "output has dtype torch.int64"),
     ({"output": lambda m, b: m.scores(b[:, 0])}, "output depends on no head"),
     ({"output": lambda m, b: (m(b), torch.ones(2, 4))}, r"relevance .* has shape \[2, 4\]"),
     ({"output": lambda m, b: (m(b), -torch.ones(2, 3))}, "relevance .* negative or not finite"),
-    ({"output": lambda m, b: (m(b), torch.ones(2, 3).long())}, "relevance .* is torch.int64"),
+    (
+        {"output": lambda m, b: (m(b), torch.ones(2, 3).long())},
+        "relevance .* has dtype torch.int64",
+    ),
     ({"output": lambda m, b: (m(b), torch.zeros(2, 3))}, "data has no example that counts"),
 ]
 

@@ -24,36 +24,6 @@ def token_two(model: Any, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]
     return values, values.abs()
 
 
-@pytest.mark.parametrize("attention", ["constant", "full"])
-def test_layers_of_gpt2_are_linear_layers(attention: str) -> None:
-    """Their rule is tested by Jacobians. All steps count, by default."""
-    model = use(build("gpt2").double())
-    expected = relevance(model, [batch(model)], attention=attention)
-    assert expected.kinds == ("decoder", "decoder")
-    for block in model.transformer.h:
-        for name in ("c_fc", "c_proj"):
-            conv = getattr(block.mlp, name)
-            linear = torch.nn.Linear(*conv.weight.shape, dtype=torch.float64)
-            linear.weight.data, linear.bias = conv.weight.data.T, conv.bias
-            setattr(block.mlp, name, linear)
-    assert_alike(relevance(model, [batch(model)], attention=attention).table(), expected.table())
-
-
-# ---------------------------------------------------------------------- masks
-def test_a_mask_that_differs_by_row_goes_by_sdpa() -> None:
-    model, arguments = use(build("bert")), batch(build("bert"))
-    arguments["attention_mask"][2] = 1
-    expected = relevance(model, [arguments], token_two).table()
-    real = arguments["attention_mask"]
-    dense = (real[:, None, None, :] > 0).expand(-1, 1, 9, -1).clone()
-    dense[:, :, 8, 8] = True  # a row that nothing rests on
-    found = relevance(model, [arguments | {"attention_mask": dense}], token_two).table()
-    assert_alike(found, expected, dtype=torch.float32)
-    hk.heads.close(model, {0: [1]})
-    found = relevance(model, [arguments | {"attention_mask": dense}], token_two).table()
-    assert found[0, 1] == 0
-
-
 # ---------------------------------------------------------------------- families
 FAMILIES = (
     "albert", "bert", "vit", "bart", "t5", "gpt2", "llama", "modernbert", "gemma3_text", "step3p7_text"
@@ -76,18 +46,7 @@ def test_a_family_that_is_refused() -> None:
         relevance(model, [batch(model)], token_two)
 
 
-# ---------------------------------------------------------------------- other ways
-
-
 def test_t5_in_half_precision_clamps_its_hidden_states() -> None:
     model = use(build("t5")).half()
     found = relevance(model, [batch(model)], token_two).table()
     assert_alike(found.sum(1), torch.ones(len(found)).double(), dtype=torch.float16)
-
-
-def test_relevance_is_a_method_of_importance() -> None:
-    model = use(build("bert"))
-    expected = relevance(model, [batch(model)], token_two)
-    found = hk.analysis.importance(model, [batch(model)], token_two, method="lrp")
-    assert found.method == expected.method == "lrp"
-    assert_alike(found.scores, expected.scores)

@@ -99,8 +99,7 @@ def test_whole_page_of_a_pruned_model(bert: Path, text: Path, tmp_path: Path) ->
     save_tokenizer(tmp_path / "pruned", special=True)
     out = tmp_path / "out" / "report.html"
     out.parent.mkdir()
-    options = "--batch", "3", "--sentence", "a cat <b> & a dog", "--heads", "1:2", "1:0"
-    assert report(tmp_path / "pruned", text, out, *options) == 0
+    assert report(tmp_path / "pruned", text, out, "--sentence", "a cat <b> & a dog") == 0
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
     page = out.read_text(encoding="utf-8")
     assert values(page, "id") == PANELS
@@ -109,26 +108,11 @@ def test_whole_page_of_a_pruned_model(bert: Path, text: Path, tmp_path: Path) ->
     assert "2 layers, 3 heads" in page
     assert "[CLS] a cat &lt;b&gt; &amp; a dog [SEP]" in page
     assert "By leaving out" in page
-    large = [alt.split()[4] for alt in values(page, "alt") if alt.startswith("Attention map")]
-    assert large == ["1:2", "1:0"]
-    assert page.count("<img") == 3 + 2 + 1  # small maps, large ones, curves
+    assert page.count("<img") == 3 + 1 + 1  # small maps, the sharpest, curves
     # Self-contained: links go to panels, pictures are inside, nothing is loaded.
     assert values(page, "href") == [f"#{panel}" for panel in PANELS]
     assert all(source.startswith("data:image/") for source in values(page, "src"))
     assert not re.search(r"<(script|link|iframe)\b|https?://|@import|url\(", page)
-    # Dark screens and narrow ones.
-    assert "@media (prefers-color-scheme: dark)" in page
-    assert 'name="viewport"' in page
-    assert "overflow-x: auto" in page
-    assert page.count("<table>") == len(re.findall(r'class="scroll">\s*<table>', page)) > 10
-    # Every tag is closed where it should be.
-    left: list[str] = []
-    for end, tag in re.findall(r"<(/?)(\w+)", page):
-        if end:
-            assert left.pop() == tag
-        elif tag not in ("meta", "img"):
-            left.append(tag)
-    assert not left
 
 
 def test_fast(text: Path, tmp_path: Path) -> None:
@@ -193,18 +177,6 @@ def test_numbers_are_those_of_the_readings(bert: Path, text: Path) -> None:
     assert_alike(got, torch.stack([(each * whole).sum(1).mean() for each in some]))
 
 
-def test_energy_of_converted_layers(bert: Path, text: Path, tmp_path: Path) -> None:
-    """That of the others; a model without others says why there is none."""
-    for layers, whole in (([1], False), ([0, 1], True)):
-        model, converted = transformers.AutoModel.from_pretrained(bert), tmp_path / str(whole)
-        hk.convert.collaborate(model, 32, method="ragged", layers=layers, progress=False)
-        model.save_pretrained(converted)
-        save_tokenizer(converted, special=True)
-        found = panels.energy(loaded(converted, text))
-        assert ("collaborative" in found["refused"]) == whole
-        assert len(found.get("halves", [])) == 2 - len(layers)
-
-
 # ---------------------------------------------------------------------- interrupted
 @pytest.mark.parametrize("place", [(transformers.BertModel, "forward"), (Path, "replace")])
 def test_interrupted_run_leaves_what_was_there(
@@ -249,7 +221,6 @@ def test_bad_options(
         ("--out", ".", "pass a file, such as report.html"),
         ("--out", "none/report.html", "make the folder first"),
         ("--limit", "0", "1 or more"),
-        ("--heads", "2:0", "layers 0 to 1, which have [4, 4]"),
         ("--sentence", "cat " * 80, "at most 64"),
     ):
         given = good | {option: value}
@@ -275,15 +246,14 @@ def tokenizer_of_another_model(path: Path) -> None:
     model.save_pretrained(path)
 
 
-def no_weights(family: str) -> Callable[[Path], None]:
-    return lambda path: transformers.AutoConfig.for_model(family).save_pretrained(path)
+def translation_model(path: Path) -> None:
+    transformers.AutoConfig.for_model("t5").save_pretrained(path)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (no_weights("t5"), "encoder-decoder"),
-        (no_weights("mobilebert"), "cannot be read"),
+        (translation_model, "encoder-decoder"),
         (lambda path: saved(path, "vit", special=True), "takes pixel_values (vit), not text"),
         (truncated_weights, "cannot be read"),
         (no_tokenizer, "has no tokenizer"),
@@ -295,12 +265,6 @@ def test_models_that_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     make(tmp_path / "model")
-    words = (
-        "--model",
-        str(tmp_path / "model"),
-        "--text",
-        str(text),
-        "--out",
-        str(tmp_path / "out.html"),
-    )
+    out = tmp_path / "out.html"
+    words = [f"--model={tmp_path / 'model'}", f"--text={text}", f"--out={out}"]
     assert_refused(capsys, ["--model", said], *words)

@@ -11,15 +11,11 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from benchmarks.peak import peak_memory
-from heads_kernels.analysis.positions import Band, attended, own_keys
 from heads_kernels.analysis.statistics import MEASURES
 from heads_kernels.backends import CPU_MISSING
 from tests.analysis.attention_maps import (
-    assert_reads,
-    assert_received,
     layers,
     of_kind,
-    padded_layers,
     stock_maps,
 )
 from tests.support import tiny_models
@@ -39,15 +35,6 @@ def assert_same(found: hk.analysis.HeadStatistics, expected: hk.analysis.HeadSta
     for name, scores in expected.measures.items():
         assert_alike(found.measures[name].table(), scores.table(), name=name)
     assert all(map(torch.equal, found.offsets, expected.offsets))
-
-
-# ---------------------------------------------------------------------- against maps in memory
-
-
-@pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
-def test_modules(left: bool, causal: bool) -> None:
-    model, batch, maps = padded_layers(left, causal)
-    assert_reads(read(model, batch), maps)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5"])
@@ -91,7 +78,6 @@ def test_rows_without_an_allowed_key_have_no_offset() -> None:
 
 # ---------------------------------------------------------------------- other ways to the same numbers
 def test_a_dense_mask_reads_as_a_native_one() -> None:
-    """No fused kernel takes it: sums go by blocks of rows."""
     model, x = layers(), torch.randn(2, 40, 16, dtype=torch.float64)
     dense = torch.ones(40, 40, dtype=torch.bool).triu(1)
     assert_same(read(model, {"x": x, "attn_mask": dense}), read(model, {"x": x, "is_causal": True}))
@@ -129,36 +115,7 @@ def test_memory_is_bounded() -> None:
     assert peak_memory(lambda: read(model, x, token_sets=sets)).extra < 16 << 20
 
 
-@pytest.mark.check
-@torch.no_grad()
-def test_memory_is_bounded_where_eager_alone_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T 4096: the maps would take 256 MiB. The kernels of the CPU, which serve such a call, are left out."""
-    monkeypatch.setattr("heads_kernels.analysis.positions._by_operator", lambda *arguments: None)
-    query, key = torch.randn(2, 1, 4, 4096, 8)
-    bias = torch.zeros(1, 1, 1, 4096)
-    call = hk.analysis.AttentionCall.of(hk.gated_attention, query, key, key, bias=bias, scale=0.3)
-    own = own_keys(call)
-    band = Band(own * 0, own + 1, torch.ones(1, 4096, 1))
-    lse = (0.3 * query @ key.mT).logsumexp(-1)
-    found: list[Tensor] = []
-    assert peak_memory(lambda: found.extend(attended(call, lse, [band]))).extra < 64 << 20
-    rows = torch.tensor([0, 7, 1000, 4095])
-    p = (0.3 * query[:, :, rows] @ key.mT).softmax(-1)
-    expected = (p * (torch.arange(4096) <= rows[:, None])).sum(-1)
-    assert_alike(found[0][:, :, rows, 0], expected)
-
-
 # ---------------------------------------------------------------------- what tokens receive
-@pytest.mark.parametrize("last_rows", [None, 1, 4])
-@pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
-def test_received_of_modules(left: bool, causal: bool, last_rows: int | None) -> None:
-    model, batch, maps = padded_layers(left, causal)
-    found = hk.analysis.received(model, [batch], last_rows=last_rows)
-    assert [example.shape for example in found.examples[0]] == [(4, 9), (4, 6)]
-    kinds = dict.fromkeys(found.kinds)
-    assert_received(found, maps, next(iter(kinds)), last_rows)
-
-
 def test_received_refuses() -> None:
     model, x = layers(), torch.randn(2, 6, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match="last_rows is 0; pass an int of at least 1"):
@@ -179,13 +136,13 @@ def test_received_refuses() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"token_sets": [5]}, "token_sets is a list"),
     ({"token_sets": {"x": lambda b: b["input_ids"][:, :2] == 5}}, r"token_sets\['x'\] is torch.b"),
-    ({"token_sets": {"x": "five"}}, r"token_sets\['x'\], as in exclude_keys: .* is a str"),
+    ({"token_sets": {"x": "five"}}, r"token_sets\['x'\] is a str"),
     ({"exclude_keys": lambda b: b["input_ids"][:, :2] == 5}, r"has shape \[3, 2\]; .* = \[9\]"),
     ({"exclude_keys": lambda b: b["input_ids"]}, "exclude_keys has dtype torch.int64"),
     ({"exclude_keys": lambda b: None}, "exclude_keys gave a NoneType; give a bool tensor"),
     ({"exclude_keys": lambda b: {"encoder": None}}, "exclude_keys gave a NoneType"),
     ({"exclude_keys": lambda b: {"self": b["input_ids"] == 5}}, "gave the kind 'self'"),
-    ({"token_sets": {"x": lambda b: [True]}}, "exclude_keys gave a list"),
+    ({"token_sets": {"x": lambda b: [True]}}, r"token_sets\['x'\] gave a list"),
 ]
 
 
@@ -196,7 +153,7 @@ def test_bad_sets(name: str) -> None:
     for options, words in BAD:
         with pytest.raises((TypeError, ValueError), match=words):
             read(model, arguments, **options)
-    with pytest.raises(ValueError, match=r"token_sets\['x'\], .* a batch has no '\w*input_ids'"):
+    with pytest.raises(ValueError, match=r"token_sets\['x'\] .* a batch has no '\w*input_ids'"):
         read(model, arguments["input_ids"], token_sets={"x": [5]})
     last = torch.arange(9) == 8
     for keys in (last, last[None], last.expand(3, 9)):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
 
 import heads_kernels as hk
 from tests.support import tiny_models
@@ -59,8 +58,7 @@ def statistics(model: Any, data: Any, **options: Any) -> Found:
 
 
 def importance(model: Any, data: Any, **options: Any) -> Found:
-    loss = None if options["method"] == "confidence" else losses
-    return by_head(hk.analysis.importance(model, data, loss, **options), "importance")
+    return by_head(hk.analysis.importance(model, data, losses, **options), "importance")
 
 
 def relevance(model: Any, data: Any, **options: Any) -> Found:
@@ -118,7 +116,6 @@ READ: dict[str, Callable[..., Found]] = {
     "gradient by token": partial(importance, method="gradient", reduce="token"),
     "fisher": partial(importance, method="fisher"),
     "leave one out": partial(importance, method="leave_one_out"),
-    "confidence": partial(importance, method="confidence"),
     "relevance": relevance,
     "full relevance": partial(relevance, attention="full"),
     "roles": roles,
@@ -181,21 +178,6 @@ def test_padding_and_the_cut_into_batches(name: str, family: str) -> None:
     for left, right in ((0, 2), (2, 0), (1, 2)):
         together = READ[name](model, [batch_of(*SENTENCES, family=family, left=left, right=right)])
         assert_alike(together, alone, dtype=torch.float32)
-
-
-class Stream(IterableDataset[Any]):
-    """Batches that come out of no list: a loader of it has a `len` that raises."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from map(batch_of, SENTENCES)
-
-
-@pytest.mark.parametrize("name", ["statistics", "gradient", "leave one out"])
-def test_data_that_do_not_know_their_length(name: str) -> None:
-    model = model_of()
-    expected = READ[name](model, [batch_of(each) for each in SENTENCES])
-    found = READ[name](model, DataLoader(Stream(), batch_size=None))
-    assert_alike(found, expected)
 
 
 class Towers(nn.Module):
@@ -338,7 +320,7 @@ def test_bad_data(name: str) -> None:
             READ[name](model, data)
 
 
-@pytest.mark.parametrize("name", ["statistics", "confidence", "relevance", "distance", "maps"])
+@pytest.mark.parametrize("name", ["statistics", "relevance", "distance", "maps"])
 def test_padding_alone(name: str) -> None:
     batch = batch_of(*SENTENCES)
     batch["attention_mask"].zero_()
@@ -347,7 +329,7 @@ def test_padding_alone(name: str) -> None:
         READ[name](model_of(), [batch])
 
 
-@pytest.mark.parametrize("name", ["gradient", "leave one out", "confidence", "distance"])
+@pytest.mark.parametrize("name", ["gradient", "leave one out", "distance"])
 def test_a_model_without_heads(name: str) -> None:
     model = model_of()
     hk.heads.prune(model, {0: range(4), 1: range(4)})

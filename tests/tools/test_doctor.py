@@ -16,8 +16,7 @@ from heads_kernels.backends import BACKENDS
 from heads_kernels.dispatch import VARIABLE
 from heads_kernels.doctor import checks, command, worker
 from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, run_checks
-from heads_kernels.doctor.machine import compiled_by_driver
-from heads_kernels.doctor.speed import SHAPES, sdpa
+from heads_kernels.doctor.worker import SHAPES, sdpa
 from heads_kernels.ops import cpu
 from heads_kernels.testing import find
 from tests.support.alike import assert_alike
@@ -43,7 +42,7 @@ if sys.argv[0] == "-m":  # the arguments are not there yet: of the command and o
     original = cpu.forward
     def broken(call, results):
         {0}
-    cpu.forward = broken
+    cpu.forward, cpu.attend = broken, lambda call: None  # every call runs as an op
 """
 
 
@@ -53,15 +52,6 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> str:
     (tmp_path / "sitecustomize.py").write_text(SITE.format(BROKEN[how]))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     return how
-
-
-def test_gpus_without_machine_code_are_named() -> None:
-    built = ["compute_80", "sm_80", "sm_90", "sm_100"]
-    for capability in [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (7, 5)]:
-        assert compiled_by_driver(capability, built) == ""
-    for capability in [(12, 0), (11, 0)]:
-        assert "driver compiles" in compiled_by_driver(capability, built)
-    assert compiled_by_driver((12, 0), []) == ""  # no CUDA kernels at all
 
 
 # ---------------------------------------------------------------------- one backend
@@ -77,7 +67,6 @@ def test_the_first_check_of_each_operator_passes(
     verdict.add([*run_checks(backend, operators, torch.float32, CPU)], "", False)
     assert verdict.is_verified
     assert verdict.passed == len(operators)
-    assert 0 < verdict.worst <= 1
 
 
 @pytest.mark.parametrize(("how", "words"), [("wrong", "out max"), ("raises", "no kernel image")])
@@ -87,6 +76,7 @@ def test_a_wrong_result_and_an_exception_fail(
     scope: dict[str, Any] = {"original": cpu.forward}
     exec(f"def broken(call, results):\n    {BROKEN[how]}", scope)
     monkeypatch.setattr(cpu, "forward", scope["broken"])
+    monkeypatch.setattr(cpu, "attend", lambda call: None)  # every call runs as an op
     rows = run_checks("cpu", ["gated_attention"], torch.float32, CPU)
     row = next(row for row in rows if "wrong" in row)
     assert row["check"] == FIRST
@@ -96,9 +86,9 @@ def test_a_wrong_result_and_an_exception_fail(
 @pytest.mark.parametrize(
     ("how", "device", "verdict"),
     [
-        ("dies", "cpu", f"failed: {FIRST} .the process died of SIGSEGV"),
+        ("dies", "cpu", f"failed 1 of .*, first {FIRST} .the process died of SIGSEGV"),
         ("hangs", "cpu", f"not verified.*{FIRST} did not end in"),  # it may be a compiler
-        ("wrong", "no device", "failed: the process ended with RuntimeError"),
+        ("wrong", "no device", "failed 1 of .*, first the process ended with RuntimeError"),
     ],
 )
 @pytest.mark.usefixtures("broken")
@@ -111,9 +101,9 @@ def test_a_process_that_dies_hangs_or_does_not_start(device: str, verdict: str) 
 
 
 # ---------------------------------------------------------------------- times
-@pytest.mark.parametrize(("operator", "name"), SHAPES)
-def test_what_is_timed_computes_the_same(operator: str, name: str) -> None:
-    inputs = find(operator, name).make()
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_timed_computes_the_same(name: str) -> None:
+    inputs = find("gated_attention", name).make()
     assert_alike(sdpa(inputs), inputs.call("eager"))
 
 
@@ -158,7 +148,7 @@ def test_a_device_that_does_not_open_is_refused() -> None:
 def test_a_backend_that_failed_is_not_in_the_line() -> None:
     run = python("-m", "heads_kernels", "doctor", "--seconds", "40")
     assert run.returncode == 1, run.stderr
-    assert f"  cpu      failed: {FIRST} (RuntimeError: no kernel image); and " in run.stdout
+    assert f", first {FIRST} (RuntimeError: no kernel image)\n" in run.stdout
     assert run.stdout.endswith(f"\n{VARIABLE}=triton,cuda,eager\n")
 
 

@@ -29,18 +29,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
-from heads_kernels.analysis.lrp.functions import (
+from heads_kernels.analysis.lrp.rules import (
     RULES,
     Back,
-    attention_step,
+    attention_rule,
     carries,
-    gate_step,
-    module_step,
+    gate_rule,
+    module_rule,
     refusing,
 )
 from heads_kernels.analysis.observe import observe
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import refuse
+from heads_kernels.checks import check_choice, check_tensor, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops.attention import attention_op
@@ -58,6 +58,11 @@ _COPYING: Final = {
 _TOTAL: Final = 2.0**14
 
 
+def _logits(model: Any, batch: Any) -> Any:
+    found = run(model, batch)
+    return getattr(found, "logits", found)
+
+
 @torch.inference_mode(False)
 def relevance(
     model: nn.Module,
@@ -66,7 +71,6 @@ def relevance(
     *,
     layers: Iterable[int | str] | None = None,
     attention: Literal["constant", "full"] = "constant",
-    progress: bool = False,
 ) -> HeadScores:
     r"""The share of each head in a model's output, by layer-wise relevance propagation (Voita et al. 2019).
 
@@ -92,7 +96,6 @@ def relevance(
         layers: indices or names of the layers whose heads get scores; default all.
         attention: "constant" treats probabilities as constants, so that relevance goes from a head to its values;
             "full" goes through the softmax to queries and keys as well, as the code of the paper does by default.
-        progress: whether to show a bar of batches on a terminal, where rich is installed.
 
     Returns:
         `HeadScores`; those of a layer sum to 1, or to less if for some examples no relevance reaches its heads.
@@ -102,23 +105,21 @@ def relevance(
             on no head; there is no rule for a function between heads and output, which the message names; a
             transformers model does not use this package's attention function.
     """
-    if attention not in ("constant", "full"):
-        refuse("attention", f"is {attention!r}", "use 'constant' or 'full'")
-    if output is not None and not callable(output):
+    check_choice("attention", attention, ("constant", "full"))
+    output = _logits if output is None else output
+    if not callable(output):
         was = f"is a {type(output).__name__}"
         refuse("output", was, "pass a function of model and batch", TypeError)
     chosen = choose_layers(attention_layers(model), layers)
     sums = {layer.index: torch.zeros(layer.num_heads, dtype=torch.float64) for layer in chosen}
     count = 0
     with evaluation(model), torch.no_grad():
-        for batch in each_batch(data, "relevance", progress):
+        for batch in each_batch(data):
             batch = tree_map_only(Tensor, Tensor.detach, batch)  # the graph is the tape
             tape = _Tape(attention == "full")
             of_modules = register_module_forward_hook(_rule_of_module)  # type: ignore[arg-type]
             with of_modules, observe(model, tape.see), tape:
-                found = run(model, batch) if output is None else output(model, batch)
-            if output is None:
-                found = getattr(found, "logits", found)
+                found = output(model, batch)
             for scores, start in _starts(found, tape):
                 found_heads = tape.heads(scores, start)
                 for index in sums.keys() & found_heads:
@@ -138,16 +139,16 @@ def _starts(found: Any, tape: _Tape) -> Iterator[tuple[Tensor, Tensor]]:
     scores, start = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     layout = "scores [B, C] or [B, T, C], or a pair of those and their relevance"
     instead = f"pass output(model, batch) that returns {layout}"
-    if not isinstance(scores, Tensor):
-        refuse("output", f"gave a {type(scores).__name__}", instead, TypeError)
-    if scores.dim() not in (2, 3) or not scores.is_floating_point():
-        refuse("output", f"gave {scores.dtype} {list(scores.shape)}", instead)
+    check_tensor("output", scores, instead, (2, 3))
     if not carries(scores):
         refuse("output", "depends on no head of the model", "compute it from what the model gives")
-    if start is None:
-        start = _largest(scores, tape)
-    else:
-        _check_start(start, scores)
+    start = _largest(scores, tape) if start is None else start
+    instead = f"pass a floating tensor {list(scores.shape)} of numbers >= 0"
+    check_tensor("relevance of the output", start, instead, (scores.dim(),))
+    if start.shape != scores.shape:
+        refuse("relevance of the output", f"has shape {list(start.shape)}", instead)
+    if not bool(((start >= 0) & start.isfinite()).all()):
+        refuse("relevance of the output", "has numbers that are negative or not finite", instead)
     start = start.to(compute_dtype(scores.dtype))
     if scores.dim() == 2:
         yield scores, start
@@ -167,17 +168,6 @@ def _largest(scores: Tensor, tape: _Tape) -> Tensor:
         return start if rows is None else start * rows[..., None]
     real = [rows.any(1) for (B, _), rows in tape.rows.items() if len(scores) == B]
     return start * torch.stack(real).any(0)[:, None] if real else start
-
-
-def _check_start(start: Any, scores: Tensor) -> None:
-    instead = f"pass a floating tensor {list(scores.shape)} of numbers >= 0"
-    if not isinstance(start, Tensor) or not start.is_floating_point():
-        was = f"is {start.dtype}" if isinstance(start, Tensor) else f"is a {type(start).__name__}"
-        refuse("relevance of the output", was, instead, TypeError)
-    if start.shape != scores.shape:
-        refuse("relevance of the output", f"has shape {list(start.shape)}", instead)
-    if not bool(((start >= 0) & start.isfinite()).all()):
-        refuse("relevance of the output", "has numbers that are negative or not finite", instead)
 
 
 # ---------------------------------------------------------------------- the tape
@@ -207,10 +197,10 @@ def _refuse(output: Tensor, name: str, why: str) -> None:
 
 
 def _rule_of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
-    """A forward hook of all modules: what those of `module_step` compute inside is replaced by their rule."""
+    """A forward hook of all modules: what those of `module_rule` compute inside is replaced by their rule."""
     if not args or not carries(args[0]):
         return None
-    step = module_step(module, args[0], output)
+    step = module_rule(module, args[0], output)
     return None if step is None else _ruled(output, *step)
 
 
@@ -284,7 +274,7 @@ class _Tape(TorchFunctionMode):
     def _attend(self, call: Call, out: Tensor) -> Tensor:
         """Record the attention of the layer that was seen, and its gate as a separate function."""
         assert self._layer is not None
-        inputs, back = attention_step(call, self.full)
+        inputs, back = attention_rule(call, self.full)
         # Inputs that depend on no heads are leaves of the graph, so that it has the first attention as well.
         inputs = [x if carries(x) else x.detach().requires_grad_() for x in inputs]
         heads = _ruled(out, inputs, back)
@@ -294,7 +284,7 @@ class _Tape(TorchFunctionMode):
             _refuse(heads, "attention", "whose bias depends on heads")
         if call.gate is None:
             return heads
-        return _ruled(out, *gate_step(heads, call.gate, call.gate_activation))
+        return _ruled(out, *gate_rule(heads, call.gate, call.gate_activation))
 
 
 def _name_of(function: Any) -> str:

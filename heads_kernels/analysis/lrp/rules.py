@@ -14,19 +14,36 @@ Ding et al. 2017 and Bach et al. 2015 (eq. 60 with both factors 1/2, which cance
 token, in attention for every example and head. The scaling has no epsilon, so that it keeps even very small sums.
 Relevance is never negative; that of a tensor that is used several times is the sum over its uses.
 
-Functions take the relevance of outputs and return that of their inputs, in the shape of the inputs and the dtype of
-`relevance`. They keep its sum over each row; in attention over each example and head, of all operands together.
-
-No Jacobian is stored: z is computed in tiles, or summed in closed form where its signs allow it.
+A rule takes the arguments of its function and returns the inputs that may receive relevance, and what computes theirs
+from that of the output: in the shape of the inputs and the dtype of the relevance, with its sum over each row kept; in
+attention over each example and head, of all operands together. No Jacobian is stored: z is computed in tiles, or summed
+in closed form where its signs allow it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from functools import partial
+from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heads_kernels.call import Call
+from heads_kernels.checks import refuse
+from heads_kernels.nn.attention_call import blocks
+from heads_kernels.ops import eager, scores
+from heads_kernels.ops import gate as gates
+
+#: Computes the relevance of a function's inputs from that of its output.
+Back: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
+#: The inputs of a function that may receive relevance, and what computes it.
+Step: TypeAlias = tuple[Sequence[Any], Back]
+#: `tile(rows, columns, z)` writes z of these rows and outputs, `[rows, columns, n]`.
+Tile: TypeAlias = Callable[[slice, slice, Tensor], object]
+#: `probabilities(rows)`, `[B, H, rows, S]`.
+Probabilities: TypeAlias = Callable[[slice], Tensor]
 
 #: Keeps sums of z away from 0.
 EPSILON: Final = 1e-5
@@ -35,128 +52,301 @@ EPSILON: Final = 1e-5
 TILES: Final = {"cpu": 1 << 18}
 TILE: Final = 1 << 24  # on every other device; heuristic: 64 MiB
 SIGNS: Final = (1, -1)
+#: Each output element depends on one input element, which receives its relevance unchanged.
+_ELEMENTWISE: Final = (
+    "celu", "clamp", "clamp_max", "clamp_min", "dropout", "elu", "gelu", "hardsigmoid", "hardswish",
+    "hardtanh", "leaky_relu", "mish", "neg", "negative", "prelu", "relu", "relu6", "selu", "sigmoid", "silu",
+    "softplus", "tanh",
+)  # fmt: skip
+#: Endings of the names of modules that divide by the root mean square.
+_NORMS: Final = ("RMSNorm", "T5LayerNorm")
 
-#: `tile(rows, columns, z)` writes z of these rows and outputs, `[rows, columns, n]`.
-Tile = Callable[[slice, slice, Tensor], object]
-#: `probabilities(rows)`, `[B, H, rows, S]`.
-Probabilities = Callable[[slice], Tensor]
+
+def carries(thing: object) -> bool:
+    """Whether a tensor carries relevance: it was computed from heads, for of nothing else is the graph recorded."""
+    return (
+        isinstance(thing, Tensor)
+        and thing.grad_fn is not None
+        and thing.is_floating_point()
+        and thing.numel() > 0  # else of a layer without heads
+    )
 
 
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, relevance: Tensor) -> Tensor:
-    """Relevance of the inputs of `inputs @ weight.T + bias`; the bias counts for all inputs equally.
+def refusing(name: str, why: str) -> Callable[[Tensor], NoReturn]:
+    """For a function without a rule: raises once relevance arrives there, and not before."""
 
-    Rows and outputs without relevance are skipped: of many logits only those with relevance cost anything.
+    def back(given: Tensor) -> NoReturn:
+        known = "linear maps, layer norms, sums and products of tensors, activations, reshaping and the operators"
+        was = f"computes {name}, {why}, between its heads and the output"
+        refuse("model", was, f"there are rules for {known}; this includes what `output` computes")
 
-    Args:
-        inputs: `[..., n]`.
-        weight: `[m, n]`; `bias`: `[m]` or None.
-        relevance: `[..., m]`.
+    return back
+
+
+# ---------------------------------------------------------------------- functions of rows
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Step:
+    """`input @ weight.T + bias`; the bias counts for all inputs equally.
+
+    Outputs without relevance are skipped: of many logits only those with relevance cost anything.
     """
-    n = inputs.shape[-1]
-    flat = relevance.reshape(-1, relevance.shape[-1])
-    rows, columns = flat.any(1), flat.any(0)
-    some = flat[rows][:, columns]
-    x = inputs.reshape(-1, n)[rows].to(flat.dtype)
-    w = weight[columns].to(flat.dtype)
-    constant = w.new_zeros(len(w)) if bias is None else bias[columns].to(flat.dtype) / n
+    if type(weight) not in (
+        Tensor,
+        nn.Parameter,
+    ):  # of torchao, which computes with few of its bits
+        return [input], refusing("linear", f"whose weight is quantised ({type(weight).__name__})")
 
-    def tile(r: slice, c: slice, z: Tensor) -> None:
-        torch.addcmul(constant[c, None], w[c], x[r, None], out=z)
+    def back(relevance: Tensor) -> Sequence[Tensor]:
+        columns = relevance.reshape(-1, relevance.shape[-1]).any(0)
+        w = weight[columns].to(relevance.dtype)
+        constant = w.new_zeros(len(w)) if bias is None else bias[columns].to(w.dtype) / w.shape[1]
 
-    found = flat.new_zeros(len(flat), n)
-    found[rows] = _kept(_by_tiles(tile, some, n), some)
-    return found.view(inputs.shape)
+        def tile_of(x: Tensor) -> Tile:
+            return lambda r, c, z: torch.addcmul(constant[c, None], w[c], x[r, None], out=z)
+
+        return [_by_rows(input, relevance[..., columns], tile_of)]
+
+    return [input], back
 
 
-def norm(
-    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, relevance: Tensor
-) -> Tensor:
-    """Relevance of the inputs of layer normalisation over the last dimension, by its full Jacobian.
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Step:
+    """Used by transformers' `Conv1D`."""
+    if (beta, alpha) != (1, 1) or input.dim() != 1:
+        return [mat1], refusing("addmm", "with factors, or with a bias that is not a vector")
+    return linear(mat1, mat2.detach().T, input)
 
-    Args:
-        inputs: `[..., n]`; `relevance` likewise.
-        weight, bias: `[n]`, or None.
-        eps: what is added to the variance.
+
+def _matmul(input: Tensor, other: Tensor) -> Step:
+    if carries(other) or other.dim() != 2:
+        return [input, other], refusing("matmul", "whose second factor is not a weight matrix")
+    return linear(input, other.detach().mT)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *rest: Any,
+) -> Step:
+    """By its full Jacobian: `z_ji = gain_j (delta_ji - (1 + normed_j normed_i) / n) x_i + bias_j / n`."""
+    if len(normalized_shape) != 1:
+        return [input], refusing("layer_norm", f"over {len(normalized_shape)} dimensions")
+
+    def tile_of(x: Tensor) -> Tile:
+        n = x.shape[1]
+        centred = x - x.mean(-1, keepdim=True)
+        slope = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()  # [rows, 1]
+        normed = centred * slope
+        gain = (slope if weight is None else slope * weight.to(x.dtype)).expand_as(x)
+        constant = x.new_zeros(n) if bias is None else bias.to(x.dtype) / n
+        shares, skewed, weighted = gain / -n, gain * normed / -n, x * normed
+
+        def tile(r: slice, c: slice, z: Tensor) -> None:
+            torch.addcmul(constant[c, None], shares[r, c, None], x[r, None], out=z)
+            z.addcmul_(skewed[r, c, None], weighted[r, None])
+            z.diagonal(c.start, 1, 2).add_(gain[r, c] * x[r, c])
+
+        return tile
+
+    return [input], lambda given: [_by_rows(input, given, tile_of)]
+
+
+def _by_rows(input: Tensor, relevance: Tensor, tile_of: Callable[[Tensor], Tile]) -> Tensor:
+    """The relevance of `input` `[..., n]` from that of a function of its rows, `[..., m]`; z is computed in tiles.
+
+    Rows without relevance are skipped; `tile_of` takes the others, `[N, n]`.
     """
-    n = inputs.shape[-1]
-    flat = relevance.reshape(-1, n)
+    n = input.shape[-1]
+    flat = relevance.reshape(relevance.shape[:-1].numel(), relevance.shape[-1])
     rows = flat.any(1)
-    some, x = flat[rows], inputs.reshape(-1, n)[rows].to(flat.dtype)
-    centred = x - x.mean(-1, keepdim=True)
-    slope = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()  # [rows, 1]
-    normed = centred * slope
-    gain = slope if weight is None else slope * weight.to(flat.dtype)
-    gain = gain.expand_as(x)  # z = gain_j (delta_ji - (1 + normed_j normed_i) / n) x_i + bias_j / n
-    constant = x.new_zeros(n) if bias is None else bias.to(flat.dtype) / n
-    shares, skewed = gain / -n, gain * normed / -n
+    some = flat[rows]  # [N, m]
+    tile = tile_of(input.detach().reshape(-1, n)[rows].to(flat.dtype))
+    N, m = some.shape
+    elements = max(1, TILES.get(some.device.type, TILE) // max(1, n))
+    height, width = max(1, min(N, elements // max(1, m))), max(1, min(m, elements))
+    found, buffer = some.new_zeros(N, n), some.new_empty(height, 2, width, n)
+    for top in range(0, N, height):
+        r = slice(top, min(top + height, N))
+        for left in range(0, m, width):
+            c = slice(left, min(left + width, m))
+            z = buffer[: r.stop - r.start, :, : c.stop - c.start]
+            tile(r, c, z[:, 0])
+            torch.neg(z[:, 0], out=z[:, 1])
+            share = some[r, None, c] / (z.clamp_(min=0).sum(-1) + EPSILON)
+            found[r] += (share.flatten(1)[:, None] @ z.flatten(1, 2))[:, 0]
+    whole = flat.new_zeros(len(flat), n)
+    whole[rows] = _kept(found, some)
+    return whole.view(input.shape)
 
-    weighted = x * normed
 
-    def tile(r: slice, c: slice, z: Tensor) -> None:
-        torch.addcmul(constant[c, None], shares[r, c, None], x[r, None], out=z)
-        z.addcmul_(skewed[r, c, None], weighted[r, None])
-        z.diagonal(c.start, 1, 2).add_(gain[r, c] * x[r, c])
-
-    found = torch.zeros_like(flat)
-    found[rows] = _kept(_by_tiles(tile, some, n), some)
-    return found.view(inputs.shape)
+def module_rule(module: nn.Module, input: Tensor, output: Tensor) -> Step | None:
+    """The rule of a module of transformers that counts as one function: an activation or an RMS norm."""
+    if type(module).__name__.endswith(_NORMS):
+        found = [getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon")]
+        eps = next((each for each in found if each is not None), torch.finfo(input.dtype).eps)
+        return rms_norm(input, output.detach(), eps)
+    return _identity(input) if type(module).__module__ == "transformers.activations" else None
 
 
-def rms_norm(inputs: Tensor, outputs: Tensor, eps: float, relevance: Tensor) -> Tensor:
-    r"""Relevance of the inputs of an RMS norm over the last dimension, by its full Jacobian.
-
-    With :math:`w_i = x_i^2 / (\sum x^2 + n \cdot eps)` it has :math:`z_{ji} = f_j (\delta_{ji} - w_i)` for any weights:
-    z has the sign of :math:`f_j` for i = j, and the opposite sign for all other inputs.
-
-    Args:
-        inputs, outputs: `[..., n]`; `relevance` likewise.
-        eps: what is added to the mean square.
+def rms_norm(input: Tensor, output: Tensor, eps: float) -> Step:
+    r"""By its full Jacobian: with :math:`w_i = x_i^2 / (\sum x^2 + n \cdot eps)` it has
+    :math:`z_{ji} = f_j (\delta_{ji} - w_i)` for any weights: z has the sign of :math:`f_j` for i = j, and the opposite
+    sign for all other inputs.
     """
-    squares, size = inputs.to(relevance.dtype).square(), outputs.to(relevance.dtype).abs()
-    w = squares / (squares.sum(-1, keepdim=True) + squares.shape[-1] * eps)
-    own, others = size * (1 - w), size * (w.sum(-1, keepdim=True) - w)
-    shared = relevance * size / (others + EPSILON)
-    found = relevance * own / (own + EPSILON) + w * (shared.sum(-1, keepdim=True) - shared)
-    return _kept(found, relevance)
+
+    def back(relevance: Tensor) -> Sequence[Tensor]:
+        squares, size = input.to(relevance.dtype).square(), output.to(relevance.dtype).abs()
+        w = squares / (squares.sum(-1, keepdim=True) + squares.shape[-1] * eps)
+        own, others = size * (1 - w), size * (w.sum(-1, keepdim=True) - w)
+        shared = relevance * size / (others + EPSILON)
+        found = relevance * own / (own + EPSILON) + w * (shared.sum(-1, keepdim=True) - shared)
+        return [_kept(found, relevance)]
+
+    return [input], back
 
 
-def add(terms: Sequence[Tensor], relevance: Tensor) -> list[Tensor]:
-    """Relevance of each term of a sum with broadcasting, in the shape of the term.
+# ---------------------------------------------------------------------- sums and products
+def _identity(input: Tensor, *rest: Any, **options: Any) -> Step:
+    return [input], lambda given: [given]
 
-    The sum over the last dimension is kept, over all terms together.
+
+def add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
+    """A sum with broadcasting, whose sum of relevance over the last dimension is kept over both terms together.
+
+    Tensors get a share even if they carry no relevance; numbers get none.
     """
-    found = [torch.zeros_like(relevance) for _ in terms]
-    for sign in SIGNS:
-        parts = [(sign * term.to(relevance.dtype)).clamp(min=0) for term in terms]
-        share = relevance / (sum(parts) + EPSILON)
-        found = [each.addcmul(part, share) for each, part in zip(found, parts, strict=True)]
-    total = sum(found).sum(-1, keepdim=True)  # type: ignore[union-attr]
-    factor = _factor(total, relevance.sum(-1, keepdim=True))
-    return [
-        (each * factor).sum_to_size(term.shape) for each, term in zip(found, terms, strict=True)
-    ]
+    both = ((input, 1), (other, sign * alpha))
+    terms = [(x, factor) for x, factor in both if isinstance(x, Tensor)]
+    inputs = [x for x, _ in terms]
+    if len(terms) == 1:
+        return inputs, lambda given: [given]
+
+    def back(relevance: Tensor) -> Sequence[Tensor]:
+        found = [torch.zeros_like(relevance) for _ in terms]
+        for side in SIGNS:
+            parts = [(side * by * x.to(relevance.dtype)).clamp(min=0) for x, by in terms]
+            share = relevance / (sum(parts) + EPSILON)
+            found = [each.addcmul(part, share) for each, part in zip(found, parts, strict=True)]
+        total = torch.stack(found).sum(0).sum(-1, keepdim=True)
+        factor = _factor(total, relevance.sum(-1, keepdim=True))
+        return [(each * factor).sum_to_size(x.shape) for each, x in zip(found, inputs, strict=True)]
+
+    return inputs, back
 
 
-def weighted(function: Callable[[Tensor], Tensor], inputs: Tensor, relevance: Tensor) -> Tensor:
-    """Relevance of the inputs of a linear function with weights >= 0, such as a mean; the sum of each example is kept.
+def _mul(input: Any, other: Any) -> Step:
+    """Each factor contributes the whole product, so those that carry relevance get equal parts."""
+    factors = [(x, beside) for x, beside in ((input, other), (other, input)) if carries(x)]
 
-    Args:
-        function: takes a tensor like `inputs`; autograd transposes it.
-        inputs: `[B, ...]`.
-        relevance: `[B, ...]`, of the result of `function`.
-    """
-    found = torch.zeros_like(inputs, dtype=relevance.dtype)
-    for sign in SIGNS:
-        part = (sign * inputs.detach().to(relevance.dtype)).clamp(min=0).requires_grad_()
-        with torch.enable_grad():
-            total = function(part)
-        share = relevance / (total.detach() + EPSILON)
-        found.addcmul_(part.detach(), torch.autograd.grad(total, part, share)[0])
-    examples = relevance.flatten(1).sum(1), found.flatten(1).sum(1)
-    return found * _factor(examples[1], examples[0]).view(-1, *[1] * (found.dim() - 1))
+    def back(given: Tensor) -> Sequence[Tensor]:
+        part = given / len(factors)
+        return [(part * (beside != 0)).sum_to_size(x.shape) for x, beside in factors]
+
+    return [x for x, _ in factors], back
+
+
+def _div(input: Any, other: Any) -> Step:
+    if carries(other):
+        return [input, other], refusing("div", "by a tensor that depends on heads")
+    return [input], lambda given: [given.sum_to_size(input.shape)]
+
+
+def weighted(function: Any, input: Tensor, *rest: Any, **options: Any) -> Step:
+    """A linear function with weights >= 0, such as a mean; the sum of each example is kept."""
+
+    def back(relevance: Tensor) -> Sequence[Tensor]:
+        found = torch.zeros_like(input, dtype=relevance.dtype)
+        for sign in SIGNS:
+            part = (sign * input.detach().to(relevance.dtype)).clamp(min=0).requires_grad_()
+            with torch.enable_grad():
+                total = function(part, *rest, **options)
+            share = relevance / (total.detach() + EPSILON)
+            found.addcmul_(part.detach(), torch.autograd.grad(total, part, share)[0])
+        factor = _factor(found.flatten(1).sum(1), relevance.flatten(1).sum(1))
+        return [found * factor.view(-1, *[1] * (found.dim() - 1))]
+
+    if function(input, *rest, **options).shape[:1] != input.shape[:1]:
+        return [input], refusing(function.__name__, "over the examples")
+    return [input], back
+
+
+def _kept(found: Tensor, relevance: Tensor, dims: int | tuple[int, ...] = -1) -> Tensor:
+    """`found`, scaled to the sums of `relevance` over these dimensions."""
+    return found * _factor(found.sum(dims, keepdim=True), relevance.sum(dims, keepdim=True))
+
+
+def _factor(total: Tensor, wanted: Tensor) -> Tensor:
+    """`wanted / total`, and 0 where no input contributes."""
+    return torch.where(total > torch.finfo(total.dtype).tiny, wanted / total, 0.0)
+
+
+#: The rules by the names of functions.
+RULES: Final[dict[str, Callable[..., Step]]] = {
+    "linear": linear,
+    "addmm": _addmm,
+    "matmul": _matmul,
+    "layer_norm": _layer_norm,
+    "add": add,
+    "sub": partial(add, sign=-1),
+    "__rsub__": partial(add, sign=-1),  # the rule treats both signs alike
+    "mul": _mul,
+    "div": _div,
+    "sum": partial(weighted, torch.sum),
+    "mean": partial(weighted, torch.mean),
+    **dict.fromkeys(_ELEMENTWISE, _identity),
+}
 
 
 # ---------------------------------------------------------------------- attention
+@torch.enable_grad()
+def gate_rule(heads: Tensor, gate: Tensor, activation: str) -> Step:
+    """Heads times gates: like any product, it gives equal parts to the factors that carry relevance."""
+    gate = gates.as_4d(gate).expand_as(heads)
+    is_open = gate != 0 if activation == "identity" else 1
+    factors = [heads, gate] if carries(gate) else [heads]
+    return factors, lambda given: [given * is_open / len(factors)] * len(factors)
+
+
+@torch.enable_grad()
+def attention_rule(call: Call, full: bool) -> Step:
+    """Attention before its gate; unless `full`, probabilities are constants."""
+    B, H, T, S = call.sizes
+
+    def per_head(x: Tensor) -> Tensor:
+        """`[B, H, ...]`: heads that share x each get a copy, whose relevance autograd adds up."""
+        x = x if x.dim() == 4 else x[:, None]
+        copies = H // max(x.shape[1], 1)
+        return x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)
+
+    def probabilities(rows: slice) -> Tensor:
+        return eager.row_probabilities(scores.of_rows(call, rows.start, rows.stop))
+
+    value = per_head(call.value)
+    if not full:
+        rows = blocks(T, B * H * S)
+        return [value], lambda R: [attention_values(probabilities, value, R, rows)]
+    inputs = [per_head(call.query), per_head(call.key), value]
+    if call.content_bias is not None:
+        inputs.append(call.content_bias)
+
+    def to_all(relevance: Tensor) -> Sequence[Tensor]:
+        query, key = inputs[0].to(relevance.dtype), inputs[1]
+        if call.mixing is not None:
+            query = query * call.mixing[:, None]
+        if call.content_bias is not None:  # as one more feature, which is 1 in every query
+            query = functional.pad(query, (0, 1), value=1.0)
+            key = torch.cat((key, call.content_bias[..., None]), -1)
+        rows = blocks(T, B * H * S * call.Dv)
+        features = blocks(call.Dv, B * H * S * rows[0].stop)
+        operands = query * call.scale, key, value
+        q, k, v = attention(probabilities, *operands, relevance, rows, features)
+        parts = [q[..., : call.D], k[..., : call.D], v]
+        return parts if call.content_bias is None else [*parts, k[..., call.D]]
+
+    return inputs, to_all
+
+
 def attention_values(
     probabilities: Probabilities, value: Tensor, relevance: Tensor, blocks: Sequence[slice]
 ) -> Tensor:
@@ -225,33 +415,3 @@ def attention(
     total = torch.stack([each.sum((2, 3), keepdim=True) for each in found]).sum(0)
     factor = _factor(total, relevance.sum((2, 3), keepdim=True))
     return q_found * factor, k_found * factor, v_found * factor
-
-
-# ---------------------------------------------------------------------- tiles and sums
-def _by_tiles(tile: Tile, relevance: Tensor, n: int) -> Tensor:
-    """The relevance `[N, n]` of n inputs before scaling, from `relevance` `[N, m]` of the outputs; z in tiles."""
-    N, m = relevance.shape
-    elements = max(1, TILES.get(relevance.device.type, TILE) // max(1, n))
-    height, width = max(1, min(N, elements // max(1, m))), max(1, min(m, elements))
-    found, buffer = relevance.new_zeros(N, n), relevance.new_empty(height, 2, width, n)
-    for top in range(0, N, height):
-        r = slice(top, min(top + height, N))
-        for left in range(0, m, width):
-            c = slice(left, min(left + width, m))
-            z = buffer[: r.stop - r.start, :, : c.stop - c.start]
-            tile(r, c, z[:, 0])
-            torch.neg(z[:, 0], out=z[:, 1])
-            share = relevance[r, None, c] / (z.clamp_(min=0).sum(-1) + EPSILON)
-            found[r] += (share.flatten(1)[:, None] @ z.flatten(1, 2))[:, 0]
-    return found
-
-
-def _kept(found: Tensor, relevance: Tensor, dims: int | tuple[int, ...] = -1) -> Tensor:
-    """`found`, scaled to the sums of `relevance` over these dimensions."""
-    total = found.sum(dims, keepdim=True)
-    return found * _factor(total, relevance.sum(dims, keepdim=True))
-
-
-def _factor(total: Tensor, wanted: Tensor) -> Tensor:
-    """`wanted / total`, and 0 where no input contributes."""
-    return torch.where(total > torch.finfo(total.dtype).tiny, wanted / total, 0.0)
