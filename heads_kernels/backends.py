@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Final, Literal
 
 import torch
+from torch import Tensor
 
 from heads_kernels.build_info import PACKAGE, build_info
 from heads_kernels.call import Call
@@ -119,7 +120,7 @@ def cpu(call: Call) -> list[str]:
         reasons.append(CPU_MISSING)
     if call.query.device.type != "cpu":
         reasons.append(f"tensors are on {call.query.device}; it serves CPU tensors")
-    return reasons + _rows_apart(call)
+    return reasons + rows_apart(*call[:3])
 
 
 def triton(call: Call) -> list[str]:
@@ -139,7 +140,7 @@ def triton(call: Call) -> list[str]:
         reasons.append(words)
     if call.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(call) + _far_rows(call) + _too_many(call) + _rows_apart(call)
+    return reasons + _too_wide(call) + _far_rows(call) + _too_many(call) + rows_apart(*call[:3])
 
 
 def _unsupported_by_triton(index: int) -> str:
@@ -184,7 +185,7 @@ def cuda(call: Call) -> list[str]:
         reasons.append(words)
     if call.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(call) + _too_many(call) + _rows_apart(call)
+    return reasons + _too_wide(call) + _too_many(call) + rows_apart(*call[:3])
 
 
 def _unsupported_device(index: int) -> str:
@@ -253,16 +254,13 @@ def _too_wide(call: Call) -> list[str]:
     ]
 
 
-def _rows_apart(call: Call) -> list[str]:
-    """The tensors whose rows are not contiguous."""
-    reasons = []
-    for name in ("query", "key", "value"):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            reasons.append(
-                f"{name} has stride {tensor.stride(-1)} in its last dimension; it needs 1 (.contiguous())"
-            )
-    return reasons
+def rows_apart(*tensors: Tensor | None) -> list[str]:
+    """The tensors, query, key, value and `attended`, whose rows are not contiguous."""
+    return [
+        f"{name} has stride {tensor.stride(-1)} in its last dimension; it needs 1 (.contiguous())"
+        for name, tensor in zip(("query", "key", "value", "attended"), tensors, strict=False)
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import refuse
 from heads_kernels.flops import forward_flops
 from heads_kernels.ops.library import FIELDS, check_arguments, define_op, dense_sizes, load
 
@@ -53,9 +52,7 @@ def measure(call: Call, backend: str) -> AttentionStatistics:
 def _prepare(backend: str | None, *fields: Any) -> tuple[Call, Buffers]:
     """The call of the op, and its buffers; `backend` is None in a fake."""
     call = Call(*fields)
-    if call.value is not None:
-        refuse("value", "is given", "leave it out: statistics are of scores alone")
-    check_arguments(backend, call)
+    check_arguments(backend, call, False)
     B, H, T, S = call.sizes
     dtype = compute_dtype(call.query.dtype)
     results = {
