@@ -19,8 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heads_kernels.call import OPERANDS, SCHEMA, Call, compute_dtype
-from heads_kernels.flops import backward_flops, forward_flops
+from heads_kernels.call import (
+    OPERANDS,
+    SCHEMA,
+    Call,
+    backward_flops,
+    compute_dtype,
+    forward_flops,
+)
 from heads_kernels.ops import derivatives, direct
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.buffers import empty_gradient, empty_heads
@@ -131,49 +137,28 @@ def _needs_formula(call: Call, backend: str) -> bool:
 
 
 # ---------------------------------------------------------------------- the ops
-def _prepare(backend: str | None, *arguments: Any) -> tuple[Call, Results]:
-    """The call of the forward op, and its buffers; `backend` is None in a fake."""
-    *fields, save = arguments
+def _forward(runs: bool, *arguments: Any) -> Results:
+    *fields, save, backend = arguments
     call = Call(*fields)
-    check_arguments(backend, call, True)
-    return call, _allocate(call, save)
-
-
-def _prepare_backward(backend: str | None, *arguments: Any) -> tuple[Call, Saved, list[bool]]:
-    saved, (*fields, needs) = Saved(*arguments[:_SAVED]), arguments[_SAVED:]
-    call = Call(*fields)
-    check_arguments(backend, call, True, **saved._asdict())
-    return call, saved, needs
-
-
-def _forward(*arguments: Any) -> Results:
-    *rest, backend = arguments
-    call, results = _prepare(backend, *rest)
-    load(backend).forward(call, results)
+    check_arguments(backend if runs else None, call, True)
+    results = _allocate(call, save)
+    if runs:
+        load(backend).forward(call, results)
     return results
 
 
-def _backward(*arguments: Any) -> list[Tensor]:
-    *rest, backend = arguments
-    return _run_backward(*_prepare_backward(backend, *rest), backend)
+def _backward(runs: bool, *arguments: Any) -> list[Tensor]:
+    saved, (*fields, needs, backend) = Saved(*arguments[:_SAVED]), arguments[_SAVED:]
+    call = Call(*fields)
+    check_arguments(backend if runs else None, call, True, **saved._asdict())
+    return _run_backward(call, saved, needs, backend if runs else None)
 
 
-def _run_backward(call: Call, saved: Saved, needs: list[bool], backend: str) -> list[Tensor]:
+def _run_backward(call: Call, saved: Saved, needs: list[bool], backend: str | None) -> list[Tensor]:
+    """The gradients that are needed, or their sums; not filled without a backend."""
     gradients = _allocate_gradients(call, needs)
-    load(backend).backward(call, saved, gradients)
-    return _requested(gradients, needs)
-
-
-def _forward_fake(*arguments: Any) -> Results:
-    return _prepare(None, *arguments[:-1])[1]
-
-
-def _backward_fake(*arguments: Any) -> list[Tensor]:
-    call, _, needs = _prepare_backward(None, *arguments[:-1])
-    return _requested(_allocate_gradients(call, needs), needs)
-
-
-def _requested(gradients: Gradients, needs: list[bool]) -> list[Tensor]:
+    if backend is not None:
+        load(backend).backward(call, saved, gradients)
     return [gradient for gradient, need in zip(gradients, needs, strict=True) if need]
 
 
@@ -192,11 +177,11 @@ def _allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
     absent = query.new_empty(0)
     no_sums = absent if dtype == query.dtype else absent.to(dtype)
     gradients = [absent] * _OF_KERNELS + [no_sums] * (len(OPERANDS) - _OF_KERNELS)
-    for at, need in enumerate(needs):
-        if not need or call[at] is None:
+    for at, (operand, need) in enumerate(zip(call.operands, needs, strict=True)):
+        if not need or operand is None:
             continue
         if at < _OF_KERNELS:
-            gradients[at] = empty_gradient(call[at])
+            gradients[at] = empty_gradient(operand)
         else:
             gradients[at] = query.new_empty(_shape_of_sums(OPERANDS[at], call), dtype=dtype)
     return Gradients(*gradients)
@@ -222,7 +207,6 @@ attention_op = define_op(
     "attention",
     f"({FIELDS}, bool save, str backend) -> (Tensor out, Tensor attended, Tensor lse)",
     _forward,
-    _forward_fake,
     lambda *shapes, **_: forward_flops(*dense_sizes(shapes)),
 )
 #: Returns the gradients, or partial sums of them, of the operands that `needs` names, in their order.
@@ -231,7 +215,6 @@ backward_op = define_op(
     f"(Tensor dout, Tensor attended, Tensor lse, Tensor? dlse, {FIELDS}, bool[{len(OPERANDS)}] needs, str backend)"
     " -> Tensor[]",
     _backward,
-    _backward_fake,
     lambda *shapes, **_: backward_flops(*dense_sizes(shapes[_SAVED:])),
 )
 
@@ -332,7 +315,7 @@ def _first_order_only(
 
 def finish(name: str, sums: Tensor, call: Call) -> Tensor:
     """The gradient of an operand from the `sums` of kernels (see `Gradients`)."""
-    if name in OPERANDS[:_OF_KERNELS]:
+    if name in ("query", "key", "value"):
         return sums
     operand = getattr(call, name)
     if name == "gate":

@@ -46,17 +46,19 @@ def define_op(
     name: str,
     schema: str,
     implementation: Callable[..., Any],
-    fake: Callable[..., Any],
-    flops: Callable[..., int] | None = None,
+    flops: Callable[..., int],
 ) -> Any:
-    """Register `heads_kernels::name` and return the callable overload."""
+    """Register `heads_kernels::name` and return the callable overload.
+
+    `implementation(runs, *arguments)` allocates the outputs, and fills them only where `runs` is True: not in a fake.
+    """
     tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
     LIBRARY.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    run, fake = functools.partial(implementation, True), functools.partial(implementation, False)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=LIBRARY)
     packet = getattr(getattr(torch.ops, PACKAGE), name)
-    if flops is not None:
-        after_import("torch.utils.flop_counter", lambda: _register_flops(packet, flops))
+    after_import("torch.utils.flop_counter", lambda: _register_flops(packet, flops))
     return packet.default
 
 
