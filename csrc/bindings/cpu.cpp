@@ -37,8 +37,16 @@ void attention_forward(const py::tuple& call, const py::tuple& results, int thre
   run(params, threads);
 }
 
+py::object tuple_of(std::initializer_list<int64_t> numbers) {
+  py::object result = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  Py_ssize_t i = 0;
+  for (const int64_t number : numbers)
+    PyTuple_SET_ITEM(result.ptr(), i++, checked(PyLong_FromLongLong(number)).release().ptr());
+  return result;
+}
+
 // An empty tensor of this dtype, or null for that of the query, whose method makes it.
-py::object empty(py::handle query, const py::tuple& sizes, const py::tuple& strides,
+py::object empty(py::handle query, const py::object& sizes, const py::object& strides,
                  PyObject* dtype = nullptr) {
   const Torch& torch = Torch::get();
   PyObject* const arguments[] = {query.ptr(), sizes.ptr(), strides.ptr(), dtype};
@@ -52,9 +60,9 @@ py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, py::ha
   const hk::Tensor& like = params.mixing ? params.value : params.query;
   const bool tokens_first = like.stride[1] < like.stride[2];
   const int64_t Dv = params.value.size[3];
-  return empty(query, py::make_tuple(n.B, n.H, n.T, Dv),
-               py::make_tuple(n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv,
-                              tokens_first ? n.H * Dv : Dv, 1));
+  return empty(
+      query, tuple_of({n.B, n.H, n.T, Dv}),
+      tuple_of({n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv, tokens_first ? n.H * Dv : Dv, 1}));
 }
 
 // Whether every tensor of a tuple is plain.
@@ -92,10 +100,9 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
   const int64_t of_batch = n.H * n.T;
   const py::object attended = params.gate ? empty_heads(params, n, query) : py::none();
   const py::object lse =
-      params.alpha
-          ? empty(query, py::make_tuple(2, n.B, n.H, n.T),
-                  py::make_tuple(n.B * of_batch, of_batch, n.T, 1), compute)
-          : empty(query, py::make_tuple(n.B, n.H, n.T), py::make_tuple(of_batch, n.T, 1), compute);
+      params.alpha ? empty(query, tuple_of({2, n.B, n.H, n.T}),
+                           tuple_of({n.B * of_batch, of_batch, n.T, 1}), compute)
+                   : empty(query, tuple_of({n.B, n.H, n.T}), tuple_of({of_batch, n.T, 1}), compute);
   params.attended = floating(given(attended, dlpack::kCpu, "attended"), "attended");
   params.lse = needed(given(lse, dlpack::kCpu, "lse"), "lse");
   run(params, threads);

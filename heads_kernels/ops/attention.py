@@ -177,8 +177,9 @@ def _allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
     absent = query.new_empty(0)
     no_sums = absent if dtype == query.dtype else absent.to(dtype)
     gradients = [absent] * _OF_KERNELS + [no_sums] * (len(OPERANDS) - _OF_KERNELS)
-    for at, (operand, need) in enumerate(zip(call.operands, needs, strict=True)):
-        if not need or operand is None:
+    for at, need in enumerate(needs):
+        operand: Any = call[at] if need else None
+        if operand is None:
             continue
         if at < _OF_KERNELS:
             gradients[at] = empty_gradient(operand)

@@ -8,7 +8,7 @@ what `parse.check` checks for these calls; calls that it refuses run as ops, whi
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads, is_grad_enabled
 from torch._C import (
     _are_functorch_transforms_active,
     _get_tracing_state,
@@ -36,7 +36,7 @@ def attend(call: Call, backend: str | None) -> Tensor | tuple[Tensor, Tensor | N
         return None
     try:
         extension = load("cpu")._cpu
-        return extension.attend(call, torch.is_grad_enabled(), torch.get_num_threads())  # type: ignore[no-any-return]
+        return extension.attend(call, is_grad_enabled(), get_num_threads())  # type: ignore[no-any-return]
     except (TypeError, ValueError, RuntimeError):
         return None
 

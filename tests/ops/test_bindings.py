@@ -388,7 +388,7 @@ def test_parts_are_as_many_as_splits_and_float() -> None:
 @needs_emulator
 def test_tiles_of_a_kernel_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="no kernel"):
-        cuda.tiles_of("gated_attention.values", torch.float32, D, Dv, False, 0)
+        cuda.tiles_of("gated_attention.values", torch.bfloat16, D, Dv, False, 0)
 
 
 # ---------------------------------------------------------------------- the ops
