@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Final, Literal
 
 import torch
+from torch import Tensor
 
 from heads_kernels.build_info import PACKAGE, build_info
 from heads_kernels.call import Call
@@ -82,13 +83,8 @@ _CUDA_MISSING: Final = _cuda_missing()
 
 #: Whether Triton interprets kernels, by the values that Triton accepts. Triton reads the variable where a kernel is
 #: defined, so that a later change has no effect.
-TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in {
-    "1",
-    "true",
-    "on",
-    "yes",
-    "y",
-}
+_IS_ON: Final = ("1", "true", "on", "yes", "y")
+TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in _IS_ON
 
 #: Backends whose kernels for GPUs run on CPU tensors in this process.
 SIMULATED: Final = {
@@ -119,7 +115,7 @@ def cpu(call: Call) -> list[str]:
         reasons.append(CPU_MISSING)
     if call.query.device.type != "cpu":
         reasons.append(f"tensors are on {call.query.device}; it serves CPU tensors")
-    return reasons + _rows_apart(call)
+    return reasons + rows_apart(*call[:3])
 
 
 def triton(call: Call) -> list[str]:
@@ -139,7 +135,7 @@ def triton(call: Call) -> list[str]:
         reasons.append(words)
     if call.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(call) + _far_rows(call) + _too_many(call) + _rows_apart(call)
+    return reasons + _too_wide(call) + _far_rows(call) + _too_many(call) + rows_apart(*call[:3])
 
 
 def _unsupported_by_triton(index: int) -> str:
@@ -180,28 +176,19 @@ def cuda(call: Call) -> list[str]:
             reasons.append(f"tensors are on {device}; emulated it serves CPU tensors")
     elif device.type != "cuda":
         reasons.append(f"tensors are on {device}; it serves CUDA tensors")
-    elif not reasons and (words := _unsupported_device(device.index)):
+    elif not reasons and (words := _unsupported_by_cuda(device.index)):
         reasons.append(words)
     if call.query.dtype == torch.float64:
         reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(call) + _too_many(call) + _rows_apart(call)
+    return reasons + _too_wide(call) + _too_many(call) + rows_apart(*call[:3])
 
 
-def _unsupported_device(index: int) -> str:
-    """Why the CUDA kernels cannot run on a GPU; empty where they can."""
-    return _device_words(index)
-
-
-# As `torch.compiler.assume_constant_result` does, which loads Dynamo: two seconds of every import of the package.
-_unsupported_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_unsupported_by_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-#: Devices that can run the kernels. Refusals are not cached: their cause, such as a lack of memory, may pass.
+#: Devices that can run the CUDA kernels. Refusals are not cached: their cause, such as a lack of memory, may pass.
 _CAPABLE: Final[set[int]] = set()
 
 
-def _device_words(index: int) -> str:
-    """The answer of the extension, or why it does not load."""
+def _unsupported_by_cuda(index: int) -> str:
+    """Why the CUDA kernels cannot run on a GPU, by their extension; empty where they can."""
     if index in _CAPABLE:
         return ""
     try:
@@ -217,13 +204,18 @@ def _device_words(index: int) -> str:
     return words
 
 
+# As `torch.compiler.assume_constant_result` does, which loads Dynamo: two seconds of every import of the package.
+_unsupported_by_cuda._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_unsupported_by_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _far_rows(call: Call) -> list[str]:
     """Tensors whose rows are so far apart that offsets within a tile need more than 32 bits.
 
     `dout` is not among them: `buffers.contiguous_rows` copies it.
     """
-    tensors = {"query": call.query, "key": call.key, "value": call.value}
-    apart = {name: t.stride(-2) for name, t in tensors.items() if t is not None}
+    tensors = zip(("query", "key", "value"), call, strict=False)
+    apart = {name: t.stride(-2) for name, t in tensors if t is not None}
     apart["the output"] = call.H * call.Dv  # where heads are inside rows
     return [
         f"rows of {name} are {elements} elements apart; it serves less than {FARTHEST_ROW} (.contiguous())"
@@ -253,16 +245,13 @@ def _too_wide(call: Call) -> list[str]:
     ]
 
 
-def _rows_apart(call: Call) -> list[str]:
-    """The tensors whose rows are not contiguous."""
-    reasons = []
-    for name in ("query", "key", "value"):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            reasons.append(
-                f"{name} has stride {tensor.stride(-1)} in its last dimension; it needs 1 (.contiguous())"
-            )
-    return reasons
+def rows_apart(*tensors: Tensor | None) -> list[str]:
+    """The tensors, query, key, value and `attended`, whose rows are not contiguous."""
+    return [
+        f"{name} has stride {tensor.stride(-1)} in its last dimension; it needs 1 (.contiguous())"
+        for name, tensor in zip(("query", "key", "value", "attended"), tensors, strict=False)
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import refuse
+from heads_kernels.checks import broadcasts, refuse
 
 #: The batch dimensions of a call; None if there is exactly one, equal in all operands.
 Batch = tuple[int, ...] | None
@@ -50,13 +50,18 @@ def flatten_operands(
     )
 
 
-def flatten_companion(argument: str, tensor: Tensor, batch: tuple[int, ...], layout: str) -> Tensor:
-    """A gate, bias or mask `[*batch, layout]`, whose sizes of 1 broadcast, as `[B or 1, layout]`."""
+def flatten_companion(
+    argument: str, tensor: Tensor | None, batch: tuple[int, ...], layout: str
+) -> Tensor | None:
+    """A gate, bias or mask `[*batch, layout]`, whose sizes of 1 broadcast, as `[B or 1, layout]`.
+
+    One of fewer than two dimensions has no batch dimensions. That it is a tensor is checked later.
+    """
+    if not isinstance(tensor, Tensor) or tensor.dim() <= 1:
+        return tensor
     count = layout.count(",") + 1
     lead = tuple(tensor.shape[: tensor.dim() - count])
-    if len(lead) != len(batch) or any(
-        got not in (1, size) for got, size in zip(lead, batch, strict=True)
-    ):
+    if not broadcasts(lead, batch):
         was = f"has shape {list(tensor.shape)}, but the batch dimensions of the call are {list(batch)}"
         sizes = "".join(f"{size}, " for size in batch)
         refuse(argument, was, f"pass [{sizes}{layout}], or 1 where it broadcasts")
@@ -103,9 +108,7 @@ def check_bias_shape(
     Raises ValueError if it does not broadcast to `sizes`.
     """
     shape = (1,) * (len(sizes) - bias.dim()) + tuple(bias.shape)
-    if len(shape) != len(sizes) or any(
-        got not in (1, want) for got, want in zip(shape, sizes, strict=True)
-    ):
+    if not broadcasts(shape, sizes):
         was = f"has shape {list(bias.shape)}, but scores are {list(sizes)}"
         instead = "pass a tensor that broadcasts to them"
         if argument == "attn_mask":

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin, get_
 import torch
 from torch import Tensor
 
-from heads_kernels.flops import backward_flops, forward_flops
 from heads_kernels.mask.intervals import UNBOUNDED, Intervals, by_identity
 
 #: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. Chunks of a
@@ -242,3 +241,20 @@ def active_widths(mixing: Tensor) -> Tensor:
     active = (padded != 0).reshape(len(mixing), sizes.numel(), MIXING_CHUNK).any(2)  # [H, chunks]
     widths: Tensor = (active * sizes).sum(1)
     return widths
+
+
+# ---------------------------------------------------------------------- FLOPs of matrix products
+# 2 per multiply-add; softmax, masks, mixing and gates do not count, as in `torch.utils.flop_counter`. `pairs` is the
+# number of (query row, key) pairs that are computed. A backward pass counts the scores again, then dP, dV, dQ and dK.
+def forward_flops(pairs: int, D: int, Dv: int) -> int:
+    """Scores `Q K^T` of width D, then `P V` of width Dv: `2 * pairs * (D + Dv)` (Cordonnier et al. 2020: D = Ds)."""
+    return 2 * pairs * (D + Dv)
+
+
+def backward_flops(pairs: int, D: int, Dv: int, dquery_width: int | None = None) -> int:
+    """Scores, dQ and dK of width D, dP and dV of width Dv: `2 * pairs * (3 D + 2 Dv)`.
+
+    `dquery_width` is the width of dQ if it differs from D: the gradient of a mixing vector needs all Ds features of
+    `dS K`, including those that the scores of the head skip.
+    """
+    return 2 * pairs * (2 * D + (D if dquery_width is None else dquery_width) + 2 * Dv)

@@ -29,6 +29,11 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_any_int(value: object) -> bool:
+    """Also the symbolic ones of `torch.compile`."""
+    return is_int(value) or isinstance(value, torch.SymInt)
+
+
 def is_real(value: object) -> TypeGuard[float]:
     """Whether it is a finite number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -57,14 +62,27 @@ def check_tensor(
     ranks: Sequence[int],
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> Tensor:
-    """A tensor of one of these ranks and dtypes; None: any floating dtype."""
+    """A dense tensor of one of these ranks and dtypes; None: any floating dtype."""
     if not isinstance(tensor, Tensor):
         refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
+    check_dense(argument, tensor, f"{instead}, dense")
     if not (tensor.is_floating_point() if dtypes is None else tensor.dtype in dtypes):
         refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
     if tensor.dim() not in ranks:
         refuse(argument, f"has shape {shape_of(tensor)}", instead)
     return tensor
+
+
+def check_device(argument: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.device != query.device:
+        refuse(argument, f"is on {tensor.device}, but query is on {query.device}", "move it there")
+
+
+def broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a tensor of as many dimensions has these sizes, or 1."""
+    return len(shape) == len(sizes) and all(
+        got in (1, want) for got, want in zip(shape, sizes, strict=True)
+    )
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -116,13 +134,11 @@ def check_tensors(**tensors: Tensor) -> None:
     query = tensors["query"]
     for name, tensor in tensors.items():
         instead = "pass a dense tensor; for packed sequences use hk.Mask.from_cu_seqlens"
-        _check_dense_floating(name, tensor, instead)
+        check_floating(name, tensor, instead)
         if tensor.dtype != query.dtype:
             was = f"has dtype {tensor.dtype}, but query has {query.dtype}"
             refuse(name, was, "cast them to one dtype", TypeError)
-        if tensor.device != query.device:
-            was = f"is on {tensor.device}, but query is on {query.device}"
-            refuse(name, was, "move them to one device")
+        check_device(name, tensor, query)
 
 
 def check_grouped_heads(
@@ -176,23 +192,16 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
     are_int = type(T) is type(S) is type(H) is type(B) is int
     if are_int and max(T, S) <= MAX_LENGTH and max(H, B) <= _MAX_COUNT:
         return
-    for name, letter, size in (
-        ("query", "T", T),
-        ("key", "S", S),
-        ("query", "H", H),
-        ("query", "B", B),
+    for name, letter, size in zip(
+        ("query", "key", "query", "query"), "TSHB", (T, S, H, B), strict=True
     ):
         most = MAX_LENGTH if letter in "TS" else _MAX_COUNT
         if is_int(size) and size > most:  # symbolic sizes are checked when the op runs
             refuse(name, f"has {letter} = {size}", f"split the call: {letter} is at most {most}")
 
 
-def check_floating(name: str, tensor: Tensor) -> None:
+def check_floating(name: str, tensor: Tensor, dense: str = "pass a dense tensor") -> None:
     """Check that `tensor` is dense and of a floating dtype."""
-    _check_dense_floating(name, tensor, "pass a dense tensor")
-
-
-def _check_dense_floating(name: str, tensor: Tensor, dense: str) -> None:
     if not isinstance(tensor, Tensor):
         refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
     check_dense(name, tensor, dense)
@@ -204,18 +213,13 @@ def _check_dense_floating(name: str, tensor: Tensor, dense: str) -> None:
 def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
     """Check that `tensor` is dense, of a floating dtype and on the device of `query`."""
     check_floating(name, tensor)
-    if tensor.device != query.device:
-        refuse(name, f"is on {tensor.device}, but query is on {query.device}", "move it there")
-
-
-def check_activation(activation: str) -> None:
-    check_choice("gate_activation", activation, GATE_ACTIVATIONS)
+    check_device(name, tensor, query)
 
 
 def check_gate(
     gate: Tensor | None, activation: str, query: Tensor, full: tuple[int, int, int, int]
 ) -> None:
-    check_activation(activation)
+    check_choice("gate_activation", activation, GATE_ACTIVATIONS)
     if gate is None:
         if activation != "identity":
             was = f"is {activation!r}, but gate is None"
@@ -227,7 +231,7 @@ def check_gate(
         instead = "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]"
         refuse("gate", f"has {rank} dimensions", instead)
     expected = full[1:2] if rank == 1 else full[:rank]
-    if any(got not in (1, want) for got, want in zip(gate.shape, expected, strict=True)):
+    if not broadcasts(gate.shape, expected):
         names = "H" if rank == 1 else ", ".join(("B", "H", "T", "Dv")[:rank])
         sizes = f"[{names}] = {list(expected)}, or 1 where it broadcasts"
         refuse("gate", f"has shape {shape_of(gate)}", f"a gate of {rank} dimensions is {sizes}")
@@ -306,14 +310,9 @@ def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, in
         return
     check_companion("bias", bias, query)
     B, H, T, S = full
-    sizes = tuple(bias.shape)
-    if (
-        len(sizes) != 5
-        or any(got not in (1, want) for got, want in zip(sizes[2:], (H, T, S), strict=True))
-        or not (
-            sizes[0] * sizes[1] in (1, B) or (1 in sizes[:2] and B % (sizes[0] * sizes[1]) == 0)
-        )
-    ):
+    entries = bias.shape[0] * bias.shape[1] if bias.dim() == 5 else 0
+    fits = entries in (1, B) or (1 in bias.shape[:2] and entries and B % entries == 0)
+    if bias.dim() != 5 or not fits or not broadcasts(bias.shape[2:], (H, T, S)):
         instead = f"pass [B1, B2, H, T, S], B1 * B2 = {B}, {[H, T, S]}, or 1"
         refuse("bias", f"has shape {shape_of(bias)}", instead)
 
@@ -346,16 +345,10 @@ def check_row_weights(
     if received is True:
         return torch.ones((1,) * len(sizes), dtype=dtype, device=query.device)
     instead = f"pass True, or float weights of rows that broadcast to [..., H, T] = {list(sizes)}"
-    if not isinstance(received, Tensor):
-        refuse("received", f"is a {type(received).__name__}", instead, TypeError)
-    check_dense("received", received)
-    if received.dtype not in DTYPES:
-        refuse("received", f"has dtype {received.dtype}", instead, TypeError)
-    if received.device != query.device:
-        refuse("received", f"is on {received.device}", f"move it to {query.device}")
-    missing = len(sizes) - received.dim()
-    shape = (*(1,) * missing, *received.shape)
-    if missing < 0 or any(got not in (1, want) for got, want in zip(shape, sizes, strict=True)):
+    received = check_tensor("received", received, instead, range(len(sizes) + 1), DTYPES)
+    check_device("received", received, query)
+    shape = (*(1,) * (len(sizes) - received.dim()), *received.shape)
+    if not broadcasts(shape, sizes):
         refuse("received", f"has shape {shape_of(received)}", instead)
     return received.detach().reshape(shape).to(dtype)
 
@@ -368,14 +361,9 @@ def check_excluded(
         return None
     B, S = sizes
     instead = f"pass bool [S] = [{S}] or [B, S] = [{B}, {S}], True for the keys to exclude"
-    if not isinstance(exclude_keys, Tensor):
-        refuse("exclude_keys", f"is a {type(exclude_keys).__name__}", instead, TypeError)
-    check_dense("exclude_keys", exclude_keys)
-    if exclude_keys.dtype != torch.bool:
-        refuse("exclude_keys", f"has dtype {exclude_keys.dtype}", instead, TypeError)
-    rank, batch = exclude_keys.dim(), exclude_keys.shape[0] if exclude_keys.dim() else 0
-    if rank not in (1, 2) or exclude_keys.shape[-1] != S or (rank == 2 and batch not in (1, B)):
+    check_tensor("exclude_keys", exclude_keys, instead, (1, 2), (torch.bool,))
+    *batch, keys = exclude_keys.shape
+    if keys != S or batch not in ([], [1], [B]):
         refuse("exclude_keys", f"has shape {shape_of(exclude_keys)}", instead)
-    if exclude_keys.device != query.device:
-        refuse("exclude_keys", f"is on {exclude_keys.device}", f"move it to {query.device}")
-    return (exclude_keys[None] if exclude_keys.dim() == 1 else exclude_keys).contiguous()
+    check_device("exclude_keys", exclude_keys, query)
+    return (exclude_keys if batch else exclude_keys[None]).contiguous()

@@ -47,20 +47,19 @@ class Choice:
     """What `explain` returns: the backend that would run, and why the others would not.
 
     `backend` is None if no backend, or not the requested one, can serve the call. `refusals` maps each backend that was
-    not chosen to its reasons. `order` says where the order of the backends comes from, if none was requested.
+    not chosen to its reasons.
     """
 
     operator: str
     backend: BackendName | None
     refusals: dict[str, list[str]]
-    order: str = ""
 
     def __str__(self) -> str:
         head = f"{self.operator}: " + (
             f"runs on {self.backend!r}" if self.backend else "no backend can serve this call"
         )
         lines = [f"  not {name!r}: {'; '.join(reasons)}" for name, reasons in self.refusals.items()]
-        return "\n".join([head, *lines, *([f"  {self.order}"] if self.order else [])])
+        return "\n".join([head, *lines])
 
 
 def choose(call: Call, backend: str | None = None) -> Choice:
@@ -77,21 +76,10 @@ def choose(call: Call, backend: str | None = None) -> Choice:
             chosen = row.name
         else:
             refusals[row.name] = reasons or [f"could serve it too, but {chosen!r} comes first"]
-    if backend is not None:
-        return Choice(call.operator, chosen, refusals)
-    for row in BACKENDS:
+    for row in BACKENDS if backend is None else ():
         if row not in rows:
             refusals[row.name] = [f"{VARIABLE} leaves it out", *row.unsupported(call)]
-    return Choice(call.operator, chosen, refusals, f"order: {_source(rows)}")
-
-
-def _source(rows: Sequence[Backend]) -> str:
-    """Where an order comes from."""
-    if rows is _NAMED:
-        return f"{VARIABLE}={','.join(row.name for row in rows)}"
-    return "that of the table" + (
-        ", but 'cuda' first for float32 on a GPU" if rows is _FLOAT32 else ""
-    )
+    return Choice(call.operator, chosen, refusals)
 
 
 def select(call: Call, backend: str | None = None) -> str:

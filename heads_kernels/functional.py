@@ -58,20 +58,11 @@ def gated_attention(
 
 @overload
 def gated_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Mask | Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    enable_gqa: bool = True,
-    return_lse: Literal[True],
-    **options: Unpack[_Options],
+    *args: Any, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def gated_attention(
+def gated_attention(  # type: ignore[misc]  # whose second signature is open
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -179,21 +170,11 @@ def collaborative_attention(
 
 @overload
 def collaborative_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: Tensor,
-    content_bias: Tensor | None = None,
-    attn_mask: Mask | Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[_Options],
+    *args: Any, return_lse: Literal[True], **options: Any
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def collaborative_attention(
+def collaborative_attention(  # type: ignore[misc]  # whose second signature is open
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
@@ -13,7 +12,7 @@ from heads_kernels.checks import (
     check_flag,
     check_floating,
     check_size,
-    is_int,
+    is_any_int,
     refuse,
     shape_of,
     shown,
@@ -23,7 +22,6 @@ from heads_kernels.checks import (
 _MAX_DISTANCE: Final = 1 << 24
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
 class OffsetBias:
     r"""A bias on the scores that depends only on the offset `j - i` of key j from query row i.
 
@@ -43,37 +41,24 @@ class OffsetBias:
         ValueError, TypeError: an argument is invalid; the message names it.
     """
 
-    values: Tensor
-    first: int
-    kind: Literal["table", "alibi"]
-    start: int
-
     def __init__(self, table: Tensor, first: int | None = None) -> None:
         check_floating("table", table)
         if table.dim() != 2 or 0 in table.shape:
             refuse("table", f"has shape {shape_of(table)}", "pass [H, n], or [1, n] for all heads")
-        first = -(table.shape[1] // 2) if first is None else _whole("first", first)
-        self._set(table, first, "table", 0)
-
-    def _set(self, values: Tensor, first: int, kind: Literal["table", "alibi"], start: int) -> None:
-        for name, value in (("values", values), ("first", first), ("kind", kind), ("start", start)):
-            object.__setattr__(self, name, value)
-
-    @classmethod
-    def _of(
-        cls, values: Tensor, first: int, kind: Literal["table", "alibi"], start: int
-    ) -> OffsetBias:
-        bias = object.__new__(cls)
-        bias._set(values, first, kind, start)
-        return bias
+        self.values = table
+        self.first: int = -(table.shape[1] // 2) if first is None else _whole("first", first)
+        self.kind: Literal["table", "alibi"] = "table"
+        self.start = 0
 
     @classmethod
     def alibi(cls, slopes: Tensor) -> OffsetBias:
         """`-slopes[h] * |j - i|` (Press, Smith, Lewis 2022; BLOOM and MPT under a causal mask). `slopes`: `[H]`."""
         check_floating("slopes", slopes)
-        if slopes.dim() != 1:
+        if slopes.dim() != 1 or not slopes.numel():
             refuse("slopes", f"has shape {shape_of(slopes)}", "pass one slope per head, [H]")
-        return cls._of(slopes[:, None], 0, "alibi", 0)
+        bias = cls(slopes[:, None], 0)
+        bias.kind = "alibi"
+        return bias
 
     @classmethod
     def t5(cls, weight: Tensor, bidirectional: bool = True, max_distance: int = 128) -> OffsetBias:
@@ -98,11 +83,13 @@ class OffsetBias:
         last = max_distance if bidirectional else 0
         offsets = torch.arange(-max_distance, last + 1, device=weight.device)
         bucket = _t5_buckets(offsets, bidirectional, weight.shape[0], max_distance)
-        return cls._of(_at_least_float32(weight)[bucket].mT, -max_distance, "table", 0)
+        return cls(_at_least_float32(weight)[bucket].mT, -max_distance)
 
     def starting_at(self, row: int) -> OffsetBias:
         """The bias for query rows that start at position `row`: `S - T` when decoding with a cache."""
-        return self._of(self.values, self.first, self.kind, self.start + _whole("row", row))
+        moved = OffsetBias(self.values, self.first)
+        moved.kind, moved.start = self.kind, self.start + _whole("row", row)
+        return moved
 
     @property
     def heads(self) -> int:
@@ -150,7 +137,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def _whole(argument: str, value: object) -> int:
-    if not isinstance(value, torch.SymInt) and not is_int(value):
+    if not is_any_int(value):
         refuse(argument, f"is a {type(value).__name__}", "pass an int", TypeError)
     return value  # type: ignore[return-value]
 

@@ -26,6 +26,7 @@ from heads_kernels.checks import (
     check_alpha,
     check_bias,
     check_companion,
+    check_device,
     check_dropout,
     check_excluded,
     check_flag,
@@ -113,7 +114,7 @@ def form(
             value = values[0] if values else None
             rows, columns = query.shape, key.shape
             if batch is not None:
-                content_bias = _flatten("content_bias", content_bias, batch, "H, S")
+                content_bias = flatten_companion("content_bias", content_bias, batch, "H, S")
         H = mixing.shape[0] if shared else rows[1]  # type: ignore[union-attr]
         check_flag("is_causal", is_causal)
         mask, dense_bias, table = _CAUSAL if is_causal else _EVERY_PAIR, None, None
@@ -137,8 +138,8 @@ def form(
         sizes_of_rows = (*lead, H, rows[-2])
         row_weights = check_row_weights(received, query, sizes_of_rows, compute_dtype(query.dtype))
         if batch is not None:
-            row_weights = _flatten("received", row_weights, batch, "H, T")
-            exclude_keys = _flatten("exclude_keys", exclude_keys, batch, "S")
+            row_weights = flatten_companion("received", row_weights, batch, "H, T")
+            exclude_keys = flatten_companion("exclude_keys", exclude_keys, batch, "S")
         exclude_keys = check_excluded(exclude_keys, query, (rows[0], columns[-2]))
     if batch is not None:
         gate = _flatten_gate(gate, batch)
@@ -186,15 +187,6 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def _flatten(
-    argument: str, tensor: Tensor | None, batch: tuple[int, ...], layout: str
-) -> Tensor | None:
-    """Apply `flatten_companion` if `tensor` has batch dimensions. That it is a tensor is checked later."""
-    if not isinstance(tensor, Tensor) or tensor.dim() <= 1:
-        return tensor
-    return flatten_companion(argument, tensor, batch, layout)
-
-
 def _flatten_gate(gate: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
     """Flatten the batch dimensions of a gate `[*batch, H]`, `[*batch, H, T]` or `[*batch, H, T, Dv]`."""
     if not isinstance(gate, Tensor) or gate.dim() == 1:
@@ -204,7 +196,7 @@ def _flatten_gate(gate: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
     if layout is None:
         was = f"has {gate.dim()} dimensions, but the call has {len(batch)} batch dimensions"
         refuse("gate", was, "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]")
-    return _flatten("gate", gate, batch, layout)
+    return flatten_companion("gate", gate, batch, layout)
 
 
 def _biases(
@@ -253,7 +245,7 @@ def _mask(
         and 3 < attn_mask.dim() <= len(batch) + 3
     ):
         missing = len(batch) + 3 - attn_mask.dim()
-        flat = _flatten("attn_mask", attn_mask[(None,) * missing], batch, "H, T, S")
+        flat = flatten_companion("attn_mask", attn_mask[(None,) * missing], batch, "H, T, S")
         mask = as_mask(flat, shape)
     else:
         mask = as_mask(attn_mask, shape)
@@ -338,7 +330,7 @@ def check_op(call: Call, **saved: Tensor | None) -> None:
     )
     for name, tensor, sizes, wanted in exact:
         if tensor is not None:
-            _check_one(name, tensor, sizes, wanted, query.device)
+            _check_one(name, tensor, sizes, wanted, query)
 
 
 def check_ranks(call: Call, **saved: Tensor | None) -> None:
@@ -350,25 +342,21 @@ def check_ranks(call: Call, **saved: Tensor | None) -> None:
         if getattr(call, name) is not None:
             refuse(name, "is given", f"leave it out: {call.operator} does not read it")
     ranks = {"query": 4, "key": 4} if call.mixing is None else {"query": 3, "key": 3, "mixing": 2}
-    given = {name: getattr(call, name) for name in ranks}
     if call.value is not None:
-        ranks["value"], given["value"] = 4, call.value
+        ranks["value"] = 4
     for name, tensor in saved.items():
         if tensor is not None or name != "dlse":
-            ranks[name], given[name] = (4 if name in ("dout", "attended") else 3), tensor
-    if "lse" in ranks and call.alpha is not None:
-        ranks["lse"] = 4
+            of_heads = name in ("dout", "attended") or (name == "lse" and call.alpha is not None)
+            ranks[name] = 4 if of_heads else 3
     for name, rank in ranks.items():
-        tensor = given[name]
+        tensor = saved[name] if name in saved else getattr(call, name)
         if tensor is None:
             refuse(name, "is None", "pass a tensor: this op reads it", TypeError)
         if tensor.dim() != rank:
             refuse(name, f"has shape {shape_of(tensor)}", f"pass {rank} dimensions")
 
 
-def _check_one(
-    name: str, tensor: Tensor, sizes: _Sizes, dtype: torch.dtype, device: torch.device
-) -> None:
+def _check_one(name: str, tensor: Tensor, sizes: _Sizes, dtype: torch.dtype, query: Tensor) -> None:
     allowed = [size if isinstance(size, tuple) else (size,) for size in sizes]
     if tensor.dim() != len(allowed) or any(
         got not in those for got, those in zip(tensor.shape, allowed, strict=True)
@@ -377,5 +365,4 @@ def _check_one(
         refuse(name, f"has shape {shape_of(tensor)}", f"pass [{words}]")
     if tensor.dtype != dtype:
         refuse(name, f"has dtype {tensor.dtype}", f"pass {dtype}", TypeError)
-    if tensor.device != device:
-        refuse(name, f"is on {tensor.device}, but query is on {device}", "move it there")
+    check_device(name, tensor, query)

@@ -134,16 +134,27 @@ inline Tensor output(const Given& given, const char* name) {
   return std::count(t.size, t.size + t.rank, 0) ? Tensor{} : t;
 }
 
-// A contiguous integer tensor [B or 1, length]; `stride` becomes the step between batch entries.
-template <typename T>
-const T* batched(const Given& given, const char* name, Element element, int64_t B, int64_t length,
-                 int64_t* stride) {
-  if (!given) return nullptr;
-  const Tensor& t = given.tensor;
-  require(given.element == element, name);
-  require((is(t, {B, length}) || is(t, {1, length})) && is_dense(t), name);
-  *stride = t.size[0] == 1 ? 0 : length;
-  return static_cast<const T*>(t.data);
+// Sets the strides of broadcast dimensions to 0; every size must be that of `full` or 1.
+inline void broadcast(Tensor& t, std::initializer_list<int64_t> full, const char* name) {
+  require(t.rank == static_cast<int>(full.size()), name);
+  int d = 0;
+  for (const int64_t size : full) {
+    require(t.size[d] == 1 || t.size[d] == size, name);
+    if (t.size[d] == 1) t.stride[d] = 0;
+    ++d;
+  }
+}
+
+// A contiguous tensor of integers or bools, all dimensions of which may broadcast but the last, of
+// `length`; absent ones stay absent.
+inline Tensor vectors(const Given& given, const char* name, Element element,
+                      std::initializer_list<int64_t> full, int64_t length) {
+  if (!given) return {};
+  Tensor t = given.tensor;
+  require(given.element == element && is_dense(t), name);
+  broadcast(t, full, name);
+  require(t.size[t.rank - 1] == length, name);
+  return t;
 }
 
 // MAX_LENGTH and MAX_COUNT of checks.py: the kernels hold rows, keys, heads and batches in 32 bits,
@@ -151,9 +162,10 @@ const T* batched(const Given& given, const char* name, Element element, int64_t 
 constexpr int64_t kUnbounded = int64_t{1} << 30;
 constexpr int64_t kMaxLength = kUnbounded - 1024, kMaxCount = 0x7fffffff;
 
-// The sizes of a call, from its query, key and mixing.
+// The sizes of a call, from its query, key and mixing, and the type of its scores, lse and sums.
 struct Sizes {
   int64_t B, H, T, S, D;
+  DType compute;
 
   explicit Sizes(const AttentionParams& p) {
     const bool shared = static_cast<bool>(p.mixing);
@@ -175,53 +187,43 @@ struct Sizes {
     require(has_rows(p.key), "key", "has rows that are not contiguous");
     require(T <= kMaxLength && B <= kMaxCount && H <= kMaxCount, "query", "is too long");
     require(S <= kMaxLength, "key", "is too long");
+    compute = p.query.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   }
+
+  // Checks that a tensor is contiguous and in the compute type; absent ones pass.
+  void check(const Tensor& t, std::initializer_list<int64_t> sizes, const char* name) const {
+    require(!t || (is(t, sizes) && is_dense(t) && t.dtype == compute), name,
+            "has another shape or dtype, or is not dense");
+  }
+
+  // The same of one number for each row, [B, H, T].
+  void check_rows(const Tensor& t, const char* name) const { check(t, {B, H, T}, name); }
 };
 
-// A contiguous int32 tensor [B or 1, H or 1, T].
-inline const int32_t* interval(const Given& given, const char* name, const Sizes& n) {
-  if (!given) return nullptr;
-  const Tensor& t = given.tensor;
-  require(given.element == Element::kInt32 && t.rank == 3 && is_dense(t), name);
-  require((t.size[0] == n.B || t.size[0] == 1) && (t.size[1] == n.H || t.size[1] == 1) &&
-              t.size[2] == n.T,
-          name);
-  return static_cast<const int32_t*>(t.data);
-}
-
-inline void set_intervals(MaskParams& mask, const CallArguments& call, const Sizes& n) {
-  mask.k_lo = interval(call.k_lo, "k_lo", n);
-  mask.k_hi = interval(call.k_hi, "k_hi", n);
-  const Tensor &lo = call.k_lo.tensor, &hi = call.k_hi.tensor;
-  require(static_cast<bool>(call.k_lo) == static_cast<bool>(call.k_hi) &&
-              lo.size[0] == hi.size[0] && lo.size[1] == hi.size[1],
-          "k_hi", "is not there or shaped as k_lo is");
-  require(static_cast<bool>(call.k_lo) || !call.first_keys, "first_keys",
-          "comes without k_lo and k_hi");
-  if (!call.k_lo) return;
-  if (lo.size[0] != 1) mask.interval_stride = lo.size[1] * n.T;
-  if (lo.size[1] != 1) mask.interval_head_stride = n.T;
-  if (!call.first_keys) return;
-  const Tensor& first = call.first_keys.tensor;
-  require(call.first_keys.element == Element::kInt32 && (is(first, {n.H}) || is(first, {1})) &&
-              is_dense(first),
-          "first_keys");
-  mask.first_keys = static_cast<const int32_t*>(first.data);
-  mask.first_stride = first.size[0] == 1 ? 0 : 1;
-}
-
 inline void set_mask(MaskParams& mask, const CallArguments& call, const Sizes& n) {
-  set_intervals(mask, call, n);
-  mask.key_visible = batched<uint8_t>(call.key_visible, "key_visible", Element::kBool, n.B, n.S,
-                                      &mask.visible_stride);
+  const Tensor lo = vectors(call.k_lo, "k_lo", Element::kInt32, {n.B, n.H, n.T}, n.T);
+  const Tensor hi = vectors(call.k_hi, "k_hi", Element::kInt32, {n.B, n.H, n.T}, n.T);
+  require(lo.rank == hi.rank && lo.size[0] == hi.size[0] && lo.size[1] == hi.size[1], "k_hi",
+          "is not there or shaped as k_lo is");
+  mask.k_lo = static_cast<const int32_t*>(lo.data);
+  mask.k_hi = static_cast<const int32_t*>(hi.data);
+  mask.interval_stride = lo.stride[0];
+  mask.interval_head_stride = lo.stride[1];
+  if (call.first_keys) {
+    require(static_cast<bool>(lo), "first_keys", "comes without k_lo and k_hi");
+    const Tensor first = vectors(call.first_keys, "first_keys", Element::kInt32, {n.H},
+                                 call.first_keys.tensor.size[0]);
+    mask.first_keys = static_cast<const int32_t*>(first.data);
+    mask.first_stride = first.stride[0];
+  }
+  const Tensor visible = vectors(call.key_visible, "key_visible", Element::kBool, {n.B, n.S}, n.S);
+  mask.key_visible = static_cast<const uint8_t*>(visible.data);
+  mask.visible_stride = visible.stride[0];
   if (call.dense_mask) {
-    const Tensor& dense = call.dense_mask.tensor;
-    const int64_t full[4] = {n.B, n.H, n.T, n.S};
-    require(dense.rank == 4 && call.dense_mask.element == Element::kBool, "dense_mask");
-    for (int d = 0; d < 4; ++d) {
-      require(dense.size[d] == 1 || dense.size[d] == full[d], "dense_mask");
-      mask.dense_stride[d] = dense.size[d] == 1 ? 0 : dense.stride[d];
-    }
+    Tensor dense = call.dense_mask.tensor;
+    require(call.dense_mask.element == Element::kBool, "dense_mask");
+    broadcast(dense, {n.B, n.H, n.T, n.S}, "dense_mask");
+    std::copy_n(dense.stride, 4, mask.dense_stride);
     mask.dense = static_cast<const uint8_t*>(dense.data);
   }
   mask.band_lo = call.band_lo;
@@ -232,14 +234,6 @@ inline void set_mask(MaskParams& mask, const CallArguments& call, const Sizes& n
 
 // Whether the gate varies along the width of a head.
 inline bool is_elementwise(const Tensor& gate) { return gate.rank == 4 && gate.size[3] != 1; }
-
-// Checks that a tensor is contiguous and in the compute type of `operand`; absent ones pass.
-inline void check_rows(DType operand, const Tensor& t, std::initializer_list<int64_t> sizes,
-                       const char* name) {
-  const DType compute = operand == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  require(!t || (is(t, sizes) && is_dense(t) && t.dtype == compute), name,
-          "has another shape or dtype, or is not dense");
-}
 
 // Absent ones pass.
 inline void check_like(const Tensor& t, const Tensor& other, const char* name) {
@@ -263,17 +257,6 @@ inline void set_dropout(DropoutParams& dropout, const Given& seed, double p) {
   dropout.seed = static_cast<const int64_t*>(seed.tensor.data);
   dropout.threshold = static_cast<uint32_t>(p * 4294967296.0);
   dropout.keep_scale = 1.0 / (1.0 - p);
-}
-
-// Sets the strides of broadcast dimensions to 0; every size must be that of `full` or 1.
-inline void broadcast(Tensor& t, std::initializer_list<int64_t> full, const char* name) {
-  require(t.rank == static_cast<int>(full.size()), name);
-  int d = 0;
-  for (const int64_t size : full) {
-    require(t.size[d] == 1 || t.size[d] == size, name);
-    if (t.size[d] == 1) t.stride[d] = 0;
-    ++d;
-  }
 }
 
 inline void set_terms(ScoreTerms& terms, const CallArguments& given, const Sizes& n) {
@@ -338,7 +321,7 @@ inline Sizes set_call(AttentionParams& p, const CallArguments& call, bool has_va
   p.alpha = floating(call.alpha, "alpha");
   require(!p.alpha || !p.mixing, "alpha", "comes with mixing");
   require(!p.alpha || !p.terms.sinks, "sinks", "comes with alpha");
-  check_rows(p.query.dtype, p.alpha, {n.H}, "alpha");
+  n.check(p.alpha, {n.H}, "alpha");
   return n;
 }
 
@@ -356,29 +339,42 @@ inline void check_alpha(const Tensor& alpha) {
   }
 }
 
-// Checks dbias, doffset_bias and dsinks.
-inline void check_term_gradients(const BackwardParams& params, const Sizes& n) {
-  const ScoreTerms& terms = params.terms;
-  require(terms.bias || !params.dbias, "dbias", "comes without bias");
-  require(terms.offset_bias || !params.doffset_bias, "doffset_bias", "comes without offset_bias");
-  require(terms.sinks || !params.dsinks, "dsinks", "comes without sinks");
-  const int64_t* size = terms.bias.size;
-  const DType dtype = params.query.dtype;
-  check_rows(dtype, params.dbias, {size[0], size[1], size[2], size[3], size[4]}, "dbias");
-  check_rows(dtype, params.doffset_bias, {n.B, n.H, std::max<int64_t>(1, n.T + n.S - 1)},
-             "doffset_bias");
-  check_rows(dtype, params.dsinks, {n.B, n.H, n.T}, "dsinks");
+// Checks sums of the gradient of `operand`; absent ones pass.
+inline void check_sums(const Sizes& n, const Tensor& sums, const Tensor& operand,
+                       std::initializer_list<int64_t> sizes, const char* name) {
+  require(operand || !sums, name, "comes without its operand");
+  n.check(sums, sizes, name);
+}
+
+inline void check_gradients(const BackwardParams& p, const Sizes& n) {
+  const int64_t Dv = p.value.size[3], diagonals = std::max<int64_t>(1, n.T + n.S - 1);
+  const int64_t* bias = p.terms.bias.size;
+  check_like(p.dquery, p.query, "dquery");
+  check_like(p.dkey, p.key, "dkey");
+  check_like(p.dvalue, p.value, "dvalue");
+  check_sums(n, p.dmixing, p.mixing, {n.B, n.H, n.D}, "dmixing");
+  check_sums(n, p.dcontent_bias, p.content_bias, {n.B, n.H, n.S}, "dcontent_bias");
+  if (is_elementwise(p.gate))
+    check_sums(n, p.dgate, p.gate, {n.B, n.H, n.T, Dv}, "dgate");
+  else
+    check_sums(n, p.dgate, p.gate, {n.B, n.H, n.T}, "dgate");
+  check_sums(n, p.dbias, p.terms.bias, {bias[0], bias[1], bias[2], bias[3], bias[4]}, "dbias");
+  check_sums(n, p.doffset_bias, p.terms.offset_bias, {n.B, n.H, diagonals}, "doffset_bias");
+  check_sums(n, p.dsinks, p.terms.sinks, {n.B, n.H, n.T}, "dsinks");
+  check_sums(n, p.dalpha, p.alpha, {n.B, n.H, n.T}, "dalpha");
 }
 
 // The keys that statistics exclude from the maximum, the weights of rows, and the outputs.
 inline void set_statistics(StatisticsParams& params, const CallArguments& call, const Sizes& n,
                            const Given& argmax) {
-  params.excluded = batched<uint8_t>(call.exclude_keys, "exclude_keys", Element::kBool, n.B, n.S,
-                                     &params.excluded_stride);
-  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
-  check_rows(params.query.dtype, params.max_score, {n.B, n.H, n.T}, "max_score");
-  check_rows(params.query.dtype, params.max_prob, {n.B, n.H, n.T}, "max_prob");
-  check_rows(params.query.dtype, params.entropy, {n.B, n.H, n.T}, "entropy");
+  const Tensor excluded =
+      vectors(call.exclude_keys, "exclude_keys", Element::kBool, {n.B, n.S}, n.S);
+  params.excluded = static_cast<const uint8_t*>(excluded.data);
+  params.excluded_stride = excluded.stride[0];
+  n.check_rows(params.lse, "lse");
+  n.check_rows(params.max_score, "max_score");
+  n.check_rows(params.max_prob, "max_prob");
+  n.check_rows(params.entropy, "entropy");
   require(is(argmax.tensor, {n.B, n.H, n.T}) && is_dense(argmax.tensor) &&
               argmax.element == Element::kInt64,
           "argmax");
@@ -387,19 +383,18 @@ inline void set_statistics(StatisticsParams& params, const CallArguments& call, 
     broadcast(params.row_weights, {n.B, n.H, n.T}, "row_weights");
     require(params.row_weights.dtype == params.lse.dtype, "row_weights");
   }
-  check_rows(params.query.dtype, params.received, {n.B, n.H, n.S}, "received");
+  n.check(params.received, {n.B, n.H, n.S}, "received");
   const bool asked = params.row_weights && n.B && n.H && n.S;
   require(asked == static_cast<bool>(params.received), "received",
           asked ? "is empty" : "comes without row_weights");
 }
 
 // Entmax keeps two numbers of a row.
-template <typename Params>
-void check_lse(const Params& params, const Sizes& n) {
+inline void check_lse(const AttentionParams& params, const Tensor& lse, const Sizes& n) {
   if (params.alpha)
-    check_rows(params.query.dtype, params.lse, {2, n.B, n.H, n.T}, "lse");
+    n.check(lse, {2, n.B, n.H, n.T}, "lse");
   else
-    check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
+    n.check_rows(lse, "lse");
 }
 
 // Checks out, attended and lse, the last two of which are optional.
@@ -410,7 +405,7 @@ inline void check_outputs(const ForwardParams& params, const Sizes& n) {
                      : empty,
           "out");
   check_like(params.attended, params.out, "attended");
-  check_lse(params, n);
+  check_lse(params, params.lse, n);
 }
 
 }  // namespace hk::bindings

@@ -46,11 +46,10 @@ py::object tuple_of(std::initializer_list<int64_t> numbers) {
 }
 
 // An empty tensor of this dtype, or null for that of the query, whose method makes it.
-py::object empty(py::handle query, std::initializer_list<int64_t> sizes,
-                 std::initializer_list<int64_t> strides, PyObject* dtype = nullptr) {
+py::object empty(py::handle query, const py::object& sizes, const py::object& strides,
+                 PyObject* dtype = nullptr) {
   const Torch& torch = Torch::get();
-  const py::object of_sizes = tuple_of(sizes), of_strides = tuple_of(strides);
-  PyObject* const arguments[] = {query.ptr(), of_sizes.ptr(), of_strides.ptr(), dtype};
+  PyObject* const arguments[] = {query.ptr(), sizes.ptr(), strides.ptr(), dtype};
   return checked(PyObject_VectorcallMethod(torch.new_empty_strided.ptr(), arguments, 3,
                                            dtype ? torch.names_of_dtype.ptr() : nullptr));
 }
@@ -61,8 +60,9 @@ py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, py::ha
   const hk::Tensor& like = params.mixing ? params.value : params.query;
   const bool tokens_first = like.stride[1] < like.stride[2];
   const int64_t Dv = params.value.size[3];
-  return empty(query, {n.B, n.H, n.T, Dv},
-               {n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv, tokens_first ? n.H * Dv : Dv, 1});
+  return empty(
+      query, tuple_of({n.B, n.H, n.T, Dv}),
+      tuple_of({n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv, tokens_first ? n.H * Dv : Dv, 1}));
 }
 
 // Whether every tensor of a tuple is plain.
@@ -97,12 +97,12 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
   }
   const bool wide = params.query.dtype == hk::DType::kFloat64;
   PyObject* const compute = Torch::get().dtypes[wide ? 1 : 0].ptr();
-  const int64_t of_head = n.T, of_batch = n.H * n.T;
+  const int64_t of_batch = n.H * n.T;
   const py::object attended = params.gate ? empty_heads(params, n, query) : py::none();
   const py::object lse =
-      params.alpha
-          ? empty(query, {2, n.B, n.H, n.T}, {n.B * of_batch, of_batch, of_head, 1}, compute)
-          : empty(query, {n.B, n.H, n.T}, {of_batch, of_head, 1}, compute);
+      params.alpha ? empty(query, tuple_of({2, n.B, n.H, n.T}),
+                           tuple_of({n.B * of_batch, of_batch, n.T, 1}), compute)
+                   : empty(query, tuple_of({n.B, n.H, n.T}), tuple_of({of_batch, n.T, 1}), compute);
   params.attended = floating(given(attended, dlpack::kCpu, "attended"), "attended");
   params.lse = needed(given(lse, dlpack::kCpu, "lse"), "lse");
   run(params, threads);
@@ -117,34 +117,17 @@ void attention_backward(const py::tuple& call, const py::tuple& saved, const py:
   const CallArguments arguments = read_call(call, dlpack::kCpu);
   const Sizes n = set_attention(params, arguments);
   params.closed_grad = arguments.closed_grad;
-  Entries read(saved, dlpack::kCpu, "saved", 4);
-  params.dout = read.needed("dout");
-  params.attended = read.needed("attended");
-  params.lse = read.needed("lse");
-  params.dlse = read.floating("dlse");
+  set_saved(params, saved, dlpack::kCpu);
   Entries written(gradients, dlpack::kCpu, "gradients", 10);
   each_gradient(params,
                 [&](const char* name, hk::Tensor& gradient) { gradient = written.output(name); });
   const int64_t Dv = params.value.size[3];
-  require(params.alpha || !params.dalpha, "dalpha", "comes without alpha");
-  check_rows(params.query.dtype, params.dalpha, {n.B, n.H, n.T}, "dalpha");
   require(is(params.dout, {n.B, n.H, n.T, Dv}), "dout");
   require(is(params.attended, {n.B, n.H, n.T, Dv}), "attended");
-  check_lse(params, n);
-  check_rows(params.query.dtype, params.dlse, {n.B, n.H, n.T}, "dlse");
+  check_lse(params, params.lse, n);
+  n.check_rows(params.dlse, "dlse");
   require(!params.alpha || !params.dlse, "dlse", "comes with alpha");
-  check_like(params.dquery, params.query, "dquery");
-  check_like(params.dkey, params.key, "dkey");
-  check_like(params.dvalue, params.value, "dvalue");
-  require(params.mixing || !params.dmixing, "dmixing", "comes without mixing");
-  require(params.mixing || !params.dcontent_bias, "dcontent_bias", "comes without mixing");
-  check_rows(params.query.dtype, params.dmixing, {n.B, n.H, n.D}, "dmixing");
-  check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
-  if (is_elementwise(params.gate))
-    check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T, Dv}, "dgate");
-  else
-    check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
-  check_term_gradients(params, n);
+  check_gradients(params, n);
   params.threads = checked_threads(threads);
   const hk::Kernels& k = hk::kernels();
   launch(params.mixing ? k.collaborative_attention_backward : k.gated_attention_backward, params);
@@ -168,14 +151,6 @@ int64_t run_peak(int64_t (*peak)(hk::DType, int64_t, int), py::handle dtype, int
   checked_threads(threads);
   const py::gil_scoped_release release;
   return peak(of, steps, threads);
-}
-
-int64_t run_products(py::handle dtype, int64_t steps, int threads) {
-  return run_peak(hk::kernels().products, dtype, steps, threads);
-}
-
-int64_t run_powers(py::handle dtype, int64_t steps, int threads) {
-  return run_peak(hk::kernels().powers, dtype, steps, threads);
 }
 
 py::list available_levels() {
@@ -202,10 +177,18 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
   m.def("attention_statistics", &attention_statistics);
-  m.def("run_products", &run_products,
-        "Run `steps` of multiply-adds in registers per thread and return the number of "
-        "multiply-adds.");
-  m.def("run_powers", &run_powers, "The same for powers of 2.");
+  m.def(
+      "run_products",
+      [](py::handle dtype, int64_t steps, int threads) {
+        return run_peak(hk::kernels().products, dtype, steps, threads);
+      },
+      "Run `steps` of multiply-adds in registers per thread and return their number.");
+  m.def(
+      "run_powers",
+      [](py::handle dtype, int64_t steps, int threads) {
+        return run_peak(hk::kernels().powers, dtype, steps, threads);
+      },
+      "The same for powers of 2.");
   m.def("available_levels", &available_levels,
         "ISA levels that this processor supports, best first.");
   m.def("level", [] { return hk::kernels().name; }, "The ISA level in use.");

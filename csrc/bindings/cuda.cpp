@@ -132,10 +132,9 @@ void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& part
   require(acc.rank == 5, "acc");
   const int64_t count = acc.size[0];
   require(count >= (params.mixing ? 2 : 1), "acc", "has parts of too few splits");
-  const hk::DType dtype = params.query.dtype;
-  check_rows(dtype, acc, {count, n.B, n.H, n.T, params.value.size[3]}, "acc");
-  check_rows(dtype, row_max, {count, n.B, n.H, n.T}, "row_max");
-  check_rows(dtype, row_sum, {count, n.B, n.H, n.T}, "row_sum");
+  n.check(acc, {count, n.B, n.H, n.T, params.value.size[3]}, "acc");
+  n.check(row_max, {count, n.B, n.H, n.T}, "row_max");
+  n.check(row_sum, {count, n.B, n.H, n.T}, "row_sum");
   params.splits = {static_cast<int>(count), static_cast<float*>(acc.data),
                    static_cast<float*>(row_max.data), static_cast<float*>(row_sum.data)};
 }
@@ -174,7 +173,7 @@ void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, 
   check_dout(params, n, params.dout);
   require(static_cast<bool>(params.gate), "gate", "is None");
   for (int d = 2; d < params.gate.rank; ++d) require(params.gate.size[d] == 1, "gate");
-  check_rows(params.query.dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
+  n.check_rows(params.dgate, "dgate");
   launch(params, target, [&](auto kernels, auto& to) {
     params.mixing ? kernels.collaborative_attention_closed(params, to)
                   : kernels.gated_attention_closed(params, to);
@@ -189,11 +188,7 @@ void attention_rows(const py::tuple& call, const py::tuple& read, const py::tupl
   cuda::RowsParams params;
   const dlpack::Device device = device_of(target);
   const Sizes n = set_single_call(params, read_call(call, device));
-  Entries inputs(read, device, "read", 4);
-  params.dout = inputs.needed("dout");
-  params.attended = inputs.needed("attended");
-  params.lse = inputs.needed("lse");
-  params.dlse = inputs.floating("dlse");
+  set_saved(params, read, device);
   Entries outputs(written, device, "written", 4);
   params.delta = outputs.needed("delta");
   params.dgate = outputs.output("dgate");
@@ -202,19 +197,18 @@ void attention_rows(const py::tuple& call, const py::tuple& read, const py::tupl
   check_dout(params, n, params.dout);
   check_written(params.attended, "attended");
   check_like(params.attended, params.dout, "attended");
-  const hk::DType dtype = params.query.dtype;
-  check_rows(dtype, params.lse, {n.B, n.H, n.T}, "lse");
-  check_rows(dtype, params.dlse, {n.B, n.H, n.T}, "dlse");
-  check_rows(dtype, params.delta, {n.B, n.H, n.T}, "delta");
-  check_rows(dtype, params.dsinks, {n.B, n.H, n.T}, "dsinks");
+  n.check_rows(params.lse, "lse");
+  n.check_rows(params.dlse, "dlse");
+  n.check_rows(params.delta, "delta");
+  n.check_rows(params.dsinks, "dsinks");
   require(!params.dsinks || params.terms.sinks, "dsinks", "comes without sinks");
   require(is_elementwise(params.gate) == static_cast<bool>(params.dattended), "dattended");
   if (params.dattended) {
     check_written(params.dattended, "dattended");
     check_like(params.dattended, params.dout, "dattended");
-    check_rows(dtype, params.dgate, {n.B, n.H, n.T, params.value.size[3]}, "dgate");
+    n.check(params.dgate, {n.B, n.H, n.T, params.value.size[3]}, "dgate");
   } else {
-    check_rows(dtype, params.dgate, {n.B, n.H, n.T}, "dgate");
+    n.check_rows(params.dgate, "dgate");
   }
   launch(params, target, [&](auto kernels, auto& to) { kernels.attention_rows(params, to); });
 }
@@ -231,8 +225,8 @@ Sizes set_gradient_call(cuda::GradientParams& params, const CallArguments& call,
   params.splits = splits;
   check_dout(params, n, params.dattended);
   require(splits >= 1, "splits", "is less than 1");
-  check_rows(params.query.dtype, params.lse, {n.B, n.H, n.T}, "lse");
-  check_rows(params.query.dtype, params.delta, {n.B, n.H, n.T}, "delta");
+  n.check_rows(params.lse, "lse");
+  n.check_rows(params.delta, "delta");
   return n;
 }
 
@@ -257,7 +251,7 @@ void attention_keys(const py::tuple& call, const py::tuple& read, const py::tupl
     check_gradient(params, params.dvalue, splits, {parts, Hv, n.S, Dv}, "dvalue");
   }
   require(params.mixing || !params.dcontent_bias, "dcontent_bias", "comes without mixing");
-  check_rows(params.query.dtype, params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
+  n.check(params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
   launch(params, target, [&](auto kernels, auto& to) {
     params.mixing ? kernels.collaborative_attention_keys(params, to)
                   : kernels.gated_attention_keys(params, to);
@@ -283,7 +277,7 @@ void attention_queries(const py::tuple& call, const py::tuple& read, const py::t
     check_gradient(params, params.dquery, splits, {n.B * splits, n.T, n.D}, "dquery");
     require(!params.dquery || params.dquery.dtype == hk::DType::kFloat32, "dquery",
             "is not float32");
-    check_rows(params.query.dtype, params.dmixing, {n.B, tiles, n.H, n.D}, "dmixing");
+    n.check(params.dmixing, {n.B, tiles, n.H, n.D}, "dmixing");
   } else {
     require(splits == 1, "splits", "is not 1");
     require(!params.dmixing, "dmixing", "comes without mixing");
@@ -310,11 +304,11 @@ void attention_bias(const py::tuple& call, const py::tuple& read, const py::tupl
           "comes without offset_bias");
   const hk::DType dtype = params.query.dtype;
   const int64_t* const size = params.terms.bias.size;
-  check_rows(dtype, params.dbias, {splits * size[0], size[1], size[2], size[3], size[4]}, "dbias");
+  n.check(params.dbias, {splits * size[0], size[1], size[2], size[3], size[4]}, "dbias");
   const int tile =
       cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true, target.first).block_m;
   const int64_t blocks = (n.T + tile - 1) / tile + (n.S + tile - 1) / tile;
-  check_rows(dtype, params.doffset_bias, {2, n.B, n.H, blocks * tile}, "doffset_bias");
+  n.check(params.doffset_bias, {2, n.B, n.H, blocks * tile}, "doffset_bias");
   if (!params.dbias && !params.doffset_bias) return;
   require(splits == 1 || params.dbias, "splits", "is not 1");
   launch(params, target, [&](auto kernels, auto& to) { kernels.attention_bias(params, to); });
@@ -332,7 +326,7 @@ void attention_statistics(const py::tuple& call, const py::tuple& results, py::h
   set_cells(params, n, cells, device);
   set_statistics(params, arguments, n, results, device);
   const hk::Tensor shares = floating(given(rows, device, "rows"), "rows");
-  check_rows(params.query.dtype, shares, {2, n.B, n.H, n.T}, "rows");
+  n.check(shares, {2, n.B, n.H, n.T}, "rows");
   require(static_cast<bool>(shares) == static_cast<bool>(params.row_weights), "rows",
           "comes without row_weights, or they without it");
   if (shares) {

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, check_dense, check_tensor, is_int, refuse, shown
+from heads_kernels.checks import MAX_LENGTH, check_tensor, is_any_int, is_int, refuse, shown
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask.intervals import UNBOUNDED
 from heads_kernels.mask.kept import readable
@@ -16,10 +16,6 @@ from heads_kernels.mask.terms import Alignment, Documents, HeadWindows, Term, Wi
 
 #: Dtypes of integers.
 INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def is_any_int(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def parse_tensor(
@@ -30,14 +26,8 @@ def parse_tensor(
     instead: str,
 ) -> Tensor:
     if is_sharded(tensor):
-        refuse(
-            argument,
-            "is a DTensor",
-            "pass full_tensor(): masks are those of the whole call",
-            TypeError,
-        )
-    if isinstance(tensor, Tensor):
-        check_dense(argument, tensor, f"{instead}, dense")
+        whole = "pass full_tensor(): masks are those of the whole call"
+        refuse(argument, "is a DTensor", whole, TypeError)
     return check_tensor(argument, tensor, instead, ranks, dtypes)
 
 
@@ -114,10 +104,6 @@ def parse_lengths(argument: str, lengths: object) -> Tensor | tuple[int, ...]:
             instead = f"lengths go from 0 to T or S, at most {MAX_LENGTH}"
             refuse(argument, f"has {shown(length)}", instead)
     return tuple(lengths)
-
-
-def parse_real(argument: str, real: object, layout: str) -> Tensor:
-    return parse_tensor(argument, real, (torch.bool,), (2,), f"pass a bool tensor {layout}")
 
 
 def parse_documents(document_ids: object) -> Documents:

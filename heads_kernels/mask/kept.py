@@ -10,17 +10,14 @@ every replay. Results of one stream are not used on another, which would have to
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-#: Most lists of lengths that stay on a GPU. Heuristic.
-_LISTS: Final = 64
-
-#: Most tables of `distances_on`, for different S. Heuristic.
-_TABLES: Final = 8
+#: Most tensors that are kept, of lists of lengths and of distances for different S. Heuristic.
+_TENSORS: Final = 64
 
 
 def traced() -> bool:
@@ -65,31 +62,34 @@ def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
 
 def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
     """`lengths` as int64 on `device`; equal lists are copied to a GPU once."""
-    if is_watched() or not _keeps(device):
-        return torch.tensor(lengths, dtype=torch.int64, device=device)
-    if capturing(device):
+    if capturing(device) and not is_watched():
         return _filled(lengths, device)
-    return _copied(lengths, device, _stream(device))
-
-
-@functools.lru_cache(maxsize=_LISTS)
-def _copied(lengths: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    with torch.inference_mode(False):  # a later call may not be in it
-        return torch.tensor(lengths, dtype=torch.int64, device=device)
+    return _made(_lengths, lengths, device)
 
 
 def distances_on(device: torch.device, S: int) -> Tensor:
     """int32 `[2, 1, S]` on `device`: the distance of each key from the end, S to 1, and from the start, 1 to S."""
+    return _made(_distances, S, device)
+
+
+def _made(make: Callable[[Any, torch.device], Tensor], of: Any, device: torch.device) -> Tensor:
+    """`make(of, device)`, or what it has returned before."""
     real = device.type == "cpu" or _keeps(device)
     if is_watched() or not real or capturing(device):
-        return _distances(S, device)
-    return _kept_distances(S, device, _stream(device))
+        return make(of, device)
+    return _kept(make, of, device, _stream(device))
 
 
-@functools.lru_cache(maxsize=_TABLES)
-def _kept_distances(S: int, device: torch.device, stream: int) -> Tensor:
+@functools.lru_cache(maxsize=_TENSORS)
+def _kept(
+    make: Callable[[Any, torch.device], Tensor], of: Any, device: torch.device, stream: int
+) -> Tensor:
     with torch.inference_mode(False):  # a later call may not be in it
-        return _distances(S, device)
+        return make(of, device)
+
+
+def _lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
 def _distances(S: int, device: torch.device) -> Tensor:

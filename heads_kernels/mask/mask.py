@@ -11,15 +11,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from heads_kernels.build_info import PACKAGE
-from heads_kernels.checks import MAX_LENGTH, is_int, refuse, shown
+from heads_kernels.checks import MAX_LENGTH, is_any_int, is_int, refuse, shown
 from heads_kernels.mask.arguments import (
     INTEGERS,
-    is_any_int,
     parse_causal,
     parse_documents,
     parse_lengths,
-    parse_real,
     parse_tensor,
     parse_windows,
 )
@@ -115,9 +112,12 @@ class Mask:
         if query_lengths is not None:
             terms += (QueryLengths(parse_lengths("query_lengths", query_lengths)),)
         if key_mask is not None:
-            terms += (KeyMask(parse_real("key_mask", key_mask, "[B, S], True = real key")),)
+            layout = "pass a bool tensor [B, S], True = real key"
+            terms += (KeyMask(parse_tensor("key_mask", key_mask, (torch.bool,), (2,), layout)),)
         if query_mask is not None:
-            terms += (QueryMask(parse_real("query_mask", query_mask, "[B, T], True = real row")),)
+            layout = "pass a bool tensor [B, T], True = real row"
+            real = parse_tensor("query_mask", query_mask, (torch.bool,), (2,), layout)
+            terms += (QueryMask(real),)
         if document_ids is not None:
             terms += (parse_documents(document_ids),)
         self._set(terms)
@@ -291,50 +291,28 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
     return Mask.of((Dense(attn_mask.reshape(b, h, t, s)),))
 
 
-# ---------------------------------------------------------------------- a pytree, so that torch.export takes one
-# Its tensors are the leaves. The context can be written as JSON: per term its name and fields, with 0 in place of
-# each tensor.
+# ---------------------------------------------------------------------- a pytree, whose leaves are its tensors
 def _constant(value: object) -> bool:
     return value is None or isinstance(value, (str, tuple))
 
 
 def _flatten(mask: Mask) -> tuple[list[Any], Any]:
-    rows = [term.values() for term in mask.terms]
-    return [value for row in rows for value in row if not _constant(value)], tuple(
-        (type(term).__name__, tuple(value if _constant(value) else 0 for value in row))
-        for term, row in zip(mask.terms, rows, strict=True)
+    rows = [(type(term), term.values()) for term in mask.terms]
+    leaves = [value for _, row in rows for value in row if not _constant(value)]
+    return leaves, tuple(
+        (kind, tuple(value if _constant(value) else ... for value in row)) for kind, row in rows
     )
 
 
-def _flatten_with_keys(mask: Mask) -> tuple[list[tuple[Any, Any]], Any]:
-    leaves, context = _flatten(mask)
-    return [(pytree.SequenceKey(n), leaf) for n, leaf in enumerate(leaves)], context
-
-
 def _unflatten(leaves: Iterable[Any], context: Any) -> Mask:
-    kinds = {kind.__name__: kind for kind in Term.__subclasses__()}
     rest = iter(leaves)
     return Mask.of(
         tuple(
-            kinds[name](*(next(rest) if value == 0 else value for value in row))
-            for name, row in context
+            kind(*(next(rest) if value is ... else value for value in row)) for kind, row in context
         )
     )
 
 
-def _from_json(context: Any) -> Any:
-    """Turn the lists of JSON back into tuples."""
-    return tuple(map(_from_json, context)) if isinstance(context, list) else context
-
-
-pytree.register_pytree_node(
-    Mask,
-    _flatten,
-    _unflatten,
-    serialized_type_name=f"{PACKAGE}.Mask",
-    to_dumpable_context=lambda context: context,
-    from_dumpable_context=_from_json,
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+pytree.register_pytree_node(Mask, _flatten, _unflatten)
 # for torch.load(weights_only=True)
 torch.serialization.add_safe_globals([Mask, *Term.__subclasses__()])

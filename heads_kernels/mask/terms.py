@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import is_int, refuse
+from heads_kernels.checks import broadcasts, is_int, refuse
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
 from heads_kernels.mask.kept import distances_on, lengths_on, readable
 
@@ -23,7 +23,7 @@ Alignment = Literal["upper_left", "lower_right"]
 class Term(ABC):
     """One condition that hides keys: a frozen dataclass of tensors, strings, tuples of integers and None.
 
-    `argument` is its name in errors and `repr`; its first field is the value of that argument.
+    `argument` is its name in errors and `repr`.
     """
 
     argument: str
@@ -42,7 +42,8 @@ class Term(ABC):
         return [getattr(self, name) for name in self.__match_args__]
 
     def __str__(self) -> str:
-        return f"{self.argument}={describe(self.values()[0])}"
+        fields = [getattr(self, name) for name in self.__match_args__ if name != "argument"]
+        return f"{self.argument}={' '.join(_describe(each) for each in fields if each is not None)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +51,10 @@ class Causal(Term):
     """Row i sees keys `<= i` (upper_left) or `<= i + S - T` (lower_right)."""
 
     align: Alignment
+    argument: str = "causal"
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         return Intervals(band_hi=_offset(self.align, T, S) + 1)
-
-    def __str__(self) -> str:
-        return "causal=True" if self.align == "upper_left" else f"causal={self.align!r}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +63,7 @@ class Window(Term):
 
     sides: tuple[int, int]
     align: Alignment
+    argument: str = "window"
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         (left, right), offset = self.sides, _offset(self.align, T, S)
@@ -71,9 +71,6 @@ class Window(Term):
             band_lo=-UNBOUNDED if left == -1 else _within(offset - left),
             band_hi=UNBOUNDED if right == -1 else _within(offset + right + 1),
         )
-
-    def __str__(self) -> str:
-        return f"window={self.sides}{'' if self.align == 'upper_left' else ' ' + self.align}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +93,6 @@ class HeadWindows(Term):
             first = _of_heads("first_keys", first, H, device).clamp(0, S).to(torch.int32)
         return Intervals(k_lo=k_lo.clamp(0, S)[None], k_hi=k_hi.clamp(0, S)[None], first_keys=first)
 
-    def __str__(self) -> str:
-        first = "" if self.first_keys is None else f", first_keys={describe(self.first_keys)}"
-        where = "" if self.align == "upper_left" else " " + self.align
-        return f"{super().__str__()}{where}{first}"
-
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Term):
@@ -114,9 +106,6 @@ class Prefix(Term):
         lengths = _lengths(self.argument, self.lengths, B, S, "S", device)
         causal = torch.arange(T, device=device) + (_offset(self.align, T, S) + 1)
         return Intervals(k_hi=torch.maximum(causal, lengths).clamp(0, S))
-
-    def __str__(self) -> str:
-        return f"{Causal(self.align)}, {super().__str__()}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,11 +188,6 @@ class Documents(Term):
             k_hi=torch.searchsorted(keys, queries, out_int32=True, right=True)[:, None],
         )
 
-    def __str__(self) -> str:
-        if self.key_ids is None:
-            return super().__str__()
-        return f"{self.argument}=({describe(self.query_ids)}, {describe(self.key_ids)})"
-
 
 @dataclass(frozen=True, eq=False)
 class Dense(Term):
@@ -247,7 +231,7 @@ def _within(limit: int) -> int:
     return max(-UNBOUNDED, min(limit, UNBOUNDED)) if is_int(limit) else limit
 
 
-def describe(value: object) -> str:
+def _describe(value: object) -> str:
     if not isinstance(value, Tensor):
         return str(value)
     where = "" if value.device.type == "cpu" else f" on {value.device}"
@@ -278,8 +262,8 @@ def _check_device(argument: str, tensor: Tensor, device: Device) -> None:
 
 def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None:
     """Check that `attn_mask` broadcasts to `shape`, aligned right."""
-    got, wanted = list(attn_mask.shape), list(shape)[4 - attn_mask.dim() :]
-    if any(size != 1 and size != want for size, want in zip(got, wanted, strict=True)):
+    got = list(attn_mask.shape)
+    if not broadcasts(got, shape[4 - len(got) :]):
         instead = "make every size equal, or 1"
         if got == [shape[0], shape[3]]:
             instead = "2-D is [T, S]; pass a padding mask [B, S] as hk.Mask(key_mask=...)"

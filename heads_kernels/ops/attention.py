@@ -12,17 +12,23 @@ it costs about half of what a `custom_op` with registered autograd costs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from heads_kernels.call import OPERANDS, SCHEMA, Call, compute_dtype
-from heads_kernels.checks import refuse
-from heads_kernels.flops import backward_flops, forward_flops
+from heads_kernels.call import (
+    OPERANDS,
+    SCHEMA,
+    Call,
+    backward_flops,
+    compute_dtype,
+    forward_flops,
+)
 from heads_kernels.ops import derivatives, direct
 from heads_kernels.ops import gate as gates
-from heads_kernels.ops.autograd import first_order_only, is_recorded, needs_formula
 from heads_kernels.ops.buffers import empty_gradient, empty_heads
 from heads_kernels.ops.library import FIELDS, check_arguments, define_op, dense_sizes, load
 
@@ -71,9 +77,9 @@ class Gradients(NamedTuple):
 # ---------------------------------------------------------------------- running a call
 def attend(call: Call, backend: str) -> Tensor:
     """`out` of a valid call; gradients are recorded where an operand requires one."""
-    if needs_formula(call, backend):
+    if _needs_formula(call, backend):
         return derivatives.attend(call)[0]
-    if is_recorded(call):
+    if _is_recorded(call):
         return record(call, backend)  # type: ignore[no-any-return]
     return attention_op(*call, False, backend)[0]  # type: ignore[no-any-return]
 
@@ -84,74 +90,75 @@ def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     `lse` does not depend on the gate, so the op runs without it and computes closed heads too; the gate multiplies the
     result. So a gate of 0 gets its true gradient when partial results are merged.
     """
-    if needs_formula(call, backend):
+    if _needs_formula(call, backend):
         return derivatives.attend(call)
     bare = call._replace(gate=None, gate_activation="identity")
-    if is_recorded(call):
+    if _is_recorded(call):
         out, lse = record(bare, backend, return_lse=True)
     else:
         out, _, lse = attention_op(*bare, True, backend)
     if call.gate is None:
         return out, lse
     seen = lse.detach() != float("-inf")
-    if (
-        call.sinks is not None
-    ):  # a row that sees no key has its sink for lse; one with a large sink may have too
+    if call.sinks is not None:
+        # A row that sees no key has its sink for lse; one with a large sink may have it too.
         alone = lse.detach() == call.sinks.detach().to(lse.dtype)[:, None]
         seen = ~alone | (out.detach() != 0).any(-1)
     return gates.multiply(out, call, seen), lse
 
 
+def _is_recorded(call: Call) -> bool:
+    """Whether an operand of the call requires a gradient."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.operands)
+
+
+def _needs_formula(call: Call, backend: str) -> bool:
+    """Whether the call needs derivatives that its op does not have, and `derivatives` has.
+
+    Raises RuntimeError where `backend` is not "eager", and would silently have no derivative.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    forward_mode = forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
+        for t in call.operands
+        if t is not None
+    )
+    transformed = torch._C._are_functorch_transforms_active()
+    if backend == "eager":
+        return bool(forward_mode or transformed)
+    if forward_mode or (transformed and _is_recorded(call)):
+        raise RuntimeError(
+            f"{call.operator} has a reverse-mode derivative only, outside of torch.func, on backend {backend!r}; use "
+            'torch.autograd.grad or backward(), or pass backend="eager" where jvp, grad or jacrev of torch.func are '
+            "needed."
+        )
+    return False
+
+
 # ---------------------------------------------------------------------- the ops
-def _prepare(backend: str | None, *arguments: Any) -> tuple[Call, Results]:
-    """The call of the forward op, and its buffers; `backend` is None in a fake."""
-    *fields, save = arguments
+def _forward(runs: bool, *arguments: Any) -> Results:
+    *fields, save, backend = arguments
     call = Call(*fields)
-    _check_arguments(backend, call)
-    return call, _allocate(call, save)
-
-
-def _prepare_backward(backend: str | None, *arguments: Any) -> tuple[Call, Saved, list[bool]]:
-    saved, (*fields, needs) = Saved(*arguments[:_SAVED]), arguments[_SAVED:]
-    call = Call(*fields)
-    _check_arguments(backend, call, **saved._asdict())
-    return call, saved, needs
-
-
-def _check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> None:
-    if call.value is None:
-        refuse("value", "is None", "pass a tensor: this op reads it", TypeError)
-    check_arguments(backend, call, **saved)
-
-
-def _forward(*arguments: Any) -> Results:
-    *rest, backend = arguments
-    call, results = _prepare(backend, *rest)
-    load(backend).forward(call, results)
+    check_arguments(backend if runs else None, call, True)
+    results = _allocate(call, save)
+    if runs:
+        load(backend).forward(call, results)
     return results
 
 
-def _backward(*arguments: Any) -> list[Tensor]:
-    *rest, backend = arguments
-    return _run_backward(*_prepare_backward(backend, *rest), backend)
+def _backward(runs: bool, *arguments: Any) -> list[Tensor]:
+    saved, (*fields, needs, backend) = Saved(*arguments[:_SAVED]), arguments[_SAVED:]
+    call = Call(*fields)
+    check_arguments(backend if runs else None, call, True, **saved._asdict())
+    return _run_backward(call, saved, needs, backend if runs else None)
 
 
-def _run_backward(call: Call, saved: Saved, needs: list[bool], backend: str) -> list[Tensor]:
+def _run_backward(call: Call, saved: Saved, needs: list[bool], backend: str | None) -> list[Tensor]:
+    """The gradients that are needed, or their sums; not filled without a backend."""
     gradients = _allocate_gradients(call, needs)
-    load(backend).backward(call, saved, gradients)
-    return _requested(gradients, needs)
-
-
-def _forward_fake(*arguments: Any) -> Results:
-    return _prepare(None, *arguments[:-1])[1]
-
-
-def _backward_fake(*arguments: Any) -> list[Tensor]:
-    call, _, needs = _prepare_backward(None, *arguments[:-1])
-    return _requested(_allocate_gradients(call, needs), needs)
-
-
-def _requested(gradients: Gradients, needs: list[bool]) -> list[Tensor]:
+    if backend is not None:
+        load(backend).backward(call, saved, gradients)
     return [gradient for gradient, need in zip(gradients, needs, strict=True) if need]
 
 
@@ -169,15 +176,15 @@ def _allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
     query, dtype = call.query, compute_dtype(call.query.dtype)
     absent = query.new_empty(0)
     no_sums = absent if dtype == query.dtype else absent.to(dtype)
-    gradients: list[Tensor] = []
-    for name, operand, need in zip(OPERANDS, call.operands, needs, strict=True):
-        is_sum = len(gradients) >= _OF_KERNELS
-        if not need or operand is None:
-            gradients.append(no_sums if is_sum else absent)
-        elif is_sum:
-            gradients.append(query.new_empty(_shape_of_sums(name, call), dtype=dtype))
+    gradients = [absent] * _OF_KERNELS + [no_sums] * (len(OPERANDS) - _OF_KERNELS)
+    for at, need in enumerate(needs):
+        operand: Any = call[at] if need else None
+        if operand is None:
+            continue
+        if at < _OF_KERNELS:
+            gradients[at] = empty_gradient(operand)
         else:
-            gradients.append(empty_gradient(operand))
+            gradients[at] = query.new_empty(_shape_of_sums(OPERANDS[at], call), dtype=dtype)
     return Gradients(*gradients)
 
 
@@ -201,7 +208,6 @@ attention_op = define_op(
     "attention",
     f"({FIELDS}, bool save, str backend) -> (Tensor out, Tensor attended, Tensor lse)",
     _forward,
-    _forward_fake,
     lambda *shapes, **_: forward_flops(*dense_sizes(shapes)),
 )
 #: Returns the gradients, or partial sums of them, of the operands that `needs` names, in their order.
@@ -210,7 +216,6 @@ backward_op = define_op(
     f"(Tensor dout, Tensor attended, Tensor lse, Tensor? dlse, {FIELDS}, bool[{len(OPERANDS)}] needs, str backend)"
     " -> Tensor[]",
     _backward,
-    _backward_fake,
     lambda *shapes, **_: backward_flops(*dense_sizes(shapes[_SAVED:])),
 )
 
@@ -264,7 +269,7 @@ class _Attention(torch.autograd.Function):
             for name, operand, need in zip(OPERANDS, call.operands, needs, strict=True)
             if operand is not None
         ]
-        return None, *first_order_only(call, grads, dout, dlse)
+        return None, *_first_order_only(call, grads, dout, dlse)
 
 
 def _gradients_of_formula(
@@ -280,24 +285,49 @@ def _gradients_of_formula(
     return tuple(next(found) if need else None for operand, need in given if operand is not None)
 
 
+class _FirstOrderOnly(torch.autograd.Function):
+    """Passes gradients through and raises where they are differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operator: str, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.operator = operator
+        return tuple(tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            f'{ctx.operator} has no second derivative: its backward pass is a fused kernel. Pass backend="eager" '
+            "where gradients of gradients are needed, or leave out create_graph=True."
+        )
+
+
+def _first_order_only(
+    call: Call, grads: Sequence[Tensor | None], dout: Tensor, dlse: Tensor | None
+) -> Sequence[Tensor | None]:
+    """Mark gradients as not differentiable a second time, by an operand, `dout` or `dlse`."""
+    if not torch.is_grad_enabled():
+        return grads
+    inputs = dout, dlse, *call.operands
+    marked = _FirstOrderOnly.apply(call.operator, len(grads), *grads, *inputs)  # type: ignore[no-untyped-call]
+    return tuple(marked)
+
+
 def finish(name: str, sums: Tensor, call: Call) -> Tensor:
     """The gradient of an operand from the `sums` of kernels (see `Gradients`)."""
+    if name in ("query", "key", "value"):
+        return sums
+    operand = getattr(call, name)
+    if name == "gate":
+        return gates.gate_gradient(sums, operand, call.gate_activation, call.closed_grad)
     if name == "mixing":
-        grad = sums.sum(0)  # [H, Ds]
+        sums = sums.sum(0)  # [H, Ds]
         if not call.closed_grad:
-            grad = grad.masked_fill(call.mixing == 0, 0.0)
-        return grad.to(call.mixing.dtype)
-    if name == "content_bias" and call.content_bias is not None:
-        return sums.to(call.content_bias.dtype)
-    if name == "bias" and call.bias is not None:
-        return sums.to(call.bias.dtype)
-    if name == "offset_bias" and call.offset_bias is not None:
-        shared = (0,) if call.offset_bias.shape[0] == sums.shape[1] else (0, 1)
-        return sums.sum(shared).reshape(call.offset_bias.shape).to(call.offset_bias.dtype)
-    if name == "sinks" and call.sinks is not None:
-        return sums.sum((0, 2)).to(call.sinks.dtype)
-    if name == "alpha":
-        return sums.sum((0, 2))
-    if name == "gate" and call.gate is not None:
-        return gates.gate_gradient(sums, call.gate, call.gate_activation, call.closed_grad)
-    return sums
+            sums = sums.masked_fill(operand == 0, 0.0)
+    elif name == "offset_bias":
+        shared = (0,) if operand.shape[0] == sums.shape[1] else (0, 1)
+        sums = sums.sum(shared).reshape(operand.shape)
+    elif name in ("sinks", "alpha"):
+        sums = sums.sum((0, 2))
+    return sums.to(operand.dtype)

@@ -8,7 +8,6 @@ Tuples arrive there whole: an empty tensor is one that is not requested.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from heads_kernels import _cpu
 from heads_kernels.call import Call
@@ -17,19 +16,6 @@ from heads_kernels.ops.library import check_fields
 from heads_kernels.ops.statistics import Buffers
 
 check_fields(_cpu)
-
-
-def attend(call: Call) -> Tensor | tuple[Tensor, Tensor | None, Tensor] | None:
-    """Return the output of a call without dropout, or None if the call has to run as an op.
-
-    That is the case for empty outputs, and for tensors that are more than their memory: subclasses and negated views.
-    Where gradients are enabled and an operand requires one, the result is (out, attended, lse), as of an op.
-    """
-    return _cpu.attend(call, torch.is_grad_enabled(), torch.get_num_threads())
-
-
-#: Whether every tensor of a tuple is no more than its memory.
-are_plain = _cpu.are_plain
 
 
 def forward(call: Call, results: Results) -> None:

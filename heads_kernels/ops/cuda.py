@@ -8,13 +8,13 @@ blocks contribute are written as parts, which are then added in order (`buffers.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads_kernels.backends import CUDA_EMULATED
-from heads_kernels.call import Call
+from heads_kernels.call import OPERANDS, Call
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.buffers import (
     SHORT_QUERY,
@@ -201,25 +201,15 @@ def _single(call: Call) -> Call:
 
     Kernels skip exact zeros, so a number that underflows becomes the smallest normal one.
     """
-    operands = (
-        call.mixing, call.content_bias, call.gate, call.bias, call.offset_bias, call.sinks,
-    )  # fmt: skip
-    if all(each is None or each.dtype != torch.float64 for each in operands):
-        return call
-    mixing, content_bias, gate, bias, offset_bias, sinks = map(_narrowed, operands)
-    return call._replace(
-        mixing=mixing,
-        content_bias=content_bias,
-        gate=gate,
-        bias=bias,
-        offset_bias=offset_bias,
-        sinks=sinks,
-    )
+    wide: dict[str, Any] = {
+        name: _narrowed(operand)
+        for name, operand in zip(OPERANDS, call.operands, strict=True)
+        if operand is not None and operand.dtype == torch.float64
+    }
+    return call._replace(**wide) if wide else call
 
 
-def _narrowed(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or tensor.dtype != torch.float64:
-        return tensor
+def _narrowed(tensor: Tensor) -> Tensor:
     narrow = tensor.float()
     least = torch.full_like(narrow, torch.finfo(torch.float32).smallest_normal).copysign(narrow)
     return torch.where((narrow == 0) & (tensor != 0), least, narrow)

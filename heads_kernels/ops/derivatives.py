@@ -35,13 +35,12 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         raw = raw + call.content_bias[:, :, None].to(raw.dtype)
     # Before the cap: the derivative of a hidden NaN is NaN times 0.
     finished = scores.finish(call, formula.only(visible, raw))[0]
-    if visible is not None:
-        finished = finished.masked_fill(~visible, NEG_INF)
     if call.alpha is None:
-        p, lse = _softmax(finished, call.sinks)
+        p, lse = formula.softmax(finished, visible, call.sinks)
     else:
+        finished = finished if visible is None else finished.masked_fill(~visible, NEG_INF)
         p, lse = _entmax(finished, entmax.order_of(call.alpha))
-    weights = formula.times(p, formula.kept_share(call.seed, call.dropout_p, p.shape, p))
+    weights = formula.times(p, formula.kept_share(call, p))
     touched = visible if call.alpha is None else weights != 0
     attended = formula.product(weights, formula.per_head(call.value, p), touched)
     return _gated(attended, call, visible).to(call.query.dtype), lse
@@ -53,19 +52,6 @@ def _product(query: Tensor, key: Tensor) -> Tensor:
     product = finite[0] @ finite[1].mT
     whole = query.detach() @ key.detach().mT
     return product + (whole - product.detach())
-
-
-def _softmax(finished: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities and `lse` of scores, of which hidden ones are -inf."""
-    if sinks is not None:
-        sink = sinks.to(finished.dtype)[:, None, None].expand(*finished.shape[:3], 1)
-        finished = torch.cat([finished, sink], -1)
-    blank = (finished == NEG_INF).all(-1, keepdim=True)
-    # The derivative of a row of -inf is NaN.
-    finished = finished.masked_fill(blank, 0.0)
-    p = torch.softmax(finished, -1).masked_fill(blank, 0.0)
-    lse = torch.logsumexp(finished, -1).masked_fill(blank[..., 0], NEG_INF)
-    return (p if sinks is None else p[..., :-1]), lse
 
 
 def _entmax(finished: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ what `parse.check` checks for these calls; calls that it refuses run as ops, whi
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_num_threads, is_grad_enabled
 from torch._C import (
     _are_functorch_transforms_active,
     _get_tracing_state,
@@ -28,21 +28,22 @@ _profiler_enabled = torch._C._autograd._profiler_enabled
 def attend(call: Call, backend: str | None) -> Tensor | tuple[Tensor, Tensor | None, Tensor] | None:
     """`out` of a call whose tensors are not checked, or None if the call has to run as an op.
 
-    Where an operand requires a gradient, which is not recorded here: (out, attended, lse).
+    Where gradients are enabled and an operand requires one, which is not recorded here: (out, attended, lse).
     """
     if backends.CPU_MISSING or call.dropout_p or not (call.query.is_cpu and is_unobserved()):
         return None
     if backend != "cpu" and (backend is not None or dispatch.first_on_cpu() != "cpu"):
         return None
     try:
-        return load("cpu").attend(call)  # type: ignore[no-any-return]
+        extension = load("cpu")._cpu
+        return extension.attend(call, is_grad_enabled(), get_num_threads())  # type: ignore[no-any-return]
     except (TypeError, ValueError, RuntimeError):
         return None
 
 
 def serves_backward(*tuples: tuple[object, ...]) -> bool:
     """Whether a backward pass on `cpu` that reads these tensors may run without an op."""
-    return is_unobserved() and all(map(load("cpu").are_plain, tuples))
+    return is_unobserved() and all(map(load("cpu")._cpu.are_plain, tuples))
 
 
 def is_unobserved() -> bool:

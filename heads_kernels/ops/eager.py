@@ -18,9 +18,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from heads_kernels.batch import bias_batches
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import refuse
 from heads_kernels.ops import entmax, formula, scores
+from heads_kernels.ops import gate as gates
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.scores import NEG_INF
 from heads_kernels.ops.statistics import Buffers
@@ -42,7 +44,7 @@ def attend(call: Call) -> Results:
     gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     visible = scores.visible_pairs(call)
     p, lse = _probabilities(call, visible)
-    weights = formula.times(p, _kept(call, p))
+    weights = formula.times(p, formula.kept_share(call, p))
     touched = visible if call.alpha is None else weights != 0
     attended = formula.product(weights, formula.per_head(call.value, p), touched)  # [B, H, T, Dv]
     gated = formula.times(attended, formula.opened(gate, activation, dtype))
@@ -65,10 +67,6 @@ def _probabilities(call: Call, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     order = entmax.order_of(call.alpha)
     threshold = entmax.threshold(finished, visible, order)
     return entmax.row_logs(finished, threshold, order, visible).exp(), threshold
-
-
-def _kept(call: Call, p: Tensor) -> Tensor | None:
-    return formula.kept_share(call.seed, call.dropout_p, p.shape, p)
 
 
 @formula.without_autocast
@@ -96,7 +94,7 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
         order = entmax.order_of(call.alpha)
         logs = entmax.row_logs(finished, saved.lse, order, pairs)
         p = logs.exp()
-    kept = _kept(call, p)
+    kept = formula.kept_share(call, p)
 
     of_scores = [g for n, g in gradients._asdict().items() if n not in ("dvalue", "dgate")]
     if any(gradient.numel() for gradient in of_scores):
@@ -114,14 +112,15 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
             dp = formula.only(inside, dp)
             total = slopes.sum(-1, keepdim=True)
             center = (dp * slopes).sum(-1, keepdim=True) / total.masked_fill(total == 0, 1.0)
-            if (
-                gradients.dalpha.numel()
-            ):  # the derivatives of a row add up to 0, so that any center may be subtracted
+            if gradients.dalpha.numel():
+                # The derivatives of a row add up to 0, so that any center may be subtracted.
                 change = (dp - center) * entmax.alpha_derivative(logs, order)
                 gradients.dalpha.copy_(formula.only(inside, change).sum(-1))
-        dscores = formula.score_gradient(slopes, dp, center, inside)
+        dscores = formula.only(inside, slopes * (dp - center))  # [B, H, T, S]
         if gradients.dbias.numel():
-            scores.bias_gradient(dscores, gradients.dbias)
+            batches = bias_batches(gradients.dbias, call.B)
+            of_batches = dscores.reshape(*batches, *dscores.shape[1:])
+            gradients.dbias.copy_(of_batches.sum_to_size(gradients.dbias.shape))
         if gradients.doffset_bias.numel():
             scores.offset_gradient(dscores, gradients.doffset_bias)
         draw = call.scale * formula.only(inside, formula.times(dscores, slope_of_cap))
@@ -132,9 +131,8 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
         dvalue = formula.product(weights.mT, dattended, None if touched is None else touched.mT)
         gradients.dvalue.copy_(formula.per_group(dvalue, call.value))
     if gradients.dgate.numel() and gate is not None:
-        gradients.dgate.copy_(
-            formula.gate_rows(dout, attended, visible, gate, activation, call.closed_grad)
-        )
+        rows = formula.only_rows(dout * attended, visible if call.closed_grad else pairs)
+        gradients.dgate.copy_(rows if gates.is_elementwise(gate) else rows.sum(-1))
 
 
 def _fill_sinks(

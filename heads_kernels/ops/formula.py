@@ -6,7 +6,7 @@ Tensors are in the compute dtype (float32, or float64 for float64 inputs) unless
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,19 +46,13 @@ def per_group(of_heads: Tensor, grouped: Tensor) -> Tensor:
     return of_heads.reshape(B, Hk, of_heads.shape[1] // max(Hk, 1), S, W).sum(2)
 
 
-def mixed_query(query: Tensor, mixing: Tensor) -> Tensor:
-    """`query * mixing_h`, `[B, H, T, Ds]` in the compute dtype."""
-    dtype = compute_dtype(query.dtype)
-    return query[:, None].to(dtype) * mixing[:, None].to(dtype)
-
-
 def operands_of_scores(call: Call) -> tuple[Tensor, Tensor]:
-    """The query `[B, H, T, D]` and key `[B, H or 1, S, D]` of every head, in the compute dtype."""
+    """The query `[B, H, T, D]`, mixed, and key `[B, H or 1, S, D]` of every head, in the compute dtype."""
+    dtype = compute_dtype(call.query.dtype)
+    query, key = call.query.to(dtype), call.key.to(dtype)
     if call.mixing is not None:
-        return mixed_query(call.query, call.mixing), call.key[:, None].to(
-            compute_dtype(call.key.dtype)
-        )
-    return call.query.to(compute_dtype(call.query.dtype)), per_head(call.key, call.query)
+        return query[:, None] * call.mixing[:, None].to(dtype), key[:, None]
+    return query, per_head(key, query)
 
 
 def raw_scores(call: Call, query: Tensor, key: Tensor) -> Tensor:
@@ -80,17 +74,16 @@ def softmax(scores: Tensor, visible: Tensor | None, sinks: Tensor | None) -> tup
     if sinks is not None:
         sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
-    lse = torch.logsumexp(scores, dim=-1)
-    p = torch.softmax(scores, dim=-1)
-    return _only(visible, p if sinks is None else p[..., :-1], lse), lse
+    blank = (scores == NEG_INF).all(-1, keepdim=True)
+    scores = scores.masked_fill(blank, 0.0)  # the derivative of a row of -inf is NaN
+    p = torch.softmax(scores, -1).masked_fill(blank, 0.0)
+    lse = torch.logsumexp(scores, -1).masked_fill(blank[..., 0], NEG_INF)
+    return only(visible, p if sinks is None else p[..., :-1]), lse
 
 
 def probabilities(scores: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
     """`exp(scores - lse)`: the probabilities of `softmax`, from the `lse` that it returned."""
-    return _only(visible, torch.exp(scores - lse[..., None]), lse)
-
-
-def _only(visible: Tensor | None, p: Tensor, lse: Tensor) -> Tensor:
+    p = torch.exp(scores - lse[..., None])
     return only(visible, p.masked_fill((lse == NEG_INF)[..., None], 0.0))
 
 
@@ -114,17 +107,12 @@ def product(weights: Tensor, operand: Tensor, touched: Tensor | None) -> Tensor:
     return result.masked_fill(poisoned > 0, float("nan"))
 
 
-def kept_share(
-    seed: Tensor | None, dropout_p: float, shape: Iterable[int], like: Tensor
-) -> Tensor | None:
-    """The dropout factor of each probability, 0 or `1 / (1 - dropout_p)`; None without dropout.
-
-    `shape` is [B, H, T, S]; `like` gives dtype and device.
-    """
-    if seed is None or dropout_p == 0.0:
+def kept_share(call: Call, p: Tensor) -> Tensor | None:
+    """The dropout factor of each probability `p`, 0 or `1 / (1 - dropout_p)`; None without dropout."""
+    if call.seed is None or call.dropout_p == 0.0:
         return None
-    B, H, T, S = shape
-    return keep_mask(seed, dropout_p, B, H, T, S, like.device).to(like.dtype) / (1.0 - dropout_p)
+    kept = keep_mask(call.seed, call.dropout_p, *call.sizes, p.device)
+    return kept.to(p.dtype) / (1.0 - call.dropout_p)
 
 
 def times(tensor: Tensor, factor: Tensor | None) -> Tensor:
@@ -154,25 +142,3 @@ def contributing(visible: Tensor | None, gate: Tensor | None, activation: str) -
 def only_rows(tensor: Tensor, pairs: Tensor | None) -> Tensor:
     """`tensor` `[B, H, T, W]`, exactly 0 in rows without any of `pairs`."""
     return tensor if pairs is None else tensor.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
-
-
-def score_gradient(slopes: Tensor, dp: Tensor, center: Tensor, inside: Tensor | None) -> Tensor:
-    """`slopes * (dp - center)` `[B, H, T, S]`: the gradient of the scores, exactly 0 outside of `inside`."""
-    return only(inside, slopes * (dp - center))
-
-
-def gate_rows(
-    dout: Tensor,
-    attended: Tensor,
-    visible: Tensor | None,
-    gate: Tensor,
-    activation: str,
-    closed_grad: bool,
-) -> Tensor:
-    """`dout * attended`, summed over the head's width unless the gate is elementwise.
-
-    `[B, H, T]` or `[B, H, T, Dv]`; closed heads get 0 with `closed_grad=False`.
-    """
-    pairs = visible if closed_grad else contributing(visible, gate, activation)
-    rows = only_rows(dout * attended, pairs)
-    return rows if gates.is_elementwise(gate) else rows.sum(-1)

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import check_activation
+from heads_kernels.checks import GATE_ACTIVATIONS, check_choice
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
     """The values that multiply the output, from the `gate` argument (logits unless the activation is "identity")."""
-    check_activation(activation)
+    check_choice("gate_activation", activation, GATE_ACTIVATIONS)
     if activation == "sigmoid":
         return torch.sigmoid(gate)
     if activation == "softplus":
@@ -108,7 +108,7 @@ def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool
         if not closed_grad:
             grad = grad.masked_fill(gate == 0, 0.0)
     else:
-        check_activation(activation)
+        check_choice("gate_activation", activation, GATE_ACTIVATIONS)
         opened = torch.sigmoid(gate.to(grad.dtype))
         slope = opened * (1 - opened) if activation == "sigmoid" else opened
         # Fully masked rows have gradient 0, even where their logits are NaN.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.after_import import after_import
-from heads_kernels.backends import find
+from heads_kernels.backends import find, rows_apart
 from heads_kernels.build_info import PACKAGE
 from heads_kernels.call import SCHEMA, Call
 from heads_kernels.checks import refuse
@@ -46,17 +46,19 @@ def define_op(
     name: str,
     schema: str,
     implementation: Callable[..., Any],
-    fake: Callable[..., Any],
-    flops: Callable[..., int] | None = None,
+    flops: Callable[..., int],
 ) -> Any:
-    """Register `heads_kernels::name` and return the callable overload."""
+    """Register `heads_kernels::name` and return the callable overload.
+
+    `implementation(runs, *arguments)` allocates the outputs, and fills them only where `runs` is True: not in a fake.
+    """
     tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
     LIBRARY.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    run, fake = functools.partial(implementation, True), functools.partial(implementation, False)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=LIBRARY)
     packet = getattr(getattr(torch.ops, PACKAGE), name)
-    if flops is not None:
-        after_import("torch.utils.flop_counter", lambda: _register_flops(packet, flops))
+    after_import("torch.utils.flop_counter", lambda: _register_flops(packet, flops))
     return packet.default
 
 
@@ -75,31 +77,30 @@ def dense_sizes(shapes: Any) -> tuple[int, int, int]:
     return B * H * T * call.key[-2], width, call.value[-1] if call.value else 0
 
 
-def check_arguments(backend: str | None, call: Call, **saved: Tensor | None) -> None:
+def check_arguments(
+    backend: str | None, call: Call, has_value: bool, **saved: Tensor | None
+) -> None:
     """Check that the tensors of an op are given and fit each other; `backend` is None in its fake.
 
     The package's own calls are valid, but an op may be called directly, and a kernel would read past the end of a
     tensor that is too small. The compiled extensions check sizes, strides and dtypes themselves (csrc/bindings/).
     """
+    if has_value and call.value is None:
+        refuse("value", "is None", "pass a tensor: this op reads it", TypeError)
+    if not has_value and call.value is not None:
+        refuse("value", "is given", "leave it out: statistics are of scores alone")
     if backend in _COMPILED:
         check_ranks(call, **saved)
         return
     check_op(call, **saved)
     if backend == "triton":  # its kernels compute addresses from these strides
-        of_rows = saved.get("lse"), saved.get("dlse"), call.k_lo, call.k_hi, call.first_keys
-        dense = *of_rows, call.key_visible, call.exclude_keys
-        if not all(tensor is None or tensor.is_contiguous() for tensor in dense):
-            names = "lse, dlse, k_lo, k_hi, first_keys, key_visible or exclude_keys"
-            refuse(names, "is not contiguous", "copy it")
-        attended = saved.get("attended")
-        for name, tensor in (
-            ("query", call.query),
-            ("key", call.key),
-            ("value", call.value),
-            ("attended", attended),
-        ):
-            if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-                refuse(name, f"has stride {tensor.stride(-1)} in its last dimension", "it needs 1")
+        names = "k_lo", "k_hi", "first_keys", "key_visible", "exclude_keys"
+        dense = {name: getattr(call, name) for name in names}
+        for name, tensor in {**dense, "lse": saved.get("lse"), "dlse": saved.get("dlse")}.items():
+            if tensor is not None and not tensor.is_contiguous():
+                refuse(name, "is not contiguous", "copy it")
+        for reason in rows_apart(call.query, call.key, call.value, saved.get("attended")):
+            raise ValueError(reason)
 
 
 def check_fields(extension: Any) -> None:

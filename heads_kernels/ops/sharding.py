@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -65,73 +65,62 @@ def part_of(call: Call) -> Part | None:
         ValueError: operands are sharded along other dimensions, or differently, or heads that share a key or
             value head would be split. Every process of the mesh raises it.
     """
-    operands = _operands(call)
-    sharded = [(name, t) for name, t, _ in operands if is_sharded(t)]
+    call = _with_whole_bias(call)
+    layouts = _layouts(call)
+    sharded = [name for name in layouts if is_sharded(getattr(call, name))]
     if not sharded:
         return None
-    first, mesh = sharded[0][0], sharded[0][1].device_mesh
-    for name, tensor in sharded:
-        if tensor.device_mesh != mesh:
-            was = f"is on the mesh {tensor.device_mesh}, but {first} is on {mesh}"
+    mesh = getattr(call, sharded[0]).device_mesh
+    for name in sharded:
+        other = getattr(call, name).device_mesh
+        if other != mesh:
+            was = f"is on the mesh {other}, but {sharded[0]} is on {mesh}"
             refuse(name, was, "distribute both over one mesh")
-    return Part(call, operands, mesh)
+    return Part(call, layouts, _splits(call, {name: layouts[name] for name in sharded}, mesh), mesh)
 
 
 class Part:
     """One process's part of a call; `call` has its tensors, which are not DTensors."""
 
-    def __init__(self, call: Call, operands: list[_Operand], mesh: Any) -> None:
+    def __init__(self, call: Call, layouts: dict[str, str], splits: list[str], mesh: Any) -> None:
         self.mesh = mesh
         self._sizes = {"B": call.B, "H": call.H, "T": call.T}
         #: For each dimension of the mesh, the dimension in `_sizes` that it splits; "": its processes compute the same.
-        self.splits = [
-            "" if self._sizes.get(split) == 1 else split for split in _splits(operands, mesh)
-        ]
+        self._splits = ["" if self._sizes.get(split) == 1 else split for split in splits]
         #: The shape of the mesh. Dynamo of PyTorch 2.11 cannot trace its `shape`.
         self._counts = [mesh.size(dim) for dim in range(mesh.ndim)]
         self._spans = {letter: self._all_spans(letter, n) for letter, n in self._sizes.items()}
         #: The same for heads of key or value that groups of query heads share.
         self._shared_spans = _shared_spans(call, self._spans["H"])
         self._at = mesh.get_coordinate()
-        self.call = self._of(call, operands)
+        self.call = self._of(call, layouts)
 
-    def whole(self, result: Tensor) -> Tensor:
-        """A result `[B, H, T, ...]` of the part, as a DTensor of the whole call."""
-        sizes = torch.Size((*self._sizes.values(), *result.shape[3:]))
-        return self._joined(result, sizes, self._placements(_OUTPUT.split(), sizes))
+    def whole(self, result: Tensor, layout: str = _OUTPUT) -> Tensor:
+        """A result of the part, `[B, H, T, ...]` or of this layout, as a DTensor of the whole call.
 
-    def whole_statistics(self, found: AttentionStatistics) -> AttentionStatistics:
-        """The same of all statistics of the part."""
-        rows = AttentionStatistics(*map(self.whole, found[:-1]))
-        if found.received is None:
-            return rows
-        return rows._replace(received=self._whole_received(found.received))
-
-    def _whole_received(self, result: Tensor) -> Tensor:
-        """Of sums over rows `[B, H, S]`: where rows are split, the sums of the processes are still to be added."""
-        sizes = torch.Size((self._sizes["B"], self._sizes["H"], result.shape[2]))
-        placements: list[Placement] = [
-            Partial() if split == "T" else placement
-            for split, placement in zip(
-                self.splits, self._placements(_RECEIVED.split(), sizes), strict=True
-            )
+        Where rows are split and the layout has none, the results of the processes are still to be added.
+        """
+        letters = layout.split()[: result.dim()]
+        own = zip(letters, result.shape, strict=True)
+        sizes = torch.Size([self._sizes.get(letter, size) for letter, size in own])
+        placements = [
+            Partial() if split == "T" and "T" not in letters else placement
+            for split, placement in zip(self._splits, self._placements(letters, sizes), strict=True)
         ]
-        return self._joined(result, sizes, placements)
-
-    def _joined(self, result: Tensor, sizes: torch.Size, placements: list[Placement]) -> Tensor:
         strides = list(result.stride())
         for dim, (size, here) in enumerate(zip(sizes, result.shape, strict=True)):
             for d, stride in enumerate(strides):
                 if d != dim and stride >= strides[dim]:  # it steps over dimension `dim`
                     strides[d] = stride // max(here, 1) * size
         return DTensor.from_local(
-            result,
-            self.mesh,
-            placements,
-            run_check=False,
-            shape=sizes,
-            stride=tuple(strides),
+            result, self.mesh, placements, run_check=False, shape=sizes, stride=tuple(strides)
         )
+
+    def whole_statistics(self, found: AttentionStatistics) -> AttentionStatistics:
+        """The same of all statistics of the part."""
+        *of_rows, received = found
+        rows = AttentionStatistics(*map(self.whole, of_rows))
+        return rows if received is None else rows._replace(received=self.whole(received, _RECEIVED))
 
     def seed(self, seed: Tensor) -> Tensor:
         """The seed of the first process of the mesh, at the first element of this part."""
@@ -145,7 +134,7 @@ class Part:
         spans = {}
         for place in itertools.product(*map(range, self._counts)):
             first, count = 0, size
-            for n, at, split in zip(self._counts, place, self.splits, strict=True):
+            for n, at, split in zip(self._counts, place, self._splits, strict=True):
                 if split == letter:
                     step = -(-count // n)
                     skipped = min(at * step, count)
@@ -156,33 +145,28 @@ class Part:
     def _span(self, letter: str) -> Span:
         return self._spans[letter][tuple(self._at)]
 
-    def _of(self, call: Call, operands: list[_Operand]) -> Call:
+    def _of(self, call: Call, layouts: dict[str, str]) -> Call:
         parts: dict[str, Any] = {
-            name: self._local(t, layout.split()) for name, t, layout in operands
+            name: self._local(getattr(call, name), layout.split())
+            for name, layout in layouts.items()
         }
         row, rows = self._span("T")
-        if (
-            table := parts["offset_bias"]
-        ) is not None:  # offsets from -(T - 1): those of the last row come first
-            parts["offset_bias"] = table.narrow(
-                1, call.T - row - rows, max(table.shape[1] - call.T + rows, 1)
-            )
+        if (table := parts["offset_bias"]) is not None:
+            # Offsets from -(T - 1): those of the last row come first.
+            columns = max(table.shape[1] - call.T + rows, 1)
+            parts["offset_bias"] = table.narrow(1, call.T - row - rows, columns)
         band = call.intervals.from_row(row)
         return call._replace(**parts, band_lo=band.band_lo, band_hi=band.band_hi)
 
     # ------------------------------------------------------------------ tensors
     def _placements(self, layout: Sequence[str], shape: torch.Size) -> list[Placement]:
         """How a tensor of the call is split; sizes of 1 broadcast, so every process has them."""
+        of_call = [
+            _SPLIT.get(each) if n != 1 else None for each, n in zip(layout, shape, strict=True)
+        ]
         return [
-            next(
-                (
-                    Shard(d)
-                    for d, letter in enumerate(layout)
-                    if split and _SPLIT.get(letter) == split and shape[d] != 1
-                ),
-                Replicate(),
-            )
-            for split in self.splits
+            Shard(of_call.index(split)) if split in of_call else Replicate()
+            for split in self._splits
         ]
 
     def _local(self, tensor: Tensor | None, layout: Sequence[str]) -> Tensor | None:
@@ -201,47 +185,35 @@ class Part:
         # The gradient of a replicated tensor is the sum of the gradients of all processes.
         terms = [
             Partial() if split and placement == Replicate() else placement
-            for split, placement in zip(self.splits, placements, strict=True)
+            for split, placement in zip(self._splits, placements, strict=True)
         ]
         grads = terms if tensor.is_floating_point() else None
         local = tensor.redistribute(placements=placements).to_local(grad_placements=grads)
         return local if narrowed is None else local.narrow(1, *narrowed)
 
 
-class _Operand(NamedTuple):
-    name: str
-    tensor: Any  # Tensor, DTensor or None
-    layout: str
-
-
-def _operands(call: Call) -> list[_Operand]:
-    """Every tensor of a call, with its dimensions."""
+def _layouts(call: Call) -> dict[str, str]:
+    """The dimensions of every tensor of a call."""
     layouts = {**_LAYOUTS, **(_SHARED if call.mixing is not None else {})}
-    tensors = {name: getattr(call, name) for name in layouts}
+    return {**layouts, "gate": _GATES[1 if call.gate is None else call.gate.dim()]}
+
+
+def _with_whole_bias(call: Call) -> Call:
+    """The call with a bias `[1, B or 1, H, T, S]`: one batch in the call's own terms."""
     bias = call.bias
-    if bias is not None:
-        ones, size = bias.shape[:2]
-        if ones != 1:  # one batch in the call's own terms
-            bias = (
-                bias.transpose(0, 1)
-                if size == 1 and ones == call.B
-                else expand_bias(bias, call.B)[None]
-            )
-        tensors["bias"] = bias
-    operands = [_Operand(name, tensors[name], layout) for name, layout in layouts.items()]
-    gate = call.gate
-    operands.append(_Operand("gate", gate, _GATES[1 if gate is None else gate.dim()]))
-    return operands
+    if bias is None or bias.shape[0] == 1:
+        return call
+    if bias.shape[1] == 1 and bias.shape[0] == call.B:
+        return call._replace(bias=bias.transpose(0, 1))
+    return call._replace(bias=expand_bias(bias, call.B)[None])
 
 
-def _splits(operands: list[_Operand], mesh: Any) -> list[str]:
-    """For each dimension of the mesh, the dimension "B", "H" or "T" that it shards; "" if none."""
+def _splits(call: Call, layouts: dict[str, str], mesh: Any) -> list[str]:
+    """For each dimension of the mesh, the dimension "B", "H" or "T" that these operands shard it along, or ""."""
     splits = [""] * mesh.ndim
     by = [""] * mesh.ndim
-    for name, tensor, layout in operands:
-        if not is_sharded(tensor):
-            continue
-        for m, placement in enumerate(tensor.placements):
+    for name, layout in layouts.items():
+        for m, placement in enumerate(getattr(call, name).placements):
             if not isinstance(placement, Shard):
                 continue
             letter = layout.split()[placement.dim]

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import refuse
-from heads_kernels.flops import forward_flops
+from heads_kernels.call import Call, compute_dtype, forward_flops
 from heads_kernels.ops.library import FIELDS, check_arguments, define_op, dense_sizes, load
 
 
@@ -50,12 +48,10 @@ def measure(call: Call, backend: str) -> AttentionStatistics:
     return AttentionStatistics(*found[:-1], None if call.row_weights is None else found.received)
 
 
-def _prepare(backend: str | None, *fields: Any) -> tuple[Call, Buffers]:
-    """The call of the op, and its buffers; `backend` is None in a fake."""
+def _statistics(runs: bool, *arguments: Any) -> Buffers:
+    *fields, backend = arguments
     call = Call(*fields)
-    if call.value is not None:
-        refuse("value", "is given", "leave it out: statistics are of scores alone")
-    check_arguments(backend, call)
+    check_arguments(backend if runs else None, call, False)
     B, H, T, S = call.sizes
     dtype = compute_dtype(call.query.dtype)
     results = {
@@ -63,14 +59,10 @@ def _prepare(backend: str | None, *fields: Any) -> tuple[Call, Buffers]:
         for name in Buffers._fields[:-1]
     }
     keys = (0,) if call.row_weights is None else (B, H, S)
-    return call, Buffers(**results, received=call.query.new_empty(keys, dtype=dtype))
-
-
-def _statistics(*arguments: Any) -> tuple[Tensor, ...]:
-    *fields, backend = arguments
-    call, results = _prepare(backend, *fields)
-    load(backend).statistics(call, results)
-    return results
+    buffers = Buffers(**results, received=call.query.new_empty(keys, dtype=dtype))
+    if runs:
+        load(backend).statistics(call, buffers)
+    return buffers
 
 
 def _flops(*shapes: Any, **_: Any) -> int:
@@ -83,6 +75,5 @@ statistics_op = define_op(
     f"({FIELDS}, str backend) -> "
     "(Tensor lse, Tensor max_score, Tensor max_prob, Tensor argmax, Tensor entropy, Tensor received)",
     _statistics,
-    lambda *arguments: _prepare(None, *arguments[:-1])[1],
     _flops,
 )

@@ -267,12 +267,6 @@ def test_bool_tensors_mean_what_they_mean_to_sdpa(shape: tuple[int, int, int, in
             assert (mask.intervals(*shape).dense is None) == fused
 
 
-def test_as_mask_of_none_and_of_a_mask() -> None:
-    assert as_mask(None, (2, 3, 4, 5)).terms == ()
-    mask = Mask(causal=True)
-    assert as_mask(mask, (2, 3, 4, 5)) is mask
-
-
 @pytest.mark.parametrize("positions", [[0, 1], [1, 4], [], [0, 1, 2, 3, 4]])
 def test_intervals_at_some_keys(positions: list[int]) -> None:
     dense = torch.rand(2, 3, 5, 5) < 0.7
@@ -302,8 +296,8 @@ def test_repr() -> None:
     mask = mask & Mask(causal=True, prefix_lengths=longs(1))
     mask = mask & Mask(key_mask=all_real(2, 5, device="meta"), document_ids=longs(0, 1))
     assert repr(mask & as_mask(all_real(4, 5), (2, 3, 4, 5))) == (
-        "Mask(causal='lower_right', window=(4, -1) lower_right, key_lengths=(3, 5), causal=True, "
-        "prefix_lengths=int64[1], key_mask=bool[2, 5] on meta, document_ids=int64[2], "
+        "Mask(causal=lower_right, window=(4, -1) lower_right, key_lengths=(3, 5), "
+        "prefix_lengths=int64[1] upper_left, key_mask=bool[2, 5] on meta, document_ids=int64[2], "
         "attn_mask=bool[1, 1, 4, 5])"
     )
 
@@ -318,7 +312,6 @@ def test_copies_show_the_same() -> None:
     stored.seek(0)
     leaves, spec = pytree.tree_flatten(mask)
     assert all(isinstance(leaf, Tensor) for leaf in leaves)
-    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
     for twin in (
         copy.deepcopy(mask),
         mask.snapshot(),

@@ -18,33 +18,18 @@ NESTED = torch.nested.nested_tensor([torch.ones(5, dtype=torch.bool)] * 2)
 ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"causal": "left"}, ValueError, r"causal is 'left'; .*lower_right"),
     ({"window": (1, 2, 3)}, ValueError, r"window is \(1, 2, 3\); .*\(left, right\)"),
-    ({"window": 4}, ValueError, "window is 4"),
     ({"window": (1, -2)}, ValueError, r"window is \(1, -2\); .*-1 = unlimited"),
     ({"window": (1.0, 0)}, TypeError, r"window is \(1.0, 0\)"),
     ({"window": [(1, 0), 4]}, ValueError, r"window is 4; .*for each head: a list of H such pairs"),
-    ({"window": [(1, 0), (1, -2)]}, ValueError, r"window is \(1, -2\); .*-1 = unlimited"),
     ({"window": longs(4, 9)}, ValueError, r"window has shape \[2\]; .*integer tensor \[H, 2\]"),
-    ({"window": longs(4, 9)[:, None]}, ValueError, r"window has shape \[2, 1\]; .*\[H, 2\]"),
     ({"window": longs(4, -2)[None]}, ValueError, "window has -2; -1 is unlimited"),
     ({"window": torch.ones(3, 2)}, TypeError, "window has dtype torch.float32"),
-    (
-        {"first_keys": 4},
-        ValueError,
-        r"first_keys is given without window; pass window=\(left, right\)",
-    ),
+    ({"first_keys": 4}, ValueError, "first_keys is given without window; pass window="),
     ({"window": (1, 0), "first_keys": -1}, ValueError, "first_keys is -1; counts go from 0 to S"),
-    ({"window": (1, 0), "first_keys": [1, -1]}, ValueError, r"first_keys is \[1, -1\]; counts"),
     ({"window": (1, 0), "first_keys": longs(1, -1)}, ValueError, "first_keys has -1; pass an int"),
-    (
-        {"window": (1, 0), "first_keys": longs(1)[None]},
-        ValueError,
-        r"first_keys has shape \[1, 1\]",
-    ),
     ({"window": (1, 0), "first_keys": [1.5]}, TypeError, r"first_keys is \[1.5\]; pass an int"),
-    ({"window": (1, 0), "first_keys": True}, TypeError, "first_keys is True; pass an int"),
     ({"causal": False, "prefix_lengths": [1]}, ValueError, "prefix_lengths .*pass causal=True"),
     ({"key_lengths": torch.ones(2)}, TypeError, "key_lengths has dtype torch.float32; .*integer"),
-    ({"key_lengths": all_real(2)}, TypeError, "key_lengths has dtype torch.bool"),
     ({"key_lengths": 3}, TypeError, "key_lengths is a int; .*list of B ints"),
     ({"query_lengths": [1.5]}, TypeError, r"query_lengths is \[1.5\]"),
     ({"query_lengths": longs(1)[None]}, ValueError, r"query_lengths has shape \[1, 1\]"),
@@ -55,14 +40,11 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"key_mask": longs(1)[None]}, TypeError, "key_mask has dtype torch.int64; .*True = real key"),
     ({"key_mask": all_real(5)}, ValueError, r"key_mask has shape \[5\]; pass .*\[B, S\]"),
-    ({"key_mask": [[True]]}, TypeError, "key_mask is a list"),
-    ({"query_mask": all_real(1, 1, 4)}, ValueError, r"query_mask has shape \[1, 1, 4\]"),
     ({"query_mask": torch.ones(1, 4)}, TypeError, r"query_mask has dtype .*\[B, T\]"),
     ({"document_ids": torch.ones(4)}, TypeError, "document_ids has dtype torch.float32"),
     ({"document_ids": longs(1)[None, None]}, ValueError, "document_ids has shape"),
     ({"document_ids": (longs(1),)}, ValueError, "document_ids has 1 parts; .*a pair"),
     ({"document_ids": 3}, TypeError, "document_ids is a int"),
-    ({"document_ids": longs(0, 2, 1)}, ValueError, "document_ids does not ascend"),
     ({"document_ids": (longs(0, 1), longs(2, 1))}, ValueError, "document_ids does not ascend"),
     *(
         ({name: given}, ValueError, rf"{name} has layout \w+; pass .* dense")
@@ -87,13 +69,9 @@ def test_arguments() -> None:
 
 CU_SEQLENS: list[tuple[Any, Any, type[Exception], str]] = [
     ([0, 4], 4, TypeError, "cu_seqlens is a list"),
-    (torch.ones(2), 4, TypeError, "cu_seqlens has dtype"),
     (longs(0)[None], 4, ValueError, r"cu_seqlens has shape \[1, 1\]"),
-    (SPARSE_LENGTHS, 5, ValueError, "cu_seqlens has layout sparse_coo"),
     (longs(1, 4), 4, ValueError, r"cu_seqlens is \[1, 4\]"),
-    (longs(0, 3, 2), 4, ValueError, r"cu_seqlens is \[0, 3, 2\]"),
     (longs(0, 5), 4, ValueError, r"cu_seqlens is \[0, 5\]; .*at most total = 4"),
-    (longs(), 4, ValueError, r"cu_seqlens is \[\]"),
     (longs(0, 4), 4.0, TypeError, "total is a float; pass .*an int"),
     (longs(0, 2), 2**70, ValueError, "total is .*; pass a length from 0"),
 ]
@@ -112,20 +90,15 @@ def from_tensor(mask: Any) -> Mask:
 #: How it fits a call of B 2, H 3, T 4, S 5.
 CALLS: list[tuple[Callable[[], Mask], str]] = [
     (lambda: Mask(key_lengths=[1, 2, 3]), "key_lengths holds 3 lengths, but B is 2"),
-    (lambda: Mask(key_lengths=longs(1, 2, 3)), "key_lengths holds 3"),
     (lambda: Mask(key_lengths=[1, 6]), r"key_lengths is \[1, 6\]; .*S = 5"),
     (lambda: Mask(query_lengths=longs(5)), r"query_lengths is \[5\]; .*T = 4"),
     (lambda: Mask(causal=True, prefix_lengths=[6]), r"prefix_lengths is \[6\]; .*S = 5"),
     (lambda: Mask(key_mask=all_real(2, 4)), r"key_mask has shape \[2, 4\], .*pass \[2 or 1, 5\]"),
     (lambda: Mask(query_mask=all_real(2, 5)), "query_mask .*T is 4"),
     (lambda: Mask(document_ids=longs(0, 0, 1, 1)), "document_ids .*T is 4 and S is 5; .*a pair"),
-    (lambda: Mask(document_ids=(longs(0, 0), longs(*range(5)))), r"document_ids .* T is 4"),
     (lambda: Mask(document_ids=(longs(*range(4)), longs(0, 0))), r"document_ids .* S is 5"),
     (lambda: Mask(window=[(1, 0)] * 2), "window is of 2 heads, but H is 3; pass 3, or one for all"),
-    (lambda: Mask(window=longs(1, 0).expand(4, 2)), "window is of 4 heads, but H is 3"),
     (lambda: Mask(window=(1, 0), first_keys=[1, 2]), "first_keys is of 2 heads, but H is 3"),
-    (lambda: from_tensor(all_real(1, 1, 1, 4, 5)), r"attn_mask has shape \[1, 1, 1, 4, 5\]"),
-    (lambda: from_tensor(all_real(2, 2, 4, 5)), r"attn_mask has shape \[2, 2, 4, 5\]"),
     (lambda: from_tensor(all_real(2, 5)), r"attn_mask .*2-D is \[T, S\]; .*hk.Mask\(key_mask="),
     *(
         (lambda mask=mask: mask, f"{name} is on meta, but query is on cpu; move it there")
@@ -148,16 +121,6 @@ def test_calls() -> None:
     for make, words in CALLS:
         with pytest.raises(ValueError, match=f"^{words}"):
             make().intervals(2, 3, 4, 5, "cpu")
-
-
-def test_what_is_no_mask() -> None:
-    for given, words in (
-        ([True], "attn_mask is a list; .*bool tensor"),
-        (torch.zeros(4, 5), "attn_mask has dtype torch.float32; .*a float tensor is a bias"),
-        (longs(1), "attn_mask has dtype torch.int64"),
-    ):
-        with pytest.raises(TypeError, match=f"^{words}"):
-            from_tensor(given)
 
 
 def test_a_tensor_does_not_join_a_mask_by_an_operator() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -62,24 +63,21 @@ def wide(D: int, Dv: int) -> Call:
 
 
 REFUSED = {
-    "float64": (
-        lambda: gated(**tensors("gated_attention")),
-        "tensors are float64; it computes in float32, use the eager backend",
-    ),
-    "stride": (
-        lambda: gated(value=torch.randn(2, 2, 7, 12)[..., ::2]),
-        "value has stride 2 in its last dimension; it needs 1 (.contiguous())",
-    ),
-    "wide query": (
-        lambda: wide(257, 8),
-        "query and key are 257 wide; it serves widths up to 256",
-    ),
+    "float64": (lambda: gated(**tensors("gated_attention")), "tensors are float64"),
+    "stride": (lambda: gated(value=torch.randn(2, 2, 7, 12)[..., ::2]), "value has stride 2"),
+    "wide query": (lambda: wide(257, 8), "query and key are 257 wide; it serves widths up to 256"),
     "wide value": (lambda: wide(8, 300), "value is 300 wide; it serves widths up to 256"),
     "wide shared query": (
-        lambda: parsed(
-            "collaborative_attention", **tensors("collaborative_attention", D=1025).copy()
-        ),
+        lambda: parsed("collaborative_attention", **tensors("collaborative_attention", D=1025)),
         "query and key are 1025 wide; it serves widths up to 1024",
+    ),
+    "another device": (
+        lambda: gated(**{name: t.to("meta") for name, t in tensors("gated_attention").items()}),
+        "tensors are on meta; ",
+    ),
+    "more programs than a grid has": (
+        lambda: gate_free(2**16, 2**14, 17),
+        "B = 65536, H = 16384, T = 17 and S = 1 may need 3221225472 programs",
     ),
 }
 
@@ -88,14 +86,6 @@ def gate_free(B: int, H: int, T: int) -> Call:
     """By stride 0."""
     one = torch.zeros(1, 1, 1, 8)
     return parsed("gated_attention", one.expand(B, H, T, 8), *(one.expand(B, H, 1, 8),) * 2)
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("unsupported", BACKENDS.values(), ids=BACKENDS)
-def test_more_programs_than_a_grid_has(unsupported: Unsupported) -> None:
-    assert unsupported(gate_free(2**16, 2**14, 8)) == []
-    (reason,) = unsupported(gate_free(2**16, 2**14, 17))
-    assert "T = 17 and S = 1 may need 3221225472 programs; a launch takes 2147483647" in reason
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -136,16 +126,12 @@ def on_gpu(index: int) -> dict[str, torch.Tensor]:
     return {name: torch.empty(t.shape, device=f"cuda:{index}") for name, t in given.items()}
 
 
-def on_meta() -> Call:
-    return gated(**{name: t.to("meta") for name, t in tensors("gated_attention").items()})
-
-
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("unsupported", BACKENDS.values(), ids=BACKENDS)
 def test_refusals(unsupported: Unsupported, case: str) -> None:
     make, reason = REFUSED[case]
-    assert reason in unsupported(make())
+    assert any(found.startswith(reason) for found in unsupported(make()))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -156,59 +142,49 @@ def test_what_is_served(unsupported: Unsupported) -> None:
     assert unsupported(parsed("collaborative_attention", **shared)) == []
     query, key = torch.randn(2, 1, 2, 5, 256)
     assert unsupported(parsed("attention_statistics", query, key)) == []
+    assert unsupported(gate_free(2**16, 2**14, 8)) == []
     assert unsupported(gated(attn_mask=hk.Mask(window=(3, 0), key_lengths=[2, 7]))) == []
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("backend", [backends.cpu, backends.triton, backends.cuda])
-def test_dense_masks_and_every_score_term(backend: Unsupported) -> None:
     terms = {"bias": torch.zeros(4, 5, 7), "softcap": 2.0, "sinks": torch.zeros(4)}
-    assert backend(gated(attn_mask=torch.rand(5, 7) < 0.5, **terms)) == []
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "tensors are on meta; it serves CUDA tensors" in backends.triton(on_meta())
-    assert "tensors are on meta; emulated it serves CPU tensors" in backends.cuda(on_meta())
-    monkeypatch.setattr(backends, "CUDA_EMULATED", False)
-    assert "tensors are on meta; it serves CUDA tensors" in backends.cuda(on_meta())
-    assert backends.cuda(gated()) == ["tensors are on cpu; it serves CUDA tensors"]
+    assert unsupported(gated(attn_mask=torch.rand(5, 7) < 0.5, **terms)) == []
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "TRITON_INTERPRETED", False)
-    monkeypatch.setattr(backends, "_TRITON_MISSING", "")
+    for name in ("TRITON_INTERPRETED", "CUDA_EMULATED"):
+        monkeypatch.setattr(backends, name, False)
+    for name in ("_TRITON_MISSING", "_CUDA_MISSING"):
+        monkeypatch.setattr(backends, name, "")
     (reason,) = backends.triton(gated())
-    assert reason.startswith(
-        "tensors are on cpu; it serves CUDA tensors, and CPU tensors in Triton"
-    )
     assert "TRITON_INTERPRET=1" in reason
+    assert backends.cuda(gated()) == ["tensors are on cpu; it serves CUDA tensors"]
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     words = backends._triton_missing()
-    assert words == "Triton is not installed (pip install 'heads_kernels[triton]')"
+    assert words.startswith("Triton is not installed")
     monkeypatch.setattr(backends, "_TRITON_MISSING", words)
     assert backends.triton(gated())[0] == words
 
 
 def test_a_gpu_that_cuda_can_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extension is asked once a device, and a choice traces."""
+    """The extension is asked, and no more once it has said that it can."""
     asked = []
 
-    def words(index: int) -> str:
+    def unsupported_device(index: int) -> str:
         asked.append(index)
         return "GPU 0 is too old" if index == 0 else ""
 
     monkeypatch.setattr(backends, "CUDA_EMULATED", False)
     monkeypatch.setattr(backends, "_CUDA_MISSING", "")
-    monkeypatch.setattr(backends, "_device_words", words)
+    monkeypatch.setattr(backends, "_CAPABLE", set())
+    extension = types.SimpleNamespace(unsupported_device=unsupported_device)
+    monkeypatch.setitem(sys.modules, "heads_kernels._cuda", extension)
     with FakeTensorMode():
         old, new = (gated(**on_gpu(index)) for index in (0, 1))
-        assert backends.cuda(old) == ["GPU 0 is too old"]
-        assert backends.cuda(new) == []
-    assert asked == [0, 1]
+        for _ in range(2):
+            assert backends.cuda(old) == ["GPU 0 is too old"]
+            assert backends.cuda(new) == []
+    assert asked == [0, 1, 0]
 
 
 @pytest.fixture
@@ -260,12 +236,6 @@ def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 1
 
 
-def test_triton_starts_or_says_why() -> None:
-    """Without a GPU it has no driver."""
-    error = backends._triton_start_error.__wrapped__()
-    assert error == "" or error.startswith("Triton does not start: ")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 def test_float32_prefers_tensor_cores(
@@ -283,8 +253,6 @@ def test_float32_prefers_tensor_cores(
         first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
         assert choice.backend == dispatch.select(problem) == first
         assert choice.refusals[second] == [f"could serve it too, but {first!r} comes first"]
-        words = ", but 'cuda' first for float32 on a GPU" if dtype == torch.float32 else ""
-        assert choice.order == f"order: that of the table{words}"
         assert dispatch.select(problem, second) == second
         monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("triton,cuda"))
         assert dispatch.select(problem) == "triton"
@@ -296,7 +264,6 @@ def test_the_order_of_the_variable(serving: Serving, monkeypatch: pytest.MonkeyP
     problem = gated()
     choice = dispatch.choose(problem)
     assert choice.backend == dispatch.select(problem) == "cuda"
-    assert choice.order == "order: HEADS_KERNELS_BACKENDS=cpu,cuda,eager"
     assert choice.refusals == {
         "cpu": ["a test refuses it"],
         "eager": ["could serve it too, but 'cuda' comes first"],
@@ -338,9 +305,11 @@ print(hk.explain("gated_attention", x, x, x))
         assert words in run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("ask", ["_unsupported_device", "_unsupported_by_triton"])
+@pytest.mark.parametrize("ask", ["_unsupported_by_cuda", "_unsupported_by_triton"])
 def test_a_choice_traces(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_device_words", lambda index: f"GPU {index} is too old")
+    extension = types.SimpleNamespace(unsupported_device=lambda index: f"GPU {index} is too old")
+    monkeypatch.setitem(sys.modules, "heads_kernels._cuda", extension)
+    monkeypatch.setattr(backends.torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(backends.torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(backends.torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(backends.torch.cuda, "get_device_capability", lambda index: (7, 5))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from functools import partial
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import heads_kernels as hk
-from heads_kernels.ops import gate as gates
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.library import load
 from tests.ops.calls import NAMES, good, parsed, serve
@@ -31,11 +29,7 @@ EVERY = BOTH + STATISTICS
 BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
     (GATED, ValueError, {"query": f32(T, D)}, "query has 2 dimensions (shape [5, 8])"),
     (COLLABORATIVE, ValueError, {"query": f32(D)}, "query has 1 dimensions (shape [8])"),
-    (GATED, ValueError, {"key": f32(S, D)}, "key has 2 dimensions (shape [7, 8])"),
-    (COLLABORATIVE, ValueError, {"key": f32(D)}, "key has 1 dimensions (shape [8])"),
-    (GATED, ValueError, {"value": f32(S, Dv)}, "value has 2 dimensions (shape [7, 6])"),
     (GATED, ValueError, {"key": f32(3, Hk, S, D)}, "query, key, value have batch dimensions [2], [3], [2]"),
-    (COLLABORATIVE, ValueError, {"key": f32(3, S, D)}, "query, key, value have batch dimensions [2], [3], [2]"),
     (GATED, ValueError, {"key": f32(B, Hk, S, 9)}, "key has width 9"),
     (COLLABORATIVE, ValueError, {"key": f32(B, S, 9)}, "key has width 9"),
     (GATED, ValueError, {"key": f32(B, 3, S, D)}, "key has 3 heads"),
@@ -46,9 +40,7 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
     (COLLABORATIVE, ValueError, {"mixing": f32(H, 9)}, "mixing has shape [4, 9]"),
     (COLLABORATIVE, ValueError, {"content_bias": f32(B, S)}, "content_bias has shape [2, 7]"),
     (STATISTICS, ValueError, {"content_bias": f32(B, H, S)}, "content_bias is given without mixing"),
-    (STATISTICS, ValueError, {"key": f32(B, Hk, S, 9)}, "key has width 9"),
     (BOTH, ValueError, {"gate": f32(1, 1, 1, 1, 1)}, "gate has 5 dimensions"),
-    (BOTH, ValueError, {"gate": torch.tensor(1.0)}, "gate has 0 dimensions"),
     (BOTH, ValueError, {"gate": f32(3)}, "gate has shape [3]"),
     (BOTH, ValueError, {"gate": f32(B, H, S)}, "gate has shape [2, 4, 7]"),
     (BOTH, TypeError, {"gate": f32(H).long()}, "gate has dtype torch.int64"),
@@ -57,21 +49,16 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
     (BOTH, ValueError, {"gate_activation": "relu"}, "gate_activation is 'relu'"),
     (BOTH, ValueError, {"dropout_p": 1.0}, "dropout_p is 1.0"),
     (BOTH, ValueError, {"dropout_p": -0.1}, "dropout_p is -0.1"),
-    (BOTH, ValueError, {"dropout_p": float("nan")}, "dropout_p is nan"),
     (BOTH, TypeError, {"dropout_p": "0.1"}, "dropout_p is a str"),
     (BOTH, ValueError, {"gate_activation": "sigmoid"}, "gate_activation is 'sigmoid'"),
     (BOTH, TypeError, {"is_causal": "no"}, "is_causal is a str"),
     (BOTH, TypeError, {"closed_grad": 1}, "closed_grad is a int"),
     (BOTH, ValueError, {"query": f32(B, H, T, D).to_sparse()}, "query has layout sparse_coo"),
     (BOTH, ValueError, {"gate": f32(H).to_sparse()}, "gate has layout sparse_coo"),
-    (BOTH, ValueError, {"gate": f32(B, H).to_sparse_csr()}, "gate has layout sparse_csr"),
-    (BOTH, ValueError, {"gate": f32(B, H).to_mkldnn()}, "gate has layout _mkldnn"),
     (BOTH, ValueError, {"gate": torch.nested.nested_tensor([f32(H)] * B)}, "gate has layout nested"),
     (BOTH, TypeError, {"scale": torch.tensor(1.0)}, "scale is a tensor"),
     (BOTH, ValueError, {"scale": float("nan")}, "scale is nan"),
-    (BOTH, ValueError, {"scale": -math.inf}, "scale is -inf"),
     (BOTH, ValueError, {"scale": 1e39}, "scale is 1e+39"),
-    (BOTH, ValueError, {"scale": 10**400}, "scale is about 2**1328"),
     (BOTH, ValueError, {"scale": -(10**5000)}, "scale is about -2**16609"),
     (BOTH, ValueError, {"backend": "flash"}, "backend is 'flash'"),
     (BOTH, TypeError, {"query": [1.0]}, "query is a list"),
@@ -82,7 +69,6 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
     (COLLABORATIVE, TypeError, {"mixing": f32(H, D).long()}, "mixing has dtype torch.int64"),
     (COLLABORATIVE, ValueError, {"mixing": f32(H, D).to("meta")}, "mixing is on meta"),
     (COLLABORATIVE, TypeError, {"mixing": [[1.0]]}, "mixing is a list"),
-    (COLLABORATIVE, ValueError, {"mixing": f32(H, D).to_sparse_csr()}, "mixing has layout sparse_csr"),
     (COLLABORATIVE, ValueError, {"content_bias": f32(B, H, S).to_sparse()}, "content_bias has layout sparse_coo"),
     (COLLABORATIVE, ValueError, {"content_bias": f32(B, H, S).to("meta")}, "content_bias is on meta"),
     (COLLABORATIVE, TypeError, {"content_bias": f32(B, H, S).bool()}, "content_bias has dtype torch.bool"),
@@ -95,16 +81,10 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
     (EVERY, ValueError, {"bias": hk.OffsetBias(torch.zeros(3, 5))}, "bias has 3 heads"),
     (EVERY, ValueError, {"sinks": torch.zeros(3)}, "sinks has shape [3]"),
     (EVERY, TypeError, {"sinks": 1.0}, "sinks is a float"),
-    (EVERY, ValueError, {"softcap": 0.0}, "softcap is 0.0"),
     (EVERY, ValueError, {"softcap": -1.0}, "softcap is -1.0"),
     (EVERY, ValueError, {"softcap": float("nan")}, "softcap is nan"),
     (EVERY, TypeError, {"softcap": torch.ones(())}, "softcap is a tensor"),
-    (EVERY, TypeError, {"softcap": True}, "softcap is a bool"),
     (EVERY, ValueError, {"attn_mask": hk.Mask(key_lengths=[3, 8])}, "key_lengths is [3, 8]"),
-    (EVERY, ValueError, {"attn_mask": hk.Mask(query_lengths=torch.tensor([-1, 5]))}, "query_lengths is [-1, 5]"),
-    (EVERY, ValueError, {"attn_mask": hk.Mask(causal=True, prefix_lengths=[9, 1])}, "prefix_lengths is [9, 1]"),
-    (EVERY, ValueError, {"attn_mask": hk.Mask(key_lengths=[1, 2, 3])}, "key_lengths holds 3 lengths"),
-    (EVERY, ValueError, {"attn_mask": hk.Mask(key_mask=f32(B, T).bool())}, "key_mask has shape [2, 5]"),
     (EVERY, ValueError, {"attn_mask": f32(T, S + 1)}, "attn_mask has shape [5, 8]"),
     (EVERY, TypeError, {"attn_mask": f32(T, S).long()}, "attn_mask has dtype torch.int64"),
     (EVERY, ValueError, {"attn_mask": f32(B, S).bool()}, "attn_mask has shape [2, 7]"),
@@ -116,7 +96,6 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
     (STATISTICS, TypeError, {"received": 1}, "received is a int; pass True, or float weights of rows that broadcast"),
     (STATISTICS, TypeError, {"received": f32(T).bool()}, "received has dtype torch.bool"),
     (STATISTICS, ValueError, {"received": f32(S)}, "received has shape [7]"),
-    (STATISTICS, ValueError, {"received": f32(1, B, H, T)}, "received has shape [1, 2, 4, 5]"),
     (STATISTICS, ValueError, {"received": f32(T).to_sparse()}, "received has layout sparse_coo"),
     (STATISTICS, ValueError, {"received": f32(T).to("meta")}, "received is on meta"),
     (STATISTICS, TypeError, {"exclude_keys": [0]}, "exclude_keys is a list"),
@@ -152,19 +131,6 @@ def test_scale_is_judged_in_the_compute_dtype(dtype: torch.dtype) -> None:
         with pytest.raises(ValueError, match=r"^scale is 1e\+39; .*torch\.float32"):
             hk.gated_attention(query, key, value, scale=1e39)
     assert hk.gated_attention(query, key, value, scale=1.7e38).isfinite().all()
-
-
-def test_an_unknown_activation_is_no_identity() -> None:
-    """Whoever gets past the checks of a call: eager, the gradient of a gate."""
-    gate = torch.ones(H)
-    for run in (
-        lambda: gates.activate(gate, "relu"),
-        lambda: gates.gate_gradient(torch.ones(B, H, T), gate, "relu", True),
-    ):
-        with pytest.raises(
-            ValueError, match=r"^gate_activation is 'relu'; use one of 'identity', "
-        ):
-            run()
 
 
 @pytest.mark.parametrize("rank", [1, 3, 4])

@@ -102,7 +102,7 @@ def test_on_every_backend(operator: str, backend: str) -> None:
     names = BATCHES["crossed"]
     arguments = {n: t.float() for n, t in operands(operator, names).items()}
     if operator == "attention_statistics":
-        arguments["received"] = torch.rand(T)
+        arguments |= {"received": torch.rand(2, 1, H, T), "exclude_keys": torch.rand(2, 1, S) > 0.5}
     got = call(operator, backend, **arguments)
     want = call(operator, backend, **expanded(operator, arguments, names[3]))
     parts = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
@@ -150,18 +150,6 @@ def test_entries_of_an_expanded_operand_have_their_own_gradients(
             grads.append(torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(-2)))
         for name, found, want in zip(views, *grads, strict=True):
             assert_alike(found, want, name=f"d{name} along {dim}")
-
-
-def test_keys_that_statistics_exclude_and_weights_of_rows_by_batch() -> None:
-    names = BATCHES["crossed"]
-    arguments = operands("attention_statistics", names)
-    excluded = torch.rand(2, 1, S) > 0.5
-    given = {**arguments, "exclude_keys": excluded, "received": torch.rand(2, 1, H, T)}
-    by_hand = expanded("attention_statistics", given, names[3])
-    got = hk.attention_statistics(**given)
-    want = hk.attention_statistics(**by_hand)
-    for a, b in zip(got, want, strict=True):
-        assert_alike(a.reshape(b.shape), b)
 
 
 @pytest.mark.parametrize("names", BATCHES.values(), ids=BATCHES)
@@ -230,20 +218,14 @@ def test_what_does_not_fit_is_named(name: str) -> None:
 
 # ---------------------------------------------------------------------- SDPA's signature
 def test_positional_arguments_are_those_of_sdpa() -> None:
-    query, key, value = (torch.randn(2, H, T, D) for _ in range(3))
-    mask = torch.rand(T, T) > 0.3
+    """The fourth is a mask or a bias, also where a gate would have its shape: [B, H, T, Dv] with Dv = S."""
+    query, key, value = (torch.randn(2, H, T, T) for _ in range(3))
+    mask, bias = torch.rand(T, T) > 0.3, torch.rand(2, H, T, T)
     mask.fill_diagonal_(True)
-    for arguments in ((mask,), (mask, 0.0), (mask, 0.0, False), (None, 0.0, True)):
+    for arguments in ((mask,), (mask, 0.0), (mask, 0.0, False), (None, 0.0, True), (bias,)):
         got = hk.gated_attention(query, key, value, *arguments)
         want = F.scaled_dot_product_attention(query, key, value, *arguments)
         assert_alike(got, want)
-
-
-def test_the_fourth_argument_is_a_mask() -> None:
-    """As SDPA's, also where a gate would have its shape: [B, H, T, Dv] with Dv = S."""
-    query, fourth = torch.randn(2, H, T, T), torch.rand(2, H, T, T)
-    want = F.scaled_dot_product_attention(query, query, query, fourth)
-    assert_alike(hk.gated_attention(query, query, query, fourth), want)
     with pytest.raises(TypeError, match="positional argument"):
         hk.gated_attention(query, query, query, None, 0.0, False, torch.ones(H))  # type: ignore[misc]
 
@@ -256,9 +238,7 @@ def test_enable_gqa() -> None:
         assert_alike(got, want)
     got = hk.gated_attention(query, one, one, enable_gqa=False)  # broadcast, as SDPA does
     assert_alike(got, F.scaled_dot_product_attention(query, one, one))
-    with pytest.raises(
-        ValueError, match="enable_gqa is False, but query has 4 heads and key has 2"
-    ):
+    with pytest.raises(ValueError, match="enable_gqa is False"):
         hk.gated_attention(query, few, few, enable_gqa=False)
-    with pytest.raises(TypeError, match="enable_gqa is a int; pass True or False"):
+    with pytest.raises(TypeError, match="enable_gqa is a int"):
         hk.gated_attention(query, query, query, enable_gqa=1)  # type: ignore[arg-type]

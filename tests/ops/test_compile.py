@@ -14,7 +14,7 @@ from torch import Tensor
 import heads_kernels as hk
 from tests.ops.calls import (
     DIFFERENTIABLE,
-    EVERY,
+    NAMES,
     B,
     Dv,
     H,
@@ -208,9 +208,7 @@ def test_export(operator: str, backend: str) -> None:
 
     serve(operator, backend, **tensors(operator), attn_mask=hk.Mask(causal=True))
     rows, keys = torch.export.Dim("rows", min=2), torch.export.Dim("keys", min=2)
-    along = {
-        "query": rows, "key": keys, "value": keys, "mixing": None, "content_bias": keys,
-    }  # fmt: skip
+    along = {"query": rows, "key": keys, "value": keys, "mixing": None, "content_bias": keys}
     shapes = []
     for name, value in zip(names, inputs(T, S)[1:], strict=True):
         dimension = value.dim() - (1 if name == "content_bias" else 2)
@@ -223,9 +221,7 @@ def test_export(operator: str, backend: str) -> None:
         assert_same_bits(backend, program.module()(*values), Model()(*values))
 
 
-@pytest.mark.parametrize(
-    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
-)
+@pytest.mark.parametrize("backend", NAMES)
 def test_compile_statistics(backend: str) -> None:
     torch.compiler.reset()
     arguments = tensors("attention_statistics", dtype=torch.float32)

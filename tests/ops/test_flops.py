@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from heads_kernels.call import Call
-from heads_kernels.flops import backward_flops, forward_flops
+from heads_kernels.call import Call, backward_flops, forward_flops
 from heads_kernels.testing import CASES, Case, Inputs, find
 from tests.ops.calls import DIFFERENTIABLE, call, parsed
 from tests.support.plain import plain

@@ -8,13 +8,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import heads_kernels as hk
-from heads_kernels.dispatch import choose
 from heads_kernels.ops.attention import attention_op, backward_op
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.ops.statistics import statistics_op
 from tests.ops.calls import (
     DIFFERENTIABLE,
-    EVERY,
     NAMES,
     OPERATORS,
     B,
@@ -79,31 +77,16 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", OPERATORS)
-@pytest.mark.parametrize(
-    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
-)
+@pytest.mark.parametrize("backend", NAMES)
 def test_opcheck_statistics(backend: str, form: str) -> None:
     arguments = tensors(form, dtype=torch.float32)
     del arguments["value"]
-    serve("attention_statistics", backend, **arguments)
-    excluded = torch.rand(B, S) > 0.5
-    mixing, content_bias = arguments.get("mixing"), arguments.get("content_bias")
-    problem = parsed(
-        "attention_statistics",
-        arguments["query"],
-        arguments["key"],
-        mixing=mixing,
-        content_bias=content_bias,
-        attn_mask=hk.Mask(window=(2, 3)),
-        bias=torch.randn(H, T, 1),
-        sinks=torch.randn(H),
-        softcap=3.0,
-    )
-    if choose(problem, backend).backend is None:
-        pytest.skip(str(choose(problem, backend)))
-    torch.library.opcheck(statistics_op, (*problem._replace(exclude_keys=excluded), backend))
-    weighted = problem._replace(row_weights=torch.rand(B, 1, T))
-    torch.library.opcheck(statistics_op, (*weighted, backend))
+    terms = {"bias": torch.randn(H, T, 1), "sinks": torch.randn(H), "softcap": 3.0}
+    given = {**arguments, **terms, "attn_mask": hk.Mask(window=(2, 3))}
+    serve("attention_statistics", backend, **given)
+    problem = parsed("attention_statistics", **given)
+    for more in ({"exclude_keys": torch.rand(B, S) > 0.5}, {"row_weights": torch.rand(B, 1, T)}):
+        torch.library.opcheck(statistics_op, (*problem._replace(**more), backend))
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -146,9 +129,7 @@ def test_create_graph_and_second_order(operator: str, backend: str) -> None:
     if backend == "eager":
         return  # tests/ops/test_derivatives.py
     for b in first:
-        with pytest.raises(
-            RuntimeError, match=f'{operator} has no second derivative.*backend="eager"'
-        ):
+        with pytest.raises(RuntimeError, match=f"{operator} has no second derivative"):
             torch.autograd.grad(b.sum(), values, retain_graph=True)
 
 
@@ -192,9 +173,7 @@ def test_autocast(operator: str, backend: str) -> None:
         assert_same_bits(backend, grads, wanted)
 
 
-@pytest.mark.parametrize(
-    "backend", [b for operator, b in EVERY if operator == "attention_statistics"]
-)
+@pytest.mark.parametrize("backend", NAMES)
 def test_autocast_statistics(backend: str) -> None:
     arguments = tensors("attention_statistics", dtype=torch.float32)
     narrow = {name: t.bfloat16() for name, t in arguments.items()}
