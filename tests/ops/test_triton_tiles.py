@@ -23,10 +23,10 @@ if not TRITON_INTERPRETED:
     pytest.skip("kernels are not interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
 from heads_kernels.ops.triton import operands, tiles
-from heads_kernels.ops.triton.entmax_centers import centers_pass
+from heads_kernels.ops.triton.entmax import centers_pass
 from heads_kernels.ops.triton.operands import terms_of, visible_of
 from heads_kernels.ops.triton.rows import first_pass
-from heads_kernels.ops.triton.tile_lists import visible_to_tiles
+from heads_kernels.ops.triton.visible import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles
 
 B, H, T, S = 2, 3, 150, 215

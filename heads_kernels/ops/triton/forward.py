@@ -27,19 +27,22 @@ from heads_kernels.ops.attention import Results
 from heads_kernels.ops.buffers import key_splits, split_attended
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.triton.attend import (
-    KeyTiles,
     Share,
     SoftmaxSums,
     accumulate,
     attend,
     no_sums,
     normalized,
-    softmax_scale,
 )
-from heads_kernels.ops.triton.descriptors import FEWEST_KEYS, describable, tiles_in
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import load_tile, store_tile
+from heads_kernels.ops.triton.load import (
+    FEWEST_KEYS,
+    describable,
+    load_tile,
+    store_tile,
+    tiles_in,
+)
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,
@@ -60,9 +63,9 @@ from heads_kernels.ops.triton.operands import (
     with_positive_scale,
 )
 from heads_kernels.ops.triton.rows import Reads
-from heads_kernels.ops.triton.softmax import online_softmax
+from heads_kernels.ops.triton.score_tiles import KeyTiles
+from heads_kernels.ops.triton.scores import online_softmax, softmax_scale
 from heads_kernels.ops.triton.specialized import specialized_forward
-from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import (
     TileConstants,
     Tiles,
@@ -70,26 +73,10 @@ from heads_kernels.ops.triton.tiles import (
     tile_constants,
     tiles_for,
 )
+from heads_kernels.ops.triton.visible import own_rows, place_of_rows, visible_to_tiles
 
 #: Splits of a row that are read at once: all of a usual call. 32 x 256 numbers take 64 registers of 128 threads.
 _SPLITS_AT_ONCE: Final = 32
-
-
-@triton.jit
-def _own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
-    """Batch, head and first row of a `program`; of a head the last rows (the longest of a causal mask) come first.
-
-    Heads are in order; those of collaborative attention follow each other on one tile of rows, for they read the same
-    query and key.
-    """
-    tiles = tl.cdiv(T, BLOCK_M)
-    if of.mixing is None:
-        pair = program // tiles
-        b, h, tile = pair // H, pair % H, program % tiles
-    else:
-        h = program % H
-        b, tile = program // (H * tiles), program // H % tiles
-    return b, h, (tiles - 1 - tile) * BLOCK_M
 
 
 class OutputsWritten(NamedTuple):
@@ -117,16 +104,9 @@ def _opened(sizes, T):
 
 
 @triton.jit
-def _place(of, sizes, TILE: tl.constexpr):
-    """The place of a program that owns rows of one head."""
-    b, h, first_row = _own_rows(of, tl.program_id(0), sizes.H, sizes.T, TILE.block_m)
-    return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
-
-
-@triton.jit
 def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.constexpr):
     """A program computes BLOCK_M rows of `out` of one head. A closed head writes its zeros and is done."""
-    place = _place(of, sizes, TILE)
+    place = place_of_rows(of, sizes, TILE)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     tiles = KeyTiles(key_tiles, value_tiles)
     attended = attend(of, tiles, place, _opened(sizes, taking_part), TILE)
@@ -165,7 +145,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
     programs = tl.num_programs(0) // splits.shares
     split, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     if of.grouped is not None:
-        b, hk, first_row = _own_rows(of, program, H // group, group, BLOCK_M)
+        b, hk, first_row = own_rows(of, program, H // group, group, BLOCK_M)
         length, head = group, hk
         heads = first_row + tl.arange(0, BLOCK_M)
         h = hk * group + tl.minimum(heads, group - 1)  # [BLOCK_M]
@@ -173,7 +153,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
         opened = (heads < group) & (open_rows(gate, b, h, T, TILE) != 0)
         rows = tl.where(opened, 0, T)
     else:
-        b, h, first_row = _own_rows(of, program, H, T, BLOCK_M)
+        b, h, first_row = own_rows(of, program, H, T, BLOCK_M)
         hk, head = h // group, h
         taking_part = open_rows(gate, b, h, T, TILE)
         length = taking_part
@@ -202,7 +182,7 @@ def _combine_kernel(
     taking_part = open_rows(gate, b, h, T, TILE)
     scale_log2 = softmax_scale(sizes.scale, terms)
     columns = tl.arange(0, TILE.block_dv)
-    sums = no_sums(1, TILE)
+    sums = no_sums(parts, 1, TILE)
     count = splits.shares * tl.minimum(taking_part, 1)  # a closed head has stored none
     for first in range(0, count, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)
@@ -228,7 +208,7 @@ def _combine_kernel(
 def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
-    call = _with_positive_scale(call)
+    call = with_positive_scale(call)
     if (specialized := specialized_forward(call, outputs)) is not None:
         from heads_kernels.ops.triton.gluon_forward import specialized_pass
 
@@ -281,7 +261,7 @@ def _programs(call: Call, tiles: Tiles, grouped: bool) -> int:
 def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, TILE: tl.constexpr):
     """A program computes `rowsum(dout * attended)` of BLOCK_M rows of a closed head, as the forward kernel would; for
     an open head it does nothing."""
-    place = _place(of, sizes, TILE)
+    place = place_of_rows(of, sizes, TILE)
     b, h, rows = place.b, place.h, place.at
     closed = sizes.T - open_rows(gate, b, h, sizes.T, TILE)
     attended = attend(of, KeyTiles(key_tiles, value_tiles), place, _opened(sizes, closed), TILE)
@@ -298,19 +278,12 @@ def closed_pass(call: Call, of: Operands, reads: Reads, dgate_rows: Tensor) -> N
     if call.gate is None or not can_close(call.gate, call.gate_activation):
         return
     if call.scale < 0.0:
-        call = _with_positive_scale(call)
+        call = with_positive_scale(call)
         of = operands_of(call)
     tiles = _tiles(call)
     of = _to_tiles(call, of, tiles)
     others = reads.dattended, dgate_rows, sizes_of(call)
     _launch(_closed_kernel, call, tiles, of, reads.gate, *others)
-
-
-def _with_positive_scale(call: Call) -> Call:
-    if call.scale >= 0.0:
-        return call
-    scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
-    return call._replace(scale=scale, query=query, content_bias=content_bias)
 
 
 def _to_tiles(call: Call, of: Operands, tiles: Tiles) -> Operands:

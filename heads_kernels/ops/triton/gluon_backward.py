@@ -62,8 +62,8 @@ from heads_kernels.ops.triton.operands import (
 )
 from heads_kernels.ops.triton.rows import FirstPass
 from heads_kernels.ops.triton.scores import probabilities
-from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
+from heads_kernels.ops.triton.visible import visible_to_tiles
 
 
 class Written(NamedTuple):

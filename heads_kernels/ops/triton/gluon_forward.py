@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.triton.attend import SoftmaxSums, normalized, softmax_scale
+from heads_kernels.ops.triton.attend import SoftmaxSums, normalized
 from heads_kernels.ops.triton.gate import activate, open_rows, row_gates
 from heads_kernels.ops.triton.gluon_tiles import (
     CACHED,
@@ -57,11 +57,14 @@ from heads_kernels.ops.triton.operands import (
     terms_of,
     visible_of,
 )
-from heads_kernels.ops.triton.scores import finish
-from heads_kernels.ops.triton.softmax import online_softmax
-from heads_kernels.ops.triton.tile_lists import visible_to_tiles
+from heads_kernels.ops.triton.scores import finish, online_softmax, softmax_scale
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
-from heads_kernels.ops.triton.visible import pairs_visible, partial_count, ranges
+from heads_kernels.ops.triton.visible import (
+    pairs_visible,
+    partial_count,
+    ranges,
+    visible_to_tiles,
+)
 
 #: The width of a swizzled tile of 16 bits.
 _NARROWEST: Final = 64

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from heads_kernels.ops.triton.descriptors import outer_strides
+from heads_kernels.ops.triton.load import described_strides
 from heads_kernels.ops.triton.operands import Place
 from heads_kernels.ops.triton.visible import (
     full_tile,
@@ -184,10 +184,10 @@ def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
 
 
 def tiles_of(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
-    """`descriptors.tiles_in`, with the layout that products read."""
+    """`load.tiles_in`, with the layout that products read."""
     shape = [1, 1, block, columns]
-    strides = [*outer_strides(rows), 1]
-    return TensorDescriptor(rows, list(rows.shape), strides, shape, _layout(*shape, rows.dtype))
+    strides, layout = described_strides(rows), _layout(*shape, rows.dtype)
+    return TensorDescriptor(rows, list(rows.shape), strides, shape, layout)
 
 
 @functools.cache

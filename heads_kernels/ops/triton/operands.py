@@ -107,7 +107,7 @@ class Dense(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """Of every tile of rows (or of keys) the tiles that it meets: see `tile_lists`.
+    """Of every tile of rows (or of keys) the tiles that it meets: see `visible`.
 
     A list has `length` places for full tiles and `length` for partial ones; `counts` says how many there are of both.
     Strides count lists.
@@ -121,7 +121,7 @@ class TileLists(NamedTuple):
 
 
 class Support(NamedTuple):
-    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `entmax_centers`.
+    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `entmax`.
 
     Tiles have `block_m` rows and `block_n` keys.
     """
@@ -197,45 +197,59 @@ class Pairs(NamedTuple):
     keys: Any
 
 
+class Excluded(NamedTuple):
+    """Keys that `max_prob` and `argmax` leave out: bytes `[B or 1, S]`."""
+
+    ptr: Tensor
+    stride_b: int
+
+
 class Operands(NamedTuple):
     """What scores are made of, what hides and drops them, and the values that they weigh."""
 
     query: Rows
     key: Rows
-    value: Rows
+    value: Rows | None  # statistics have none
     mixing: Mixing | None
     content_bias: ContentBias | None
     terms: Terms
     visible: Visible
     dropout: Dropout | None
     grouped: int | None  # not None: T is 1, and the rows of a tile are heads that share a key head
-    in_reach: Tensor | None  # int32 [programs, tiles of keys] for `entmax_forward` to write
+    in_reach: Tensor | None  # int32 [programs, tiles of keys] for `entmax.attend_sparse` to write
+    excluded: Excluded | None  # of statistics
+    end: None = None
 
 
 #: Tuples of a pointer and numbers.
-POINTERS: Final = (Rows, Gate, Mixing, ContentBias, Bias, Dense, Support, Dropout)
+POINTERS: Final = (Rows, Gate, Mixing, ContentBias, Bias, Dense, Support, Dropout, Excluded)
 
 
 def operands_of(call: Call, grouped: bool = False) -> Operands:
     """The operands of a call, packed once for all of its kernels."""
+    excluded, mixing = call.exclude_keys, call.mixing
     return Operands(
         grouped_heads_of(call.query, call.key.shape[1]) if grouped else rows_of(call.query),
         rows_of(call.key),
-        rows_of(call.value),
-        None if call.mixing is None else mixing_of(call.mixing),
-        content_bias_of(call.content_bias),
+        None if call.value is None else rows_of(call.value),
+        None if mixing is None else Mixing(mixing, *mixing.stride()),
+        None
+        if call.content_bias is None
+        else ContentBias(call.content_bias, *call.content_bias.stride()),
         terms_of(call),
         visible_of(call.intervals),
         dropout_of(call.seed, call.dropout_p),
         1 if grouped else None,
         None,
+        None if excluded is None else Excluded(_bytes_of(excluded), _batch_stride(excluded)),
     )
 
 
 def sizes_of(call: Call) -> Sizes:
     """The numbers of a call that its kernels read."""
     _, H, T, S = call.sizes
-    return Sizes(H, T, S, max(H // max(call.value.shape[1], 1), 1), call.scale)
+    heads = call.Hk if call.value is None else call.Hv
+    return Sizes(H, T, S, max(H // max(heads, 1), 1), call.scale)
 
 
 def rows_of(tensor: Tensor) -> Rows:
@@ -250,14 +264,6 @@ def grouped_heads_of(tensor: Tensor, key_heads: int) -> Rows:
     """`[B, H, 1, W]` as `[B, Hk, H / Hk, W]`: the heads that share a key head are its rows."""
     batch, head = tensor.stride()[:2]
     return Rows(tensor, batch, head * (tensor.shape[1] // key_heads), head)
-
-
-def mixing_of(mixing: Tensor) -> Mixing:
-    return Mixing(mixing, *mixing.stride())
-
-
-def content_bias_of(content_bias: Tensor | None) -> ContentBias | None:
-    return None if content_bias is None else ContentBias(content_bias, *content_bias.stride())
 
 
 def operator_of(call: Call) -> str:
@@ -291,11 +297,12 @@ def _bias_of(call: Call) -> Bias | None:
     return Bias(call.bias, inner, *strides_of(call.bias))
 
 
-def with_positive_scale(scale: float, *factors: Tensor | None) -> tuple[Any, ...]:
-    """The same scores with a scale that is not negative, as the online softmax asks: `factors` change sign with it."""
-    if scale >= 0.0:
-        return scale, *factors
-    return -scale, *(None if factor is None else factor.neg() for factor in factors)
+def with_positive_scale(call: Call) -> Call:
+    """The same scores with a scale that is not negative, as the online softmax asks: the query changes sign with it."""
+    if call.scale >= 0.0:
+        return call
+    content_bias = None if call.content_bias is None else call.content_bias.neg()
+    return call._replace(scale=-call.scale, query=call.query.neg(), content_bias=content_bias)
 
 
 def gate_kind(gate: Tensor | None) -> str:
@@ -324,7 +331,7 @@ def visible_of(intervals: Intervals) -> Visible:
         k_lo=i.k_lo,
         k_hi=i.k_hi,
         first_keys=i.first_keys,
-        key_visible=bytes_of(i.key_visible)[0],
+        key_visible=_bytes_of(i.key_visible),
         stride_rows=_batch_stride(i.k_lo),
         stride_rows_h=0 if i.k_lo is None or i.k_lo.shape[1] == 1 else i.k_lo.stride(1),
         stride_first=_batch_stride(i.first_keys),
@@ -349,9 +356,8 @@ def _far(pairs: Tensor | None) -> int | None:
     return 1 if reach >= 1 << 31 else None
 
 
-def bytes_of(flags: Tensor | None) -> tuple[Tensor | None, int]:
-    """bool `[B or 1, S]` as bytes, and its stride over batches."""
-    return (None if flags is None else flags.view(torch.uint8)), _batch_stride(flags)
+def _bytes_of(flags: Tensor | None) -> Tensor | None:
+    return None if flags is None else flags.view(torch.uint8)
 
 
 def dropout_of(seed: Tensor | None, dropout_p: float) -> Dropout | None:

@@ -38,7 +38,6 @@ from heads_kernels.ops.triton.operands import (
     rows_of,
 )
 from heads_kernels.ops.triton.scores import load_bias, prepared
-from heads_kernels.ops.triton.tile_lists import varying_pairs
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
     pairs_visible,
@@ -46,6 +45,7 @@ from heads_kernels.ops.triton.visible import (
     tile_at,
     tile_count,
     tiles_in_ranges,
+    varying_pairs,
 )
 
 

@@ -35,7 +35,6 @@ from triton.runtime import driver
 from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.build_info import PACKAGE
 from heads_kernels.ops.buffers import SHORT_QUERY
-from heads_kernels.ops.triton.chunks import MOST_CHUNKS
 
 
 @dataclass(frozen=True)
@@ -173,6 +172,8 @@ def _chosen(
     tiles = _of_kind(kind, kernel, dtype.itemsize == 2, width, variant)
     if short:  # larger tiles would multiply rows that are not there
         tiles = replace(tiles, block_m=SHORT_QUERY, num_warps=4, maxnreg=0)
+    if shared and kernel.endswith((".keys", ".queries")):
+        tiles = replace(tiles, partial_stages=tiles.num_stages)
     return _within(tiles, D) if shared else tiles
 
 
@@ -227,6 +228,8 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
     }
 
 
+#: Chunks that fit into the list of `score_tiles`: 16 of 4 bits each in one int64.
+MOST_CHUNKS: Final = 16
 #: The widest query of collaborative attention whose heads all stay on chip: 128 rows of 256 float32 sums take half of
 #: the registers. Beside the loops over chunks of wider ones, sums of 256 features spill kilobytes.
 _MOST_RESIDENT: Final = 256
