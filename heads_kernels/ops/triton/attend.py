@@ -12,9 +12,9 @@ import triton.language as tl
 
 from heads_kernels.ops.triton.entmax import attend_sparse
 from heads_kernels.ops.triton.score_tiles import (
-    Features,
     QueryRows,
     active_chunks,
+    every_feature,
     gathered,
     load_query,
     scores_of_keys,
@@ -136,7 +136,7 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
         head = place.h
         if of.grouped is not None:
             head = place.hk
-        features = Features(None, None, None, None, None)
+        features = every_feature(of, head, TILE)
         sums = _stream(of, tiles, features, head, place, split, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
@@ -149,7 +149,7 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
                     sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
         if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
             if count * BLOCK_D > TILE.resident:
-                features = Features(None, None, chunks, 0, chunks)
+                features = every_feature(of, place.h, TILE)
                 sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
     return sums
 

@@ -21,24 +21,17 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import Pairs, Place, operator_of, sizes_of
-from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
+from heads_kernels.ops.triton.rows import FirstPass, as_columns, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
-    Features,
     KeyTiles,
     QueryRows,
-    active_chunks,
+    ScoreTile,
+    every_feature,
     load_query,
     raw_scores,
 )
-from heads_kernels.ops.triton.scores import (
-    finish,
-    gradient_of_tile,
-    kept,
-    load_bias,
-    product,
-    weigh,
-)
-from heads_kernels.ops.triton.tiles import TileConstants, Tiles, tile_constants, tiles_for
+from heads_kernels.ops.triton.scores import finish, load_bias
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
 
 
@@ -69,26 +62,20 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
     )  # [BLOCK, BLOCK]
     if tl.max(seen.to(tl.int32)) != 0:
         place = Place(b, h, h // sizes.group, first_row, rows)
-        if of.mixing is None:
-            features = Features(None, None, None, None, None)
+        features = every_feature(of, h, TILE)
+        q = None
+        if features.scored is None:
             q = load_query(of, features, b, h, first_row, rows < T, BLOCK, TILE)
-        else:
-            chunks = active_chunks(of.mixing, h, TILE)
-            features, q = Features(None, None, chunks, 0, chunks), None
         query, tiles = QueryRows(q, features, lo, hi), KeyTiles(None, None)
         raw, _, v = raw_scores(of, tiles, query, first_key, keys < S, place, sizes, BLOCK, TILE)
         of_head = head_gate(reads.gate, b, h, TILE)
         row_terms = as_columns(load_row_terms(reads, of_head, b, h, rows, sizes, TILE))
         scores, _ = finish(raw, bias, of.terms, sizes.scale)
-        _, slope = weigh(scores, row_terms, seen, of.terms, h, sizes.scale)
         do = load_tile(
             reads.dattended, b, h, first_row, rows < T, TILE.dv, BLOCK, TILE.block_dv
         )  # [BLOCK, BLOCK_DV]
-        dp = product(do, tl.trans(v), tl.zeros((BLOCK, BLOCK), tl.float32))
-        keep = None
-        if of.dropout is not None:
-            keep = kept(of.dropout, b, h, rows, first_key, BLOCK)
-        acc += gradient_of_tile(slope, dp, keep, 1.0, seen, row_terms, of)
+        tile = ScoreTile(scores, 1.0, seen, None, v)
+        acc += dscores_of_tile(of, tile, do, row_terms, first_key, place, sizes, BLOCK, TILE)
     return acc
 
 
@@ -147,7 +134,7 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     if 0 in (B, H, T, S):
         dbias.zero_()
         return
-    tiles = _tiles(call)
+    tiles = tiles_for(f"{operator_of(call)}.biases", call.query, call.D, call.Dv)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_m)
     sum_rows, sum_keys = dbias.shape[3] != T, dbias.shape[4] != S
     entries = outer * inner
@@ -160,7 +147,7 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     launch(
         _bias_kernel, programs * splits, call.query, tiles, first.operands, first.reads,
         Units(parts, entries, first_batch, inner, heads, units, -(-units // splits)), sizes_of(call),
-        SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, TILE=_compiled(call, first, tiles),
+        SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, TILE=tile_constants(call, tiles, first.kind),
     )  # fmt: skip
     dbias.copy_(parts.sum(0).view(dbias.shape))
 
@@ -200,30 +187,17 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
     if T == 0 or S == 0:
         doffset_bias.zero_()
         return
-    tiles = _tiles(call)
+    tiles = tiles_for(f"{operator_of(call)}.biases", call.query, call.D, call.Dv)
     block = tiles.block_m
     row_tiles = -(-T // block)
     diagonals = row_tiles - (-S // block) - 1
     parts = doffset_bias.new_empty((2, B, H, diagonals, block))
     launch(
         _offsets_kernel, B * H * diagonals, call.query, tiles,
-        first.operands, first.reads, parts, sizes_of(call), TILE=_compiled(call, first, tiles),
+        first.operands, first.reads, parts, sizes_of(call), TILE=tile_constants(call, tiles, first.kind),
     )  # fmt: skip
     left, right = parts.flatten(3)  # [B, H, diagonals * block]
     sums = functional.pad(left, (0, block)) + functional.pad(right, (block, 0))
     # Column 0 of both is offset -(row_tiles * block), the table begins with -(T - 1).
     start = row_tiles * block - (T - 1)
     doffset_bias.copy_(sums[..., start : start + doffset_bias.shape[2]])
-
-
-def _tiles(call: Call) -> Tiles:
-    return tiles_for(
-        f"{operator_of(call)}.biases", call.query, call.query.shape[-1], call.value.shape[-1]
-    )
-
-
-def _compiled(call: Call, first: FirstPass, tiles: Tiles) -> TileConstants:
-    return tile_constants(
-        tiles, call.query.shape[-1], call.value.shape[-1], mixes=call.mixing is not None, gate=first.kind,
-        activation=call.gate_activation,
-    )  # fmt: skip

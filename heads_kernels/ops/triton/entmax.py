@@ -36,9 +36,9 @@ from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import Support, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
-    Features,
     KeyTiles,
     QueryRows,
+    every_feature,
     load_query,
     scores_of_keys,
 )
@@ -82,7 +82,7 @@ class CentersWritten(NamedTuple):
 @triton.jit
 def _query_of(of, place, T, lo, hi, TILE: tl.constexpr):
     """The query rows of `place`, which see the keys from `lo` to `hi`; no row is there where T is 0."""
-    features = Features(None, None, None, None, None)
+    features = every_feature(of, place.h, TILE)
     q = load_query(
         of, features, place.b, place.h, place.first, place.at < T, TILE.block_m, TILE
     )  # [BLOCK_M, BLOCK_D]
@@ -278,6 +278,6 @@ def centers_pass(call: Call, first: FirstPass, dalpha: Tensor) -> FirstPass:
     launch(
         _centers_kernel, B * H * row_tiles, call.query, tiles,
         first.operands, first.reads, written, sizes_of(call),
-        TILE=tile_constants(tiles, D, Dv, gate=first.kind, activation=call.gate_activation),
+        TILE=tile_constants(call, tiles, first.kind),
     )  # fmt: skip
     return first._replace(reads=first.reads._replace(delta=centers), support=support)

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from heads_kernels.backends import FARTHEST_ROW
 from heads_kernels.call import Call
@@ -56,10 +55,10 @@ from heads_kernels.ops.triton.operands import (
     grouped_heads_of,
     has_terms,
     operands_of,
-    operator_of,
     row_lse_of,
     rows_of,
     sizes_of,
+    tiles_of_pass,
     with_positive_scale,
 )
 from heads_kernels.ops.triton.rows import Reads
@@ -67,13 +66,11 @@ from heads_kernels.ops.triton.score_tiles import KeyTiles
 from heads_kernels.ops.triton.scores import online_softmax, softmax_scale
 from heads_kernels.ops.triton.specialized import specialized_forward
 from heads_kernels.ops.triton.tiles import (
-    TileConstants,
     Tiles,
     padded,
     tile_constants,
-    tiles_for,
 )
-from heads_kernels.ops.triton.visible import own_rows, place_of_rows, visible_to_tiles
+from heads_kernels.ops.triton.visible import own_rows, place_of_rows, with_tile_lists
 
 #: Splits of a row that are read at once: all of a usual call. 32 x 256 numbers take 64 registers of 128 threads.
 _SPLITS_AT_ONCE: Final = 32
@@ -215,7 +212,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
         specialized_pass(call, outputs, specialized)
         return
     (B, H, T, S), Dv = call.sizes, call.Dv
-    tiles = _tiles(call)
+    tiles = tiles_of_pass(call, "forward", _has_descriptors(call))
     key_tiles = -(-S // tiles.block_n)
     grouped, splits = False, 1
     if call.alpha is None:  # entmax needs the scores of whole rows
@@ -226,7 +223,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
         rows_of(out), rows_of(attended) if attended.numel() else None, row_lse_of(lse)
     )
     if splits == 1 and not grouped:
-        of = _to_tiles(call, of, tiles)
+        of = with_tile_lists(call, of, tiles)
         _launch(_forward_kernel, call, tiles, of, gate, written, sizes_of(call))
         return
     acc, row_max, row_sum = split_attended(out, splits)
@@ -239,7 +236,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     launch(
         _combine_kernel, B * H * T, call.query, tiles,
         of.terms, of.dropout, gate, SplitParts(acc, row_max, row_sum), written, sizes_of(call), Splits(B, splits),
-        BLOCK_SPLITS=_SPLITS_AT_ONCE, TILE=_compiled(call, tiles),
+        BLOCK_SPLITS=_SPLITS_AT_ONCE, TILE=tile_constants(call, tiles, gate_kind(call.gate)),
     )  # fmt: skip
 
 
@@ -280,18 +277,10 @@ def closed_pass(call: Call, of: Operands, reads: Reads, dgate_rows: Tensor) -> N
     if call.scale < 0.0:
         call = with_positive_scale(call)
         of = operands_of(call)
-    tiles = _tiles(call)
-    of = _to_tiles(call, of, tiles)
+    tiles = tiles_of_pass(call, "forward", _has_descriptors(call))
+    of = with_tile_lists(call, of, tiles)
     others = reads.dattended, dgate_rows, sizes_of(call)
     _launch(_closed_kernel, call, tiles, of, reads.gate, *others)
-
-
-def _to_tiles(call: Call, of: Operands, tiles: Tiles) -> Operands:
-    """The operands as kernels with these tiles read them; with entmax a program lists its tiles itself."""
-    if call.alpha is not None:
-        return of
-    visible = visible_to_tiles(call, of.terms, of.visible, tiles)
-    return of if visible is of.visible else of._replace(visible=visible)
 
 
 def _has_descriptors(call: Call) -> bool:
@@ -305,39 +294,20 @@ def _has_descriptors(call: Call) -> bool:
     return suits and describable(call.key) and describable(call.value)
 
 
-def _descriptors(
-    call: Call, tiles: Tiles
-) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
-    if not tiles.full_tiles:
-        return None, None
-    block = tiles.block_n * tiles.full_tiles
-    key, value = (tiles_in(x, block, padded(x.shape[3])) for x in (call.key, call.value))
-    return key, value
-
-
-def _tiles(call: Call) -> Tiles:
-    width, Dv = call.D, call.Dv
-    terms, descriptors = has_terms(call), _has_descriptors(call)
-    return tiles_for(f"{operator_of(call)}.forward", call.query, width, Dv, terms, descriptors)
-
-
-def _compiled(call: Call, tiles: Tiles) -> TileConstants:
-    width, Dv = call.D, call.Dv
-    return tile_constants(
-        tiles, width, Dv, mixes=call.mixing is not None, gate=gate_kind(call.gate), activation=call.gate_activation
-    )  # fmt: skip
-
-
 def _launch(
     kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Gate | None, *others: Any, splits: int = 1,
     grouped: bool = False,
 ) -> None:  # fmt: skip
     programs = splits * _programs(call, tiles, grouped)
     if call.alpha is not None:
-        key_tiles = -(-call.key.shape[-2] // tiles.block_n)
-        in_reach = call.query.new_empty((programs, key_tiles), dtype=torch.int32)
-        of = of._replace(in_reach=in_reach)
+        shape = programs, -(-call.S // tiles.block_n)
+        of = of._replace(in_reach=call.query.new_empty(shape, dtype=torch.int32))
+    key_tiles, value_tiles = None, None
+    if tiles.full_tiles:
+        block = tiles.block_n * tiles.full_tiles
+        key_tiles = tiles_in(call.key, block, padded(call.D))
+        value_tiles = tiles_in(call.value, block, padded(call.Dv))
     launch(
-        kernel, programs, call.query, tiles, of, *_descriptors(call, tiles), gate, *others,
-        TILE=_compiled(call, tiles),
+        kernel, programs, call.query, tiles, of, key_tiles, value_tiles, gate, *others,
+        TILE=tile_constants(call, tiles, gate_kind(call.gate)),
     )  # fmt: skip

@@ -63,7 +63,7 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.rows import FirstPass
 from heads_kernels.ops.triton.scores import probabilities
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
-from heads_kernels.ops.triton.visible import visible_to_tiles
+from heads_kernels.ops.triton.visible import with_tile_lists
 
 
 class Written(NamedTuple):
@@ -279,9 +279,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
     sizes, of, reads = sizes_of(call), first.operands, first.reads
     width = max(64, padded(max(D, Dv)))
-    constants = tile_constants(
-        tiles, D, Dv, gate=first.kind, activation=call.gate_activation, width=width
-    )
+    constants = tile_constants(call, tiles, first.kind, width)
     key_tiles, row_tiles = -(-S // tiles.block_n), -(-T // tiles.block_m)
     splits = splits_of(sizes.group, B * Hk * key_tiles, call.query)
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
@@ -291,7 +289,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     # Which programs add to a tile of rows: of a band it is known, else it is counted in lists.
     listed = of.visible.k_lo is not None or of.visible.key_visible is not None
     visible, rows_visible = (
-        visible_to_tiles(call, of.terms, of.visible, tiles, by_keys=by_keys, listed=listed)
+        with_tile_lists(call, of, tiles, by_keys, listed=listed).visible
         for by_keys in (True, False)
     )
     rows, keys = ((block, width) for block in (tiles.block_m, tiles.block_n))

@@ -52,10 +52,9 @@ from heads_kernels.ops.triton.operands import (
     Sizes,
     gate_kind,
     gate_of,
+    operands_of,
     row_lse_of,
     sizes_of,
-    terms_of,
-    visible_of,
 )
 from heads_kernels.ops.triton.scores import finish, online_softmax, softmax_scale
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
@@ -63,7 +62,7 @@ from heads_kernels.ops.triton.visible import (
     pairs_visible,
     partial_count,
     ranges,
-    visible_to_tiles,
+    with_tile_lists,
 )
 
 #: The width of a swizzled tile of 16 bits.
@@ -310,18 +309,16 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept. The scale is not negative."""
     out, attended, lse = outputs
     B, H, T, S = call.sizes
-    terms, visible, sizes = terms_of(call), visible_of(call.intervals), sizes_of(call)
+    of, sizes = with_tile_lists(call, operands_of(call), tiles), sizes_of(call)
     width = max(_NARROWEST, padded(max(call.D, call.Dv)))
     gate = gate_of(call.gate)
-    constants = tile_constants(
-        tiles, call.D, call.Dv, gate=gate_kind(call.gate), activation=call.gate_activation, width=width
-    )  # fmt: skip
+    constants = tile_constants(call, tiles, gate_kind(call.gate), width)
     queries, keys = ((block, width) for block in (CONSUMER_ROWS.value, tiles.block_n))
     together = CACHED // (4 * max(S, 1) * width) * sizes.group
     launch(
         _specialized_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         tiles_of(call.query, *queries), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
         tiles_of(out, *queries), tiles_of(attended, *queries) if attended.numel() else None,
-        terms, visible_to_tiles(call, terms, visible, tiles), gate, row_lse_of(lse), sizes,
+        of.terms, of.visible, gate, row_lse_of(lse), sizes,
         max(1, min(together, B * H)), TILE=constants, STAGES=tiles.num_stages,
     )  # fmt: skip

@@ -29,32 +29,31 @@ from heads_kernels.ops.triton.operands import (
     Place,
     Rows,
     Splits,
-    has_terms,
-    operator_of,
     rows_of,
     sizes_of,
+    tiles_of_pass,
 )
 from heads_kernels.ops.triton.rows import FirstPass, as_rows, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Chunks,
-    Features,
     OwnKeys,
     active_chunks,
     add_chunks,
+    every_feature,
     gathered,
     load_content_bias,
     load_key,
     scores_of_rows,
 )
 from heads_kernels.ops.triton.scores import dropped, gradient_of_tile, kept, product, weigh
-from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
     partial_count,
     partial_tile,
     tiles_that_see,
-    visible_to_tiles,
+    with_tile_lists,
 )
 
 
@@ -125,7 +124,7 @@ def _no_sums(WIDTH: tl.constexpr, TILE: tl.constexpr):
 def _rows_of_head(
     of, reads, keys, written, sums, visits, taking_part, place, sizes, TILE: tl.constexpr
 ):
-    """`sums` after all tiles of query rows of the head of `place`; with `taking_part` 0 (a closed head) there are none."""
+    """`sums` after all tiles of query rows of the head of `place`; a closed head, `taking_part` 0, has none."""
     b, h = place.b, place.h
     own = place.first // TILE.block_n
     of_head = head_gate(reads.gate, b, h, TILE)
@@ -154,7 +153,7 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     b = tl.program_id(0) // (tiles * Hk) % splits.batches
     hk = tl.program_id(0) // tiles % Hk
     at = first_key + tl.arange(0, BLOCK_N)
-    features = Features(None, None, None, None, None)
+    features = every_feature(of, hk, TILE)
     keys = OwnKeys(
         load_key(of, None, features, b, hk, first_key, at < S, BLOCK_N, TILE),
         load_tile(of.value, b, hk, first_key, at < S, TILE.dv, BLOCK_N, TILE.block_dv),
@@ -293,7 +292,7 @@ def keys_pass(
         keys_pass(call, first, nothing, dvalue, nothing)
         return
     B, S, value_heads = call.B, call.S, call.value.shape[1]
-    tiles = tiles_for(f"{operator_of(call)}.keys", call.query, call.D, call.Dv, has_terms(call))
+    tiles = tiles_of_pass(call, "keys")
     sizes = sizes_of(call)
     programs = B * -(-S // tiles.block_n)
     if mixes:  # programs share groups of heads, and each value head has one owner
@@ -307,17 +306,12 @@ def keys_pass(
         kernel, splits = _gated_keys_kernel, splits_of(sizes.group, programs, call.query)
         parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
     of_key, of_value = (rows_of(part) if grad.numel() else None for grad, part in parts)
-    of = first.operands
-    visible = visible_to_tiles(
-        call, of.terms, of.visible, tiles, by_keys=True, support=first.support
-    )
+    of = with_tile_lists(call, first.operands, tiles, by_keys=True, support=first.support)
     launch(
         kernel, programs * splits, call.query, tiles,
-        of._replace(visible=visible), first.reads,
+        of, first.reads,
         KeysWritten(of_key, of_value, dcontent_bias if dcontent_bias.numel() else None), sizes, Splits(B, splits),
-        TILE=tile_constants(
-            tiles, call.D, call.Dv, mixes=mixes, gate=first.kind, activation=call.gate_activation
-        ),
+        TILE=tile_constants(call, tiles, first.kind),
     )  # fmt: skip
     for grad, part in parts:
         sum_parts(part, grad, splits)

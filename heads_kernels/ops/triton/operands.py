@@ -18,6 +18,7 @@ from heads_kernels.call import Call
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.gate import is_elementwise
 from heads_kernels.ops.philox import threshold
+from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 
 
 class Rows(NamedTuple):
@@ -271,6 +272,12 @@ def operator_of(call: Call) -> str:
     if call.mixing is not None:
         return "collaborative_attention"
     return "gated_attention" if call.alpha is None else "entmax_attention"
+
+
+def tiles_of_pass(call: Call, part: str, descriptors: bool = False) -> Tiles:
+    """The tiles of a pass of the operator, such as "keys"; `descriptors` as of `tiles_for`."""
+    name = f"{operator_of(call)}.{part}"
+    return tiles_for(name, call.query, call.D, call.Dv, has_terms(call), descriptors)
 
 
 def has_terms(call: Call) -> bool:

@@ -27,28 +27,27 @@ from heads_kernels.ops.triton.operands import (
     Place,
     Rows,
     Splits,
-    has_terms,
-    operator_of,
     rows_of,
     sizes_of,
+    tiles_of_pass,
 )
-from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
+from heads_kernels.ops.triton.rows import FirstPass, as_columns, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     ALL_CHUNKS,
     Chunks,
-    Features,
     KeyTiles,
     QueryRows,
     active_chunks,
     chunk_at,
+    every_feature,
     gathered,
     halves,
     load_mixing,
     load_query,
     scores_of_keys,
 )
-from heads_kernels.ops.triton.scores import finite_part, gradient_of_tile, kept, product, weigh
-from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
+from heads_kernels.ops.triton.scores import finite_part, product
+from heads_kernels.ops.triton.tiles import tile_constants
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -58,7 +57,7 @@ from heads_kernels.ops.triton.visible import (
     ranges,
     tiles_in_ranges,
     tiles_seen,
-    visible_to_tiles,
+    with_tile_lists,
 )
 
 
@@ -80,13 +79,8 @@ def _keys_tile(
     key_tile = scores_of_keys(
         of, KeyTiles(None, None), query, first, place, sizes, PARTIAL, BLOCK_N, TILE
     )
-    k, v, seen = key_tile.operand, key_tile.weighed, key_tile.seen
-    _, slope = weigh(key_tile.scores, row_terms, seen, of.terms, place.h, sizes.scale)
-    dp = product(do, tl.trans(v), tl.zeros((TILE.block_m, BLOCK_N), tl.float32))
-    keep = None
-    if of.dropout is not None:
-        keep = kept(of.dropout, place.b, place.h, place.at, first, BLOCK_N)
-    dscores = gradient_of_tile(slope, dp, keep, key_tile.cap, seen, row_terms, of)
+    dscores = dscores_of_tile(of, key_tile, do, row_terms, first, place, sizes, BLOCK_N, TILE)
+    k = key_tile.operand
     if PARTIAL:
         k = finite_part(k)
     return product(dscores.to(k.dtype), k, dquery)
@@ -130,7 +124,7 @@ def _gated_queries_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     taking_part = open_rows(reads.gate, b, h, sizes.T, TILE)
     lo, hi = ranges(of.visible, b, h, rows, taking_part, sizes.S)  # [BLOCK_M]
     visits = tiles_seen(of.visible, place, first_row // BLOCK_M, lo, hi, taking_part, TILE.block_n)
-    features = Features(None, None, None, None, None)
+    features = every_feature(of, h, TILE)
     q = load_query(of, features, b, h, first_row, rows < taking_part, BLOCK_M, TILE)
     query = QueryRows(q, features, lo, hi)
     dquery, _ = _keys_of_head(of, reads, query, visits, place, taking_part, sizes, TILE)
@@ -248,17 +242,12 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Ten
     if H == 0:
         dquery.zero_()  # no head writes it
         return
-    mixes = call.mixing is not None
-    name = f"{operator_of(call)}.queries"
-    tiles = tiles_for(name, call.query, call.D, call.Dv, has_terms(call))
+    tiles = tiles_of_pass(call, "queries")
     row_tiles = -(-T // tiles.block_m)
-    of, sizes = first.operands, sizes_of(call)
-    visible = visible_to_tiles(call, of.terms, of.visible, tiles, support=first.support)
-    of = of._replace(visible=visible)
-    constants = tile_constants(
-        tiles, call.D, call.Dv, mixes=mixes, gate=first.kind, activation=call.gate_activation
-    )
-    if not mixes:
+    of = with_tile_lists(call, first.operands, tiles, support=first.support)
+    sizes = sizes_of(call)
+    constants = tile_constants(call, tiles, first.kind)
+    if call.mixing is None:
         written = QueriesWritten(rows_of(dquery), None)
         launch(
             _gated_queries_kernel, B * H * row_tiles, call.query, tiles,

@@ -37,7 +37,14 @@ from heads_kernels.ops.triton.operands import (
     row_lse_of,
     rows_of,
 )
-from heads_kernels.ops.triton.scores import load_bias, prepared
+from heads_kernels.ops.triton.scores import (
+    gradient_of_tile,
+    kept,
+    load_bias,
+    prepared,
+    product,
+    weigh,
+)
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
     pairs_visible,
@@ -220,6 +227,22 @@ def as_rows(terms):
     )  # fmt: skip
 
 
+@triton.jit
+def dscores_of_tile(
+    of, tile, do, row_terms, first, place, sizes, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+):
+    """The gradient [BLOCK_M, BLOCK_N] of the scores of a program's rows and the keys from `first` on, before scale.
+
+    `tile` is their `score_tiles.ScoreTile`, `do` [BLOCK_M, BLOCK_DV]; `row_terms` are columns.
+    """
+    _, slope = weigh(tile.scores, row_terms, tile.seen, of.terms, place.h, sizes.scale)
+    dp = product(do, tl.trans(tile.weighed), tl.zeros((TILE.block_m, BLOCK_N), tl.float32))
+    keep = None
+    if of.dropout is not None:
+        keep = kept(of.dropout, place.b, place.h, place.at, first, BLOCK_N)
+    return gradient_of_tile(slope, dp, keep, tile.cap, tile.seen, row_terms, of)
+
+
 def first_pass(
     call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor | None, gated_rows: bool = False
 ) -> FirstPass:  # fmt: skip
@@ -248,7 +271,7 @@ def first_pass(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
         of_dout, rows_of(saved.attended), gate, operands.terms,
         read, written, H, T,
-        TILE=tile_constants(tiles, 0, Dv, gate=kind, activation=call.gate_activation),
+        TILE=tile_constants(call, tiles, kind),
     )  # fmt: skip
     if gated:
         gate, kind = None, "none"

@@ -161,6 +161,17 @@ def add_chunks(rows, b, first, L, chunks, place, values, BLOCK: tl.constexpr, TI
         add_columns(rows, b, first, end, column, values, TILE.d, BLOCK, TILE.block_d)
 
 
+@triton.jit
+def every_feature(of, h, TILE: tl.constexpr):
+    """All features of a head: its own, or the chunks that it mixes, one by one."""
+    if of.mixing is None:
+        features = Features(None, None, None, None, None)
+    else:
+        chunks = active_chunks(of.mixing, h, TILE)
+        features = Features(None, None, chunks, 0, chunks)
+    return features
+
+
 # ---------------------------------------------------------------------- tiles of scores
 @triton.jit
 def load_query(of, features, b, h, first, there, BLOCK: tl.constexpr, TILE: tl.constexpr):

@@ -26,10 +26,9 @@ from heads_kernels.ops.triton.operands import (
     with_positive_scale,
 )
 from heads_kernels.ops.triton.score_tiles import (
-    Features,
     KeyTiles,
     OwnKeys,
-    active_chunks,
+    every_feature,
     load_content_bias,
     load_key,
     scores_of_rows,
@@ -50,7 +49,7 @@ from heads_kernels.ops.triton.visible import (
     partial_tile,
     place_of_rows,
     tiles_that_see,
-    visible_to_tiles,
+    with_tile_lists,
 )
 
 
@@ -161,13 +160,10 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
         visits = tiles_that_see(of.visible, b, h, first_key, T, S, BLOCK_N, TILE.block_m)
     else:
         visits = listed_tiles(of.visible, b, h, own, T)
+    features = every_feature(of, h, TILE)
     k, content = None, None
-    if of.mixing is None:
-        features = Features(None, None, None, None, None)
+    if features.scored is None:
         k = load_key(of, None, features, b, place.hk, first_key, at < S, BLOCK_N, TILE)
-    else:
-        chunks = active_chunks(of.mixing, h, TILE)
-        features = Features(None, None, chunks, 0, chunks)
     if of.content_bias is not None:
         content = load_content_bias(of.content_bias, b, h, at, S)
     keys = OwnKeys(k, None, content, features)
@@ -191,8 +187,8 @@ def statistics(call: Call, results: Buffers) -> None:
     shares = None if call.row_weights is None else _shares_of(call, call.row_weights)
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
-        of._replace(visible=visible_to_tiles(call, of.terms, of.visible, tiles)), Written(*results[:-1], shares), sizes,
-        TILE=tile_constants(tiles, call.D, 0, mixes=mixes),
+        with_tile_lists(call, of, tiles), Written(*results[:-1], shares), sizes,
+        TILE=tile_constants(call, tiles),
     )  # fmt: skip
     if shares is None or not results.received.numel():
         return
@@ -200,8 +196,8 @@ def statistics(call: Call, results: Buffers) -> None:
     tiles = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
     launch(
         _received_kernel, B * H * -(-S // tiles.block_n), call.query, tiles,
-        of._replace(visible=visible_to_tiles(call, of.terms, of.visible, tiles, by_keys=True)), shares,
-        results.received, sizes, TILE=tile_constants(tiles, call.D, 0, mixes=mixes),
+        with_tile_lists(call, of, tiles, by_keys=True), shares,
+        results.received, sizes, TILE=tile_constants(call, tiles),
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from triton.runtime import driver
 
 from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.build_info import PACKAGE
+from heads_kernels.call import Call
 from heads_kernels.ops.buffers import SHORT_QUERY
 
 
@@ -72,7 +73,7 @@ class Tiles:
         return options
 
 
-@dataclass(frozen=True, eq=False)  # `tile_constants` makes one for equal numbers
+@dataclass(frozen=True, eq=False)  # `_constants` makes one for equal numbers
 class TileConstants:
     """What a kernel is compiled for: the sizes of its tiles, the widths of heads, what it computes.
 
@@ -85,7 +86,6 @@ class TileConstants:
         partial_stages: of loops over partial tiles.
         gate: the kind of the gate: `operands.gate_kind`.
         activation: of the gate.
-        needs_key, needs_value: whether a pass over keys computes dkey (of collaborative attention: scores), dvalue.
     """
 
     block_m: tl.constexpr
@@ -99,20 +99,22 @@ class TileConstants:
     partial_stages: tl.constexpr
     gate: tl.constexpr
     activation: tl.constexpr
-    needs_key: tl.constexpr
-    needs_value: tl.constexpr
+
+
+def tile_constants(call: Call, tiles: Tiles, gate: str = "none", width: int = 0) -> TileConstants:
+    """The description of kernels with these tiles; `gate` is its kind, `width` that of all tiles, unless it is 0."""
+    mixes, activation = call.mixing is not None, call.gate_activation
+    return _constants(tiles, call.D, call.Dv, mixes, gate, activation, width)
 
 
 @functools.cache
-def tile_constants(
-    tiles: Tiles, D: int, Dv: int, *, mixes: bool = False, gate: str = "none", activation: str = "identity",
-    needs_key: bool = False, needs_value: bool = False, width: int = 0,
-) -> TileConstants:  # fmt: skip
-    """The description of kernels with these tiles for heads of these widths; `width`: of all tiles, unless it is 0."""
+def _constants(
+    tiles: Tiles, D: int, Dv: int, mixes: bool, gate: str, activation: str, width: int
+) -> TileConstants:
     block_d = tiles.block_d if mixes else width or padded(D)
-    chunks = chunks_of(D, block_d) if mixes else 0
+    chunks = 1 << (max(2, -(-D // block_d)) - 1).bit_length() if mixes and block_d else 0
     numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice,
-        tiles.partial_stages, gate, activation, needs_key, needs_value)  # fmt: skip
+        tiles.partial_stages, gate, activation)  # fmt: skip
     return TileConstants(*map(tl.constexpr, numbers))
 
 
@@ -147,11 +149,6 @@ def warp_tiles(kernel: str, like: Tensor, width: int) -> Tiles | None:
 def padded(width: int) -> int:
     """The power of two that a tile of this width has: at least 16, the depth of a tensor core's product."""
     return 1 << (max(width, 16) - 1).bit_length()
-
-
-def chunks_of(Ds: int, block_d: int) -> int:
-    """How many chunks of a step's width `Ds` has, rounded up to a power of two."""
-    return 1 << (max(2, -(-Ds // block_d)) - 1).bit_length()
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import triton.language as tl
 from heads_kernels.call import Call
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import pair_addresses
-from heads_kernels.ops.triton.operands import Pairs, Place, Support, Terms, TileLists, Visible
+from heads_kernels.ops.triton.operands import Operands, Pairs, Place, Support, TileLists
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 
@@ -347,22 +347,18 @@ def _supported(support, head, pairs, T, S, there):
     return tl.load(at, mask=there, other=0) != 0
 
 
-def visible_to_tiles(
-    call: Call,
-    terms: Terms,
-    visible: Visible,
-    tiles: Tiles,
-    by_keys: bool = False,
-    support: Support | None = None,
-    listed: bool = False,
-) -> Visible:
-    """`visible` of the call as kernels with these tiles read it: with lists of tiles where they are needed.
+def with_tile_lists(
+    call: Call, of: Operands, tiles: Tiles, by_keys: bool = False, support: Support | None = None, listed: bool = False
+) -> Operands:  # fmt: skip
+    """The operands as kernels with these tiles read them: with lists of tiles where they are needed, or `listed`.
 
     `by_keys`: lists of tiles of rows for every tile of keys, not the other way around. Tiles outside of `support` are
-    in none.
+    in none. A kernel of entmax that is given no support lists its tiles itself.
     """
-    if visible.dense is None and terms.bias is None and support is None and not listed:
-        return visible
+    if support is None and call.alpha is not None:
+        return of
+    if of.visible.dense is None and of.terms.bias is None and support is None and not listed:
+        return of
     B, H, T, S = call.sizes
     batches, heads = varying_pairs(call) if support is None else (B, H)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
@@ -371,12 +367,13 @@ def visible_to_tiles(
     lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
     counts = call.query.new_empty((count, 2), dtype=torch.int32)
     launch(
-        _lists_kernel, count, call.query, tiles, visible, terms,
+        _lists_kernel, count, call.query, tiles, of.visible, of.terms,
         support, lists, counts, heads, T, S,
         BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
     )  # fmt: skip
     strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
-    return visible._replace(lists=TileLists(lists, counts, length, *strides))
+    of_tiles = TileLists(lists, counts, length, *strides)
+    return of._replace(visible=of.visible._replace(lists=of_tiles))
 
 
 def varying_pairs(call: Call) -> tuple[int, int]:
