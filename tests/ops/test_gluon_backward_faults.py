@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "too few bytes are expected": ((("BYTES: gl.constexpr = 2 *", "BYTES: gl.constexpr = 1 *"),), "bytes more than"),
     "too many bytes are expected": ((("BYTES: gl.constexpr = 2 *", "BYTES: gl.constexpr = 4 *"),), "a deadlock"),
     "a barrier is not initialized": (
-        (("mbarrier.init(dquery_ready.index(0), count=1)", "pass"),), "not initialized|arrivals, of 0",
+        (("dquery_ready = barriers(1, 1)", "dquery_ready = barriers(1, 0)"),), "not initialized|arrivals, of 0",
     ),
 }  # fmt: skip
 

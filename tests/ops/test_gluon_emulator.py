@@ -114,10 +114,10 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         ((_VALUES, _VALUES.replace("(index - 1) // STAGES", "index // STAGES")),), f"{_UNCOPIED}|a deadlock",
     ),
     "one consumer frees keys for both": (
-        (("key_free.index(i), count=2", "key_free.index(i), count=1"),), "overwritten|a deadlock",
+        (("key_free = barriers(STAGES, 2)", "key_free = barriers(STAGES, 1)"),), "overwritten|a deadlock",
     ),
     "a third consumer is expected": (
-        (("value_free.index(i), count=2", "value_free.index(i), count=3"),), "a deadlock",
+        (("value_free = barriers(STAGES, 2)", "value_free = barriers(STAGES, 3)"),), "a deadlock",
     ),
     "keys are not freed": (((_FREES_K, "pass\n"),), "a deadlock"),
     "turns are not passed on": (
@@ -156,7 +156,7 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         "nobody waited|a deadlock|middle of a phase",
     ),
     "a barrier is not initialized": (
-        (("mbarrier.init(query_ready.index(i), count=1)", "pass"),), "not initialized|arrivals, of 0",
+        (("query_ready = barriers(2, 1)", "query_ready = barriers(2, 0)"),), "not initialized|arrivals, of 0",
     ),
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import Pairs, Place, operator_of, sizes_of
-from heads_kernels.ops.triton.rows import FirstPass, as_columns, dscores_of_tile, load_row_terms
+from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     KeyTiles,
     QueryRows,
@@ -69,7 +69,7 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
         query, tiles = QueryRows(q, features, lo, hi), KeyTiles(None, None)
         raw, _, v = raw_scores(of, tiles, query, first_key, keys < S, place, sizes, BLOCK, TILE)
         of_head = head_gate(reads.gate, b, h, TILE)
-        row_terms = as_columns(load_row_terms(reads, of_head, b, h, rows, sizes, TILE))
+        row_terms = along(load_row_terms(reads, of_head, b, h, rows, sizes, TILE), 1)
         scores, _ = finish(raw, bias, of.terms, sizes.scale)
         do = load_tile(
             reads.dattended, b, h, first_row, rows < T, TILE.dv, BLOCK, TILE.block_dv

@@ -34,7 +34,7 @@ from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import Support, sizes_of
-from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
+from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     KeyTiles,
     QueryRows,
@@ -200,7 +200,7 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     )
     of_head = head_gate(reads.gate, b, h, TILE)
     row_terms = load_row_terms(reads, of_head, b, h, rows, sizes, TILE)
-    columns = as_columns(row_terms)
+    columns = along(row_terms, 1)
     slopes = tl.zeros((BLOCK_M,), tl.float32)
     slope_differences = tl.zeros((BLOCK_M,), tl.float32)
     if written.dalpha is not None:

@@ -124,7 +124,7 @@ def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.c
         tl.store(written.lse.ptr + at, attended.lse, mask=rows < T)
         if written.lse.above is not None:
             tl.store(written.lse.above + at, attended.above, mask=rows < T)
-    gated = times_gate(attended.rows, gate, b, h, rows, T, TILE)
+    gated = times_gate(attended.rows, gate, b, h, rows, tl.arange(0, TILE.block_dv), T, TILE)
     # Rows that see nothing are 0, whatever their gate.
     gated = tl.where(attended.sees[:, None], gated, 0.0)
     store_tile(written.out, b, h, first_row, T, gated, TILE.dv, ROWS, TILE.block_dv)

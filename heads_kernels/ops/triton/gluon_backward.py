@@ -50,7 +50,7 @@ from heads_kernels.ops.triton.gluon_row_tiles import (
     reader,
     tiles_of_head,
 )
-from heads_kernels.ops.triton.gluon_tiles import CACHED, tiles_of
+from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, tiles_of
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import head_of
 from heads_kernels.ops.triton.operands import (
@@ -239,22 +239,13 @@ def _backward_kernel(
     DSCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     dscores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DSCORES)
     dquery = gl.allocate_shared_memory(gl.float32, [1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout)
-    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
-    keys_ready = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
-    query_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    dout_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    terms_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    dquery_ready = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
-    dquery_free = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
-    mbarrier.init(keys_ready.index(0), count=1)
-    mbarrier.init(dquery_ready.index(0), count=1)
-    mbarrier.init(dquery_free.index(0), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(query_ready.index(i), count=1)
-        mbarrier.init(dout_ready.index(i), count=1)
-        mbarrier.init(terms_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    keys_ready = barriers(1, 1)
+    query_ready = barriers(STAGES, 1)
+    dout_ready = barriers(STAGES, 1)
+    terms_ready = barriers(STAGES, 1)
+    free = barriers(STAGES, 1)
+    dquery_ready = barriers(1, 1)
+    dquery_free = barriers(1, 1)
     fence_async_shared()
     shared = Shared(
         key, value, query, dout, lse, delta, lo, hi, dscores, dquery, keys_ready, query_ready, dout_ready, terms_ready,

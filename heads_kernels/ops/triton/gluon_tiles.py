@@ -60,6 +60,15 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that each complete by so many arrivals."""
+    added = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(added.index(i), count=ARRIVALS)
+    return added
+
+
+@gluon.jit
 def place_of(sizes, together, TILE: gl.constexpr, ROWS: gl.constexpr):
     """The place of a program among `together` heads that are in work at once; `sizes.T` rows have tiles."""
     tiles = gl.cdiv(sizes.T, TILE.block_m)

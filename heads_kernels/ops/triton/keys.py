@@ -33,7 +33,7 @@ from heads_kernels.ops.triton.operands import (
     sizes_of,
     tiles_of_pass,
 )
-from heads_kernels.ops.triton.rows import FirstPass, as_rows, load_row_terms
+from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Chunks,
     OwnKeys,
@@ -49,9 +49,9 @@ from heads_kernels.ops.triton.scores import dropped, gradient_of_tile, kept, pro
 from heads_kernels.ops.triton.tiles import tile_constants
 from heads_kernels.ops.triton.visible import (
     full_tile,
-    listed_tiles,
     partial_count,
     partial_tile,
+    tiles_seeing,
     tiles_that_see,
     with_tile_lists,
 )
@@ -90,7 +90,7 @@ def _rows_tile(
         of, reads.dattended, keys, first_row, there, place, sizes, PARTIAL, TILE
     )
     q, do, seen = row_tile.operand, row_tile.weighed, row_tile.seen
-    row_terms = as_rows(row_terms)
+    row_terms = along(row_terms, 0)
     p, slope = weigh(row_tile.scores, row_terms, seen, of.terms, place.h, sizes.scale)
     keep = None
     if of.dropout is not None:
@@ -168,10 +168,8 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     for index in range(tl.minimum(heads, group - split * heads)):
         h = hk * group + split * heads + index
         place = Place(b, h, hk, first_key, at)
-        if of.visible.lists is not None:
-            visits = listed_tiles(of.visible, b, h, first_key // BLOCK_N, sizes.T)
-        elif of.visible.by_head is not None:
-            visits = tiles_that_see(of.visible, b, h, first_key, sizes.T, S, BLOCK_N, TILE.block_m)
+        if (of.visible.lists is not None) or (of.visible.by_head is not None):
+            visits = tiles_seeing(of.visible, place, sizes.T, S, BLOCK_N, TILE.block_m)
         taking_part = tl.minimum(open_rows(reads.gate, b, h, sizes.T, TILE), 1)
         sums = _rows_of_head(
             of, reads, keys, written, sums, visits, taking_part, place, sizes, TILE
@@ -216,8 +214,7 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
     RESIDENT: tl.constexpr = TILE.resident
     H, T, S, group = sizes.H, sizes.T, sizes.S, sizes.group
     tiles = tl.cdiv(S, BLOCK_N)
-    own = tl.program_id(0) % tiles
-    first_key = own * BLOCK_N
+    first_key = (tl.program_id(0) % tiles) * BLOCK_N
     b = tl.program_id(0) // tiles % splits.batches
     split = tl.program_id(0) // (tiles * splits.batches)
     at = first_key + tl.arange(0, BLOCK_N)
@@ -229,10 +226,8 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
     for index in tl.range(0, tl.minimum(heads, H - split * heads), disable_licm=True):
         h = split * heads + index
         place = Place(b, h, h // group, first_key, at)
-        if of.visible.lists is not None:
-            visits = listed_tiles(of.visible, b, h, own, T)
-        elif of.visible.by_head is not None:
-            visits = tiles_that_see(of.visible, b, h, first_key, T, S, BLOCK_N, TILE.block_m)
+        if (of.visible.lists is not None) or (of.visible.by_head is not None):
+            visits = tiles_seeing(of.visible, place, T, S, BLOCK_N, TILE.block_m)
         chunks = active_chunks(of.mixing, h, TILE)
         # A closed head has no chunks, and so takes none of the branches below.
         count = tl.where(open_rows(reads.gate, b, h, T, TILE) == 0, 0, chunks.length)

@@ -48,15 +48,6 @@ class Mixing(NamedTuple):
     stride_d: int
 
 
-class ContentBias(NamedTuple):
-    """A content bias `[B, H, S]`."""
-
-    ptr: Tensor
-    stride_b: int
-    stride_h: int
-    stride_s: int
-
-
 class Bias(NamedTuple):
     """A bias of the scores, `[B1, B2, H, T, S]`: batch b reads entry `(b // inner, b % inner)`.
 
@@ -212,7 +203,7 @@ class Operands(NamedTuple):
     key: Rows
     value: Rows | None  # statistics have none
     mixing: Mixing | None
-    content_bias: ContentBias | None
+    content_bias: Rows | None  # [B, H, S]
     terms: Terms
     visible: Visible
     dropout: Dropout | None
@@ -223,26 +214,30 @@ class Operands(NamedTuple):
 
 
 #: Tuples of a pointer and numbers.
-POINTERS: Final = (Rows, Gate, Mixing, ContentBias, Bias, Dense, Support, Dropout, Excluded)
+POINTERS: Final = (Rows, Gate, Mixing, Bias, Dense, Support, Dropout, Excluded)
 
 
 def operands_of(call: Call, grouped: bool = False) -> Operands:
     """The operands of a call, packed once for all of its kernels."""
-    excluded, mixing = call.exclude_keys, call.mixing
+    content_bias, dropout, excluded = call.content_bias, None, None
+    if call.seed is not None and call.dropout_p:
+        scale = 1.0 / (1.0 - call.dropout_p)
+        dropout = Dropout(call.seed, threshold(call.dropout_p), scale)
+    if call.exclude_keys is not None:
+        flags = call.exclude_keys
+        excluded = Excluded(flags.view(torch.uint8), _batch_stride(flags))
     return Operands(
-        grouped_heads_of(call.query, call.key.shape[1]) if grouped else rows_of(call.query),
-        rows_of(call.key),
-        None if call.value is None else rows_of(call.value),
-        None if mixing is None else Mixing(mixing, *mixing.stride()),
-        None
-        if call.content_bias is None
-        else ContentBias(call.content_bias, *call.content_bias.stride()),
-        terms_of(call),
-        visible_of(call.intervals),
-        dropout_of(call.seed, call.dropout_p),
-        1 if grouped else None,
-        None,
-        None if excluded is None else Excluded(_bytes_of(excluded), _batch_stride(excluded)),
+        query=grouped_heads_of(call.query, call.key.shape[1]) if grouped else rows_of(call.query),
+        key=rows_of(call.key),
+        value=None if call.value is None else rows_of(call.value),
+        mixing=None if call.mixing is None else Mixing(call.mixing, *call.mixing.stride()),
+        content_bias=None if content_bias is None else Rows(content_bias, *content_bias.stride()),
+        terms=_terms_of(call),
+        visible=_visible_of(call.intervals),
+        dropout=dropout,
+        grouped=1 if grouped else None,
+        in_reach=None,
+        excluded=excluded,
     )
 
 
@@ -254,11 +249,8 @@ def sizes_of(call: Call) -> Sizes:
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    if tensor.dim() == 3:
-        of_batch, of_row, _ = tensor.stride()
-        return Rows(tensor, of_batch, 0, of_row)
-    of_batch, of_head, of_row, _ = tensor.stride()
-    return Rows(tensor, of_batch, of_head, of_row)
+    of_batch, *of_head, of_row, _ = tensor.stride()
+    return Rows(tensor, of_batch, *(of_head or [0]), of_row)
 
 
 def grouped_heads_of(tensor: Tensor, key_heads: int) -> Rows:
@@ -286,7 +278,7 @@ def has_terms(call: Call) -> bool:
     return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
 
 
-def terms_of(call: Call) -> Terms:
+def _terms_of(call: Call) -> Terms:
     sinks = None if call.sinks is None else call.sinks.contiguous()
     bias = call.bias if call.offset_bias is None else call.offset_bias
     alpha = None if call.alpha is None else call.alpha.contiguous()
@@ -324,34 +316,28 @@ def gate_kind(gate: Tensor | None) -> str:
 def gate_of(gate: Tensor | None) -> Gate | None:
     if gate is None:
         return None
-    leading = 1 if gate.dim() == 1 else 0  # [H] has no batch
-    strides = [0] * leading
-    strides += strides_of(gate)
+    strides = [0, *strides_of(gate)] if gate.dim() == 1 else strides_of(gate)
     return Gate(gate, *strides, *[0] * (4 - len(strides)))
 
 
-def visible_of(intervals: Intervals) -> Visible:
-    i = intervals
+def _visible_of(intervals: Intervals) -> Visible:
+    i, dense, seen = intervals, intervals.dense, intervals.key_visible
     return Visible(
         band_lo=i.band_lo,
         band_hi=i.band_hi,
         k_lo=i.k_lo,
         k_hi=i.k_hi,
         first_keys=i.first_keys,
-        key_visible=_bytes_of(i.key_visible),
+        key_visible=None if seen is None else seen.view(torch.uint8),
         stride_rows=_batch_stride(i.k_lo),
         stride_rows_h=0 if i.k_lo is None or i.k_lo.shape[1] == 1 else i.k_lo.stride(1),
         stride_first=_batch_stride(i.first_keys),
-        stride_keys=_batch_stride(i.key_visible),
+        stride_keys=_batch_stride(seen),
         by_head=1 if i.by_head else None,
-        dense=None if i.dense is None else _dense_of(i.dense),
+        dense=None if dense is None else Dense(dense.view(torch.uint8), *strides_of(dense)),
         lists=None,
-        far_dense=_far(i.dense),
+        far_dense=_far(dense),
     )
-
-
-def _dense_of(mask: Tensor) -> Dense:
-    return Dense(mask.view(torch.uint8), *strides_of(mask))
 
 
 def _far(pairs: Tensor | None) -> int | None:
@@ -361,16 +347,6 @@ def _far(pairs: Tensor | None) -> int | None:
     sizes, strides = pairs.shape[-2:], pairs.stride()[-2:]
     reach = sum((size + 1024) * stride for size, stride in zip(sizes, strides, strict=True))
     return 1 if reach >= 1 << 31 else None
-
-
-def _bytes_of(flags: Tensor | None) -> Tensor | None:
-    return None if flags is None else flags.view(torch.uint8)
-
-
-def dropout_of(seed: Tensor | None, dropout_p: float) -> Dropout | None:
-    if seed is None or dropout_p == 0.0:
-        return None
-    return Dropout(seed, threshold(dropout_p), 1.0 / (1.0 - dropout_p))
 
 
 def strides_of(tensor: Tensor) -> list[int]:

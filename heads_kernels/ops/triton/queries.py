@@ -31,7 +31,7 @@ from heads_kernels.ops.triton.operands import (
     sizes_of,
     tiles_of_pass,
 )
-from heads_kernels.ops.triton.rows import FirstPass, as_columns, dscores_of_tile, load_row_terms
+from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     ALL_CHUNKS,
     Chunks,
@@ -50,7 +50,6 @@ from heads_kernels.ops.triton.scores import finite_part, product
 from heads_kernels.ops.triton.tiles import tile_constants
 from heads_kernels.ops.triton.visible import (
     full_tile,
-    listed_tiles,
     partial_count,
     partial_tile,
     place_of_rows,
@@ -96,7 +95,7 @@ def _keys_of_head(of, reads, query, visits, place, taking_part, sizes, TILE: tl.
     b, h, rows = place.b, place.h, place.at
     own = place.first // BLOCK_M
     row_terms = load_row_terms(reads, head_gate(reads.gate, b, h, TILE), b, h, rows, sizes, TILE)
-    columns = as_columns(row_terms)
+    columns = along(row_terms, 1)
     do = load_tile(
         reads.dattended, b, h, place.first, rows < taking_part, TILE.dv, BLOCK_M, TILE.block_dv
     )  # [BLOCK_M, BLOCK_DV]
@@ -209,10 +208,8 @@ def _collaborative_queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE
         place = Place(b, h, h // sizes.group, first_row, rows)
         if of.visible.by_head is not None:
             lo, hi = ranges(of.visible, b, h, rows, T, S)
-            if of.visible.lists is None:
-                visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, T, TILE.block_n)
-        if of.visible.lists is not None:
-            visits = listed_tiles(of.visible, b, h, own, T)
+        if (of.visible.lists is not None) or (of.visible.by_head is not None):
+            visits = tiles_seen(of.visible, place, own, lo, hi, T, TILE.block_n)
         active = active_chunks(of.mixing, h, TILE)
         count = tl.where(SKIPS == 0, tl.cdiv(TILE.d, BLOCK_D), active.length)
         numbers = tl.where(SKIPS == 0, ALL_CHUNKS, active.numbers)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from heads_kernels.ops.triton.load import (
     add_columns,
+    head_of,
     load_columns,
     load_features,
     load_keys,
@@ -201,9 +202,7 @@ def load_content_bias(content_bias, b, h, keys, S):
     Beyond 2^120 it counts as that, so that its product with the scale is finite. Products with a power of 2 are exact:
     equal ones are equal to their maximum in the softmax.
     """
-    of_batch = b.to(tl.int64) * content_bias.stride_b
-    at = content_bias.ptr + of_batch + h.to(tl.int64) * content_bias.stride_h
-    at += keys.to(tl.int64) * content_bias.stride_s
+    at = head_of(content_bias, b, h) + keys.to(tl.int64) * content_bias.stride_l
     values = tl.load(at, mask=keys < S, other=0.0).to(tl.float32)
     most: tl.constexpr = 2.0**120
     bounded = tl.minimum(tl.maximum(values, -most), most)

@@ -44,11 +44,10 @@ from heads_kernels.ops.triton.scores import (
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
     full_tile,
-    listed_tiles,
     partial_count,
     partial_tile,
     place_of_rows,
-    tiles_that_see,
+    tiles_seeing,
     with_tile_lists,
 )
 
@@ -156,10 +155,7 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     first_key = own * BLOCK_N
     at = first_key + tl.arange(0, BLOCK_N)
     place = Place(b, h, h // sizes.group, first_key, at)
-    if of.visible.lists is None:
-        visits = tiles_that_see(of.visible, b, h, first_key, T, S, BLOCK_N, TILE.block_m)
-    else:
-        visits = listed_tiles(of.visible, b, h, own, T)
+    visits = tiles_seeing(of.visible, place, T, S, BLOCK_N, TILE.block_m)
     features = every_feature(of, h, TILE)
     k, content = None, None
     if features.scored is None:

@@ -187,6 +187,16 @@ def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK:
 
 
 @triton.jit
+def tiles_seeing(visible, place, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """Tiles of query rows of the head of `place`, of which at least one row sees one of its BLOCK_N keys."""
+    if visible.lists is None:
+        visits = tiles_that_see(visible, place.b, place.h, place.first, T, S, BLOCK_N, BLOCK)
+    else:
+        visits = listed_tiles(visible, place.b, place.h, place.first // BLOCK_N, T)
+    return visits
+
+
+@triton.jit
 def ordered(start, full_start, full_end, end, front):
     """The same with `front <= start <= full_start <= full_end <= end`; no full tile is left where they cross."""
     full_start = tl.minimum(tl.maximum(full_start, start), end)
