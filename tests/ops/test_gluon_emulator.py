@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         (("    fence_async_shared()\n    store_tiles(out", "    store_tiles(out"),), "without a fence_async_shared",
     ),
     "the output is written while a copy reads the rows before the gate": (
-        (("tma.store_wait(0)\n    gated", "pass\n    gated"),), "while a copy reads it",
+        (("tma.store_wait(0)\n    columns", "pass\n    columns"),), "while a copy reads it",
     ),
     "a program ends before its output is stored": (
         ((_OUT_LANDS, _OUT_LANDS.replace("tma.store_wait(0)", "pass")),), "ends while",

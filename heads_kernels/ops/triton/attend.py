@@ -12,6 +12,7 @@ import triton.language as tl
 
 from heads_kernels.ops.triton.entmax import attend_sparse
 from heads_kernels.ops.triton.score_tiles import (
+    Features,
     QueryRows,
     active_chunks,
     every_feature,
@@ -149,7 +150,7 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
                     sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
         if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
             if count * BLOCK_D > TILE.resident:
-                features = every_feature(of, place.h, TILE)
+                features = Features(None, None, chunks, 0, chunks)
                 sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
     return sums
 

@@ -20,7 +20,7 @@ from heads_kernels.ops.buffers import splits_of
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_tile
-from heads_kernels.ops.triton.operands import Pairs, Place, operator_of, sizes_of
+from heads_kernels.ops.triton.operands import Place, operator_of, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     KeyTiles,
@@ -30,9 +30,9 @@ from heads_kernels.ops.triton.score_tiles import (
     load_query,
     raw_scores,
 )
-from heads_kernels.ops.triton.scores import finish, load_bias
+from heads_kernels.ops.triton.scores import finish
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, ranges
+from heads_kernels.ops.triton.visible import keys_visible, ranges
 
 
 class Units(NamedTuple):
@@ -55,11 +55,7 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
     rows = first_row + tl.arange(0, BLOCK)
     keys = first_key + tl.arange(0, BLOCK)
     lo, hi = ranges(of.visible, b, h, rows, open_rows(reads.gate, b, h, T, TILE), S)
-    pairs = Pairs(b, h, rows[:, None], keys[None, :])
-    bias = load_bias(of.terms, pairs, T, S)
-    seen = pairs_visible(
-        of.visible, of.terms, pairs, lo[:, None], hi[:, None], T, S, bias
-    )  # [BLOCK, BLOCK]
+    seen, _pairs, bias = keys_visible(of.visible, of.terms, b, h, rows, lo, hi, keys, T, S)
     if tl.max(seen.to(tl.int32)) != 0:
         place = Place(b, h, h // sizes.group, first_row, rows)
         features = every_feature(of, h, TILE)
@@ -67,10 +63,10 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
         if features.scored is None:
             q = load_query(of, features, b, h, first_row, rows < T, BLOCK, TILE)
         query, tiles = QueryRows(q, features, lo, hi), KeyTiles(None, None)
-        raw, _, v = raw_scores(of, tiles, query, first_key, keys < S, place, sizes, BLOCK, TILE)
+        raw, _k, v = raw_scores(of, tiles, query, first_key, keys < S, place, sizes, BLOCK, TILE)
         of_head = head_gate(reads.gate, b, h, TILE)
         row_terms = along(load_row_terms(reads, of_head, b, h, rows, sizes, TILE), 1)
-        scores, _ = finish(raw, bias, of.terms, sizes.scale)
+        scores, _slope = finish(raw, bias, of.terms, sizes.scale)
         do = load_tile(
             reads.dattended, b, h, first_row, rows < T, TILE.dv, BLOCK, TILE.block_dv
         )  # [BLOCK, BLOCK_DV]

@@ -125,7 +125,7 @@ def store_tile(
 # ---------------------------------------------------------------------- rows shared by the heads, with mixing
 @triton.jit
 def load_features(rows, b, first, there, columns, used, BLOCK: tl.constexpr):
-    """`[BLOCK, W]`: the features `columns` of rows shared by the heads, where they are `used`; [W] both.
+    """`[BLOCK, W]`: the features `columns` of rows shared by the heads, where they are `used` (None: all); [W] both.
 
     `there` is as of `load_tile`.
     """
@@ -135,29 +135,12 @@ def load_features(rows, b, first, there, columns, used, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def column_addresses(rows, b, first, column, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Addresses `[BLOCK, COLUMNS]` of rows shared by the heads, from row `first` and `column` on."""
-    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
-    return start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + tl.arange(0, COLUMNS)[None, :]
-
-
-@triton.jit
-def load_columns(
-    rows, b, first, there, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """`[BLOCK, COLUMNS]` of rows shared by the heads, from `column` on; as `load_tile`."""
-    inside = None
-    if WIDTH == 0 or WIDTH % COLUMNS != 0:
-        inside = column + tl.arange(0, COLUMNS) < WIDTH
-    return _load(column_addresses(rows, b, first, column, BLOCK, COLUMNS), there, inside)
-
-
-@triton.jit
 def add_columns(
     rows, b, first, L, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Add `values` [BLOCK, COLUMNS] to what stands in memory from `column` on; a program's own rows only."""
-    at = column_addresses(rows, b, first, column, BLOCK, COLUMNS)
+    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
+    at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + tl.arange(0, COLUMNS)[None, :]
     of_columns = (column + tl.arange(0, COLUMNS) < WIDTH)[None, :]
     there = (first + tl.arange(0, BLOCK) < L)[:, None] & of_columns
     tl.debug_barrier()  # another thread of the program may have stored what this one reads

@@ -22,7 +22,7 @@ from heads_kernels.call import Call
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import add_columns, load_columns, load_tile, store_tile
+from heads_kernels.ops.triton.load import add_columns, load_features, load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Place,
     Rows,
@@ -157,7 +157,7 @@ def _finish_head(of, dmixed, sees, chunks, number, written, part, place, sizes, 
                 written.dquery, part, place.first, end, column, term, TILE.d, BLOCK_M, BLOCK_D
             )
         if written.dmixing is not None:
-            q = load_columns(of.query, b, place.first, sees, column, TILE.d, BLOCK_M, BLOCK_D)
+            q = load_features(of.query, b, place.first, sees, columns, columns < TILE.d, BLOCK_M)
             tile = b * tl.cdiv(T, BLOCK_M) + place.first // BLOCK_M
             at = (tile * sizes.H + h).to(tl.int64) * TILE.d
             tl.store(

@@ -27,7 +27,6 @@ from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,
-    Pairs,
     RowLse,
     Rows,
     Support,
@@ -42,14 +41,13 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.scores import (
     gradient_of_tile,
     kept,
-    load_bias,
     prepared,
     product,
     weigh,
 )
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
-    pairs_visible,
+    keys_visible,
     ranges,
     tile_at,
     tile_count,
@@ -117,11 +115,7 @@ def _see_a_key(visible, terms, b, h, rows, T, S, BLOCK_N: tl.constexpr):
         number = 0
         while (number < tile_count(visits)) & (tl.min(found, 0) == 0):
             keys = tile_at(visits, number) * BLOCK_N + tl.arange(0, BLOCK_N)
-            pairs = Pairs(b, h, rows[:, None], keys[None, :])
-            bias = load_bias(terms, pairs, T, S)
-            seen = pairs_visible(
-                visible, terms, pairs, lo[:, None], hi[:, None], T, S, bias
-            )  # [BLOCK_M, BLOCK_N]
+            seen, _, _ = keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S)
             found = tl.maximum(found, tl.max(seen.to(tl.int32), 1))
             number += 1
         sees = sees & (found != 0)

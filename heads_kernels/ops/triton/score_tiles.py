@@ -16,7 +16,6 @@ import triton.language as tl
 from heads_kernels.ops.triton.load import (
     add_columns,
     head_of,
-    load_columns,
     load_features,
     load_keys,
     load_tile,
@@ -224,11 +223,13 @@ def _chunk_by_chunk(
     WIDTH: tl.constexpr = BLOCK_M if BY_KEYS else BLOCK_N
     raw = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for number in range(chunks.length):
-        column = chunk_at(chunks, number) * BLOCK_D
-        features = column + tl.arange(0, BLOCK_D)
-        q = load_columns(of.query, b, first_row, rows, column, TILE.d, BLOCK_M, BLOCK_D)
-        k = load_columns(of.key, b, first_key, keys, column, TILE.d, BLOCK_N, BLOCK_D)
-        q = mixed(q, of.mixing, h, features, features < TILE.d)  # [BLOCK_M, BLOCK_D]
+        columns = chunk_at(chunks, number) * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = None
+        if TILE.d == 0 or TILE.d % BLOCK_D != 0:
+            inside = columns < TILE.d
+        q = load_features(of.query, b, first_row, rows, columns, inside, BLOCK_M)
+        k = load_features(of.key, b, first_key, keys, columns, inside, BLOCK_N)
+        q = mixed(q, of.mixing, h, columns, columns < TILE.d)  # [BLOCK_M, BLOCK_D]
         raw = product(k, tl.trans(q), raw) if BY_KEYS else product(q, tl.trans(k), raw)
     return raw
 

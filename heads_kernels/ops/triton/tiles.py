@@ -40,25 +40,24 @@ from heads_kernels.ops.buffers import SHORT_QUERY
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a kernel's tiles: query rows, keys, features of a step, the most features of a head of collaborative
-    attention that stay on chip; 0 where it has none.
+    """Sizes of a kernel's tiles, 0 where it has none, and how it is compiled."""
 
-    `num_stages` is that of loops over full tiles, `partial_stages` that of loops over partial ones, whose mask takes
-    registers that loads in flight need too. `maxnreg` is how many registers a thread may take at most, so that several
-    programs share a multiprocessor; 0: as many as there are. `full_tiles` is how many full tiles of keys a step takes
-    through tensor descriptors; 0: it takes one, through pointers.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # query rows
+    block_n: int  # keys
     _: KW_ONLY
-    block_d: int = 0
-    block_slice: int = 0
+    block_d: int = 0  # features of a step of collaborative attention
+    block_slice: int = 0  # the most features of a head that stay on chip there
     num_warps: int
-    num_stages: int
-    partial_stages: int = 1
-    maxnreg: int = 0
-    full_tiles: int = 0
+    num_stages: int  # of loops over full tiles
+    partial_stages: int = (
+        1  # of those over partial ones, whose mask takes registers that loads in flight need too
+    )
+    maxnreg: int = (
+        0  # the most registers a thread, so that several programs share a multiprocessor; 0: any
+    )
+    full_tiles: int = (
+        0  # full tiles of keys that a step takes through descriptors; 0: one, through pointers
+    )
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -75,29 +74,18 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)  # `_constants` makes one for equal numbers
 class TileConstants:
-    """What a kernel is compiled for: the sizes of its tiles, the widths of heads, what it computes.
+    """What a kernel is compiled for: the sizes of its tiles, the widths of heads, the gate."""
 
-    Attributes:
-        block_m, block_n: query rows and keys of a tile.
-        block_d, block_dv: features of a step over queries and keys, of a tile of values.
-        d, dv: widths of queries and keys (Ds of collaborative attention) and of values.
-        chunks: steps of `block_d` features that cover d, rounded up to a power of two; 0 without mixing.
-        resident: the most features of a head that stay on chip, with mixing.
-        partial_stages: of loops over partial tiles.
-        gate: the kind of the gate: `operands.gate_kind`.
-        activation: of the gate.
-    """
-
-    block_m: tl.constexpr
-    block_n: tl.constexpr
-    block_d: tl.constexpr
-    block_dv: tl.constexpr
-    d: tl.constexpr
-    dv: tl.constexpr
-    chunks: tl.constexpr
-    resident: tl.constexpr
-    partial_stages: tl.constexpr
-    gate: tl.constexpr
+    block_m: tl.constexpr  # query rows of a tile
+    block_n: tl.constexpr  # keys of a tile
+    block_d: tl.constexpr  # features of a step over queries and keys
+    block_dv: tl.constexpr  # features of a tile of values
+    d: tl.constexpr  # width of queries and keys; Ds with mixing
+    dv: tl.constexpr  # width of values
+    chunks: tl.constexpr  # steps that cover d, rounded up to a power of two; 0 without mixing
+    resident: tl.constexpr  # the most features of a head that stay on chip, with mixing
+    partial_stages: tl.constexpr  # of loops over partial tiles
+    gate: tl.constexpr  # its kind: `operands.gate_kind`
     activation: tl.constexpr
 
 

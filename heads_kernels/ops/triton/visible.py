@@ -29,7 +29,7 @@ from heads_kernels.ops.triton.operands import Operands, Pairs, Place, Support, T
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 
-#: Rows looked at together by `rows_that_see`. Heuristic: 8 values a thread of 4 warps.
+#: Rows, or keys, that are looked at together. Heuristic: 8 values a thread of 4 warps.
 _SCAN: tl.constexpr = tl.constexpr(1024)
 
 
@@ -232,11 +232,15 @@ def _number_of_list(visible, b, h, tile):
 
 
 @triton.jit
+def _list_of(visible, b, h, tile):
+    return visible.lists.tiles + _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
+
+
+@triton.jit
 def full_tile(visible, b, h, tile, place):
     """The tile at `place` among the full ones of a `tile` of rows or of keys."""
     if visible.lists is not None:
-        at = _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
-        place = tl.load(visible.lists.tiles + at + place)
+        place = tl.load(_list_of(visible, b, h, tile) + place)
     return place
 
 
@@ -267,8 +271,7 @@ def partial_tile(visible, b, h, tile, index, visits):
         if visible.first_keys is not None:
             number = tl.where(number < visits.end, number, number - visits.end)
     else:
-        at = _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
-        number = tl.load(visible.lists.tiles + at + visible.lists.length + index)
+        number = tl.load(_list_of(visible, b, h, tile) + visible.lists.length + index)
     return number
 
 
@@ -293,6 +296,15 @@ def pairs_visible(visible, terms, pairs, lo, hi, T, S, bias):
     if terms.bias is not None:
         seen = seen & (bias != float("-inf"))
     return seen
+
+
+@triton.jit
+def keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S):
+    """`pairs_visible` [M, N] of the query rows of a head, with their ranges, and keys; the pairs, and their bias."""
+    pairs = Pairs(b, h, rows[:, None], keys[None, :])
+    bias = load_bias(terms, pairs, T, S)
+    seen = pairs_visible(visible, terms, pairs, lo[:, None], hi[:, None], T, S, bias)
+    return seen, pairs, bias
 
 
 # ---------------------------------------------------------------------- lists
@@ -326,11 +338,7 @@ def _lists_kernel(
         rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         lo, hi = ranges(visible, b, h, rows, T, S)
-        pairs = Pairs(b, h, rows[:, None], keys[None, :])
-        bias = load_bias(terms, pairs, T, S)
-        seen = pairs_visible(
-            visible, terms, pairs, lo[:, None], hi[:, None], T, S, bias
-        )  # [BLOCK_M, BLOCK_N]
+        seen, pairs, _ = keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S)
         there = (rows < T)[:, None] & (keys < S)[None, :]
         # Full tiles are loaded whole; rows or keys of the owner that are not there are not stored.
         whole = (row_tile + 1) * BLOCK_M <= T if BY_KEYS else (key_tile + 1) * BLOCK_N <= S
