@@ -80,7 +80,7 @@ class Written(NamedTuple):
 
 
 @triton.jit
-def _rows_kernel(of, written, sizes, TILE: tl.constexpr):
+def _statistics_kernel(of, written, sizes, TILE: tl.constexpr):
     """A program reads every key that BLOCK_M rows of a head see and keeps five numbers a row on chip."""
     place = place_of_rows(of, sizes, TILE)
     seen = accumulate(of, KeyTiles(None, None), place, None, sizes, TILE)
@@ -182,7 +182,7 @@ def statistics(call: Call, results: Buffers) -> None:
     of, sizes = operands_of(call), sizes_of(call)
     shares = None if call.row_weights is None else _shares_of(call, call.row_weights)
     launch(
-        _rows_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
+        _statistics_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         with_tile_lists(call, of, tiles), Written(*results[:-1], shares), sizes,
         TILE=tile_constants(call, tiles),
     )  # fmt: skip
