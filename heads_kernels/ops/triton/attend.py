@@ -15,7 +15,6 @@ from heads_kernels.ops.triton.score_tiles import (
     Features,
     QueryRows,
     active_chunks,
-    every_feature,
     gathered,
     load_query,
     scores_of_keys,
@@ -137,7 +136,7 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
         head = place.h
         if of.grouped is not None:
             head = place.hk
-        features = every_feature(of, head, TILE)
+        features = Features(None, None, None, 0, None)
         sums = _stream(of, tiles, features, head, place, split, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
@@ -146,7 +145,8 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
         for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
             if (BLOCK_D << doubling) <= TILE.resident:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    features = gathered(chunks, 0, None, BLOCK_D << doubling, TILE)
+                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                    features = Features(columns, used, chunks, 0, None)
                     sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
         if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
             if count * BLOCK_D > TILE.resident:
@@ -203,7 +203,7 @@ def _add_keys(
     tile = scores_of_keys(of, tiles, query, first, place, sizes, PARTIAL, BLOCK_N, TILE)
     scores, v = tile.scores, tile.weighed  # [BLOCK_M, BLOCK_N], [BLOCK_N, BLOCK_DV]
     scale_log2 = softmax_scale(sizes.scale, of.terms)
-    if v is None:
+    if of.value is None:
         if PARTIAL:
             scores = tl.where(tile.seen, scores, float("-inf"))
         keys = first + tl.arange(0, BLOCK_N)

@@ -23,10 +23,11 @@ from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import Place, operator_of, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
+    Features,
     KeyTiles,
     QueryRows,
     ScoreTile,
-    every_feature,
+    active_chunks,
     load_query,
     raw_scores,
 )
@@ -58,9 +59,11 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
     seen, _pairs, bias = keys_visible(of.visible, of.terms, b, h, rows, lo, hi, keys, T, S)
     if tl.max(seen.to(tl.int32)) != 0:
         place = Place(b, h, h // sizes.group, first_row, rows)
-        features = every_feature(of, h, TILE)
-        q = None
-        if features.scored is None:
+        q, chunks = None, None
+        if of.mixing is not None:
+            chunks = active_chunks(of.mixing, h, TILE)
+        features = Features(None, None, chunks, 0, chunks)
+        if of.mixing is None:
             q = load_query(of, features, b, h, first_row, rows < T, BLOCK, TILE)
         query, tiles = QueryRows(q, features, lo, hi), KeyTiles(None, None)
         raw, _k, v = raw_scores(of, tiles, query, first_key, keys < S, place, sizes, BLOCK, TILE)
@@ -71,7 +74,7 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
             reads.dattended, b, h, first_row, rows < T, TILE.dv, BLOCK, TILE.block_dv
         )  # [BLOCK, BLOCK_DV]
         tile = ScoreTile(scores, 1.0, seen, None, v)
-        acc += dscores_of_tile(of, tile, do, row_terms, first_key, place, sizes, BLOCK, TILE)
+        acc += dscores_of_tile(of, tile, do, row_terms, first_key, place, sizes, True, BLOCK, TILE)
     return acc
 
 

@@ -36,10 +36,9 @@ from heads_kernels.ops.triton.load import load_tile
 from heads_kernels.ops.triton.operands import Support, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
+    Features,
     KeyTiles,
     QueryRows,
-    every_feature,
-    load_query,
     scores_of_keys,
 )
 from heads_kernels.ops.triton.scores import (
@@ -77,16 +76,6 @@ class CentersWritten(NamedTuple):
     dalpha: Tensor | None
     support: Support
     end: None = None
-
-
-@triton.jit
-def _query_of(of, place, T, lo, hi, TILE: tl.constexpr):
-    """The query rows of `place`, which see the keys from `lo` to `hi`; no row is there where T is 0."""
-    features = every_feature(of, place.h, TILE)
-    q = load_query(
-        of, features, place.b, place.h, place.first, place.at < T, TILE.block_m, TILE
-    )  # [BLOCK_M, BLOCK_D]
-    return QueryRows(q, features, lo, hi)
 
 
 @triton.jit
@@ -131,7 +120,8 @@ def attend_sparse(of, place, sizes, TILE: tl.constexpr):
     visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, T, BLOCK_N)
     in_reach = of.in_reach + tl.program_id(0).to(tl.int64) * tl.cdiv(S, BLOCK_N)
     order = load_order(of.terms, h)
-    query = _query_of(of, place, T, lo, hi, TILE)
+    q = load_tile(of.query, b, h, place.first, rows < T, TILE.d, BLOCK_M, TILE.block_d)
+    query = QueryRows(q, Features(None, None, None, 0, None), lo, hi)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
     count = tile_count(visits)
     for number in range(count):
@@ -194,7 +184,8 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     lo, hi = ranges(of.visible, b, h, rows, taking_part, S)  # [BLOCK_M]
     visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, taking_part, BLOCK_N)
     order = load_order(of.terms, h)
-    query = _query_of(of, place, taking_part, lo, hi, TILE)
+    q = load_tile(of.query, b, h, first_row, rows < taking_part, TILE.d, BLOCK_M, TILE.block_d)
+    query = QueryRows(q, Features(None, None, None, 0, None), lo, hi)
     do = load_tile(
         reads.dattended, b, h, first_row, rows < taking_part, TILE.dv, BLOCK_M, TILE.block_dv
     )

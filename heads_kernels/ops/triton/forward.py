@@ -179,7 +179,7 @@ def _combine_kernel(
     taking_part = open_rows(gate, b, h, T, TILE)
     scale_log2 = softmax_scale(sizes.scale, terms)
     columns = tl.arange(0, TILE.block_dv)
-    sums = no_sums(parts, 1, TILE)
+    sums = no_sums(parts.acc, 1, TILE)
     count = splits.shares * tl.minimum(taking_part, 1)  # a closed head has stored none
     for first in range(0, count, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)

@@ -36,10 +36,10 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Chunks,
+    Features,
     OwnKeys,
     active_chunks,
     add_chunks,
-    every_feature,
     gathered,
     load_content_bias,
     load_key,
@@ -89,7 +89,9 @@ def _rows_tile(
     row_tile = scores_of_rows(
         of, reads.dattended, keys, first_row, there, place, sizes, PARTIAL, TILE
     )
-    q, do, seen = row_tile.operand, row_tile.weighed, row_tile.seen
+    q, do, seen = row_tile.operand, row_tile.weighed, None
+    if PARTIAL:
+        seen = row_tile.seen
     row_terms = along(row_terms, 0)
     p, slope = weigh(row_tile.scores, row_terms, seen, of.terms, place.h, sizes.scale)
     keep = None
@@ -153,7 +155,7 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     b = tl.program_id(0) // (tiles * Hk) % splits.batches
     hk = tl.program_id(0) // tiles % Hk
     at = first_key + tl.arange(0, BLOCK_N)
-    features = every_feature(of, hk, TILE)
+    features = Features(None, None, None, 0, None)
     keys = OwnKeys(
         load_key(of, None, features, b, hk, first_key, at < S, BLOCK_N, TILE),
         load_tile(of.value, b, hk, first_key, at < S, TILE.dv, BLOCK_N, TILE.block_dv),
@@ -243,7 +245,8 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
         for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
             if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    features = gathered(chunks, 0, None, BLOCK_D << doubling, TILE)
+                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                    features = Features(columns, used, chunks, 0, None)
                     k = load_key(of, None, features, b, h, first_key, at < S, BLOCK_N, TILE)
                     keys = OwnKeys(k, v, content, features)
                     of_head, dcontent = _add_head(
@@ -255,7 +258,8 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
                 for number in range(
                     0, count if written.dkey is not None else 1, RESIDENT // BLOCK_D
                 ):
-                    features = gathered(chunks, number, chunks, RESIDENT, TILE)
+                    columns, used = gathered(chunks, number, RESIDENT, TILE)
+                    features = Features(columns, used, chunks, number, chunks)
                     keys = OwnKeys(None, v, content, features)
                     of_head, dcontent = _add_head(
                         of, reads, keys, visits, written, split, place, sizes, splits, TILE

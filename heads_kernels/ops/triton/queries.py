@@ -35,11 +35,11 @@ from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, loa
 from heads_kernels.ops.triton.score_tiles import (
     ALL_CHUNKS,
     Chunks,
+    Features,
     KeyTiles,
     QueryRows,
     active_chunks,
     chunk_at,
-    every_feature,
     gathered,
     halves,
     load_mixing,
@@ -78,7 +78,9 @@ def _keys_tile(
     key_tile = scores_of_keys(
         of, KeyTiles(None, None), query, first, place, sizes, PARTIAL, BLOCK_N, TILE
     )
-    dscores = dscores_of_tile(of, key_tile, do, row_terms, first, place, sizes, BLOCK_N, TILE)
+    dscores = dscores_of_tile(
+        of, key_tile, do, row_terms, first, place, sizes, PARTIAL, BLOCK_N, TILE
+    )
     k = key_tile.operand
     if PARTIAL:
         k = finite_part(k)
@@ -123,7 +125,7 @@ def _gated_queries_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     taking_part = open_rows(reads.gate, b, h, sizes.T, TILE)
     lo, hi = ranges(of.visible, b, h, rows, taking_part, sizes.S)  # [BLOCK_M]
     visits = tiles_seen(of.visible, place, first_row // BLOCK_M, lo, hi, taking_part, TILE.block_n)
-    features = every_feature(of, h, TILE)
+    features = Features(None, None, None, 0, None)
     q = load_query(of, features, b, h, first_row, rows < taking_part, BLOCK_M, TILE)
     query = QueryRows(q, features, lo, hi)
     dquery, _ = _keys_of_head(of, reads, query, visits, place, taking_part, sizes, TILE)
@@ -219,14 +221,16 @@ def _collaborative_queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE
         for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
             if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    features = gathered(chunks, 0, None, BLOCK_D << doubling, TILE)
+                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                    features = Features(columns, used, chunks, 0, None)
                     q = load_query(of, features, b, h, first_row, rows < T, BLOCK_M, TILE)
                     query = QueryRows(q, features, lo, hi)
                     _add_head(of, reads, query, visits, written, split, place, sizes, splits, TILE)
         if TILE.chunks * BLOCK_D > RESIDENT:  # noqa: SIM102
             if count * BLOCK_D > RESIDENT:
                 for number in range(0, count, RESIDENT // BLOCK_D):
-                    features = gathered(chunks, number, active, RESIDENT, TILE)
+                    columns, used = gathered(chunks, number, RESIDENT, TILE)
+                    features = Features(columns, used, chunks, number, active)
                     query = QueryRows(None, features, lo, hi)
                     _add_head(of, reads, query, visits, written, split, place, sizes, splits, TILE)
 

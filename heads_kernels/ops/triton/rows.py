@@ -216,18 +216,21 @@ def along(terms, AXIS: tl.constexpr):
 
 @triton.jit
 def dscores_of_tile(
-    of, tile, do, row_terms, first, place, sizes, BLOCK_N: tl.constexpr, TILE: tl.constexpr
-):
+    of, tile, do, row_terms, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """The gradient [BLOCK_M, BLOCK_N] of the scores of a program's rows and the keys from `first` on, before scale.
 
     `tile` is their `score_tiles.ScoreTile`, `do` [BLOCK_M, BLOCK_DV]; `row_terms` are columns.
     """
-    _, slope = weigh(tile.scores, row_terms, tile.seen, of.terms, place.h, sizes.scale)
+    seen = None
+    if PARTIAL:
+        seen = tile.seen
+    _, slope = weigh(tile.scores, row_terms, seen, of.terms, place.h, sizes.scale)
     dp = product(do, tl.trans(tile.weighed), tl.zeros((TILE.block_m, BLOCK_N), tl.float32))
     keep = None
     if of.dropout is not None:
         keep = kept(of.dropout, place.b, place.h, place.at, first, BLOCK_N)
-    return gradient_of_tile(slope, dp, keep, tile.cap, tile.seen, row_terms, of)
+    return gradient_of_tile(slope, dp, keep, tile.cap, seen, row_terms, of)
 
 
 def first_pass(

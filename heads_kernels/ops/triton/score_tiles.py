@@ -83,12 +83,12 @@ class KeyTiles(NamedTuple):
 class ScoreTile(NamedTuple):
     """Scores, in a kernel, and what was loaded for them: keys and values, or query rows and their dattended.
 
-    `cap` is the slope of the cap; `seen` is None where every row sees every key.
+    `cap` is the slope of the cap. What there is not is a number: Triton 3.6 returns no tuples with None.
     """
 
     scores: Any
     cap: Any
-    seen: Any
+    seen: Any  # of partial tiles
     operand: Any  # [BLOCK, W]
     weighed: Any  # [BLOCK, BLOCK_DV]
 
@@ -130,12 +130,12 @@ def chunk_at(chunks, place):
 
 
 @triton.jit
-def gathered(chunks, first, scored, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """The features of the chunks of a list from place `first` on, one chunk behind the other."""
+def gathered(chunks, first, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """The features of the chunks of a list from place `first` on, one chunk behind the other, and which of them there
+    are: [COLUMNS] both."""
     place = first + tl.arange(0, COLUMNS) // TILE.block_d
     columns = chunk_at(chunks, place) * TILE.block_d + tl.arange(0, COLUMNS) % TILE.block_d
-    used = (place < chunks.length) & (columns < TILE.d)
-    return Features(columns, used, chunks, first, scored)
+    return columns, (place < chunks.length) & (columns < TILE.d)
 
 
 @triton.jit
@@ -159,17 +159,6 @@ def add_chunks(rows, b, first, L, chunks, place, values, BLOCK: tl.constexpr, TI
         end = tl.where(chunks.length > place, L, 0)
         column = chunk_at(chunks, place) * TILE.block_d
         add_columns(rows, b, first, end, column, values, TILE.d, BLOCK, TILE.block_d)
-
-
-@triton.jit
-def every_feature(of, h, TILE: tl.constexpr):
-    """All features of a head: its own, or the chunks that it mixes, one by one."""
-    if of.mixing is None:
-        features = Features(None, None, None, None, None)
-    else:
-        chunks = active_chunks(of.mixing, h, TILE)
-        features = Features(None, None, chunks, 0, chunks)
-    return features
 
 
 # ---------------------------------------------------------------------- tiles of scores
@@ -246,7 +235,7 @@ def raw_scores(
     keys = first + tl.arange(0, BLOCK_N)
     if of.content_bias is not None:
         content = load_content_bias(of.content_bias, b, h, keys, sizes.S)
-    k, v = None, None
+    k, v = 0, 0
     if features.scored is not None:
         rows = place.at < sizes.T
         raw = _chunk_by_chunk(
@@ -281,7 +270,7 @@ def scores_of_keys(
     bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
     raw, k, v = raw_scores(of, tiles, query, first, there, place, sizes, BLOCK_N, TILE)
     scores, cap = finish(raw, bias, of.terms, sizes.scale)
-    seen = None
+    seen = True
     if PARTIAL:
         lo, hi = query.lo[:, None], query.hi[:, None]
         seen = pairs_visible(of.visible, of.terms, pairs, lo, hi, sizes.T, sizes.S, bias)
@@ -300,7 +289,7 @@ def scores_of_rows(
     BLOCK_N: tl.constexpr = TILE.block_n
     b, h, features = place.b, place.h, keys.features
     rows = first + tl.arange(0, BLOCK_M)
-    q, do = None, None
+    q, do = 0, 0
     if (features.scored is None) or (features.columns is not None):
         q = load_query(of, features, b, h, first, there, BLOCK_M, TILE)
     if dattended is not None:
@@ -316,7 +305,7 @@ def scores_of_rows(
     if keys.content is not None:
         raw += keys.content[:, None]
     scores, cap = finish(raw, bias, of.terms, sizes.scale)
-    seen = None
+    seen = True
     if PARTIAL:
         lo, hi = ranges(of.visible, b, h, rows, sizes.T, sizes.S)
         seen = pairs_visible(

@@ -26,9 +26,10 @@ from heads_kernels.ops.triton.operands import (
     with_positive_scale,
 )
 from heads_kernels.ops.triton.score_tiles import (
+    Features,
     KeyTiles,
     OwnKeys,
-    every_feature,
+    active_chunks,
     load_content_bias,
     load_key,
     scores_of_rows,
@@ -156,9 +157,11 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     at = first_key + tl.arange(0, BLOCK_N)
     place = Place(b, h, h // sizes.group, first_key, at)
     visits = tiles_seeing(of.visible, place, T, S, BLOCK_N, TILE.block_m)
-    features = every_feature(of, h, TILE)
-    k, content = None, None
-    if features.scored is None:
+    k, content, chunks = None, None, None
+    if of.mixing is not None:
+        chunks = active_chunks(of.mixing, h, TILE)
+    features = Features(None, None, chunks, 0, chunks)
+    if of.mixing is None:
         k = load_key(of, None, features, b, place.hk, first_key, at < S, BLOCK_N, TILE)
     if of.content_bias is not None:
         content = load_content_bias(of.content_bias, b, h, at, S)
