@@ -160,7 +160,7 @@ def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
     """Of partial tiles: 0 for values that are not finite, and NaN as the `poison` of their keys.
 
     The product reads values of keys that a row does not see, and 0 times NaN is NaN. Poison is added to the scores of
-    the rows that do see the key (`softmax.poison`). Most tiles are finite: only sums of `0 * value` are formed of them.
+    the rows that do see the key (`scores.poison`). Most tiles are finite: only sums of `0 * value` are formed of them.
     """
     # Parts of 8 rows and 64 features: 8 numbers a thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
