@@ -250,7 +250,7 @@ STATED: Final = (
         "gated_attention.keys", "sm_90", work="*dropout*"),
     Bound(192, "the number of first keys and of their tiles beside the other bounds",
         "*", "sm_90", work="gated_attention: *streaming heads*"),
-    Bound(16, "bounds of loops", "triton.tile_lists", "sm_90"),
+    Bound(16, "bounds of loops", "triton.visible", "sm_90"),
     Bound(64, "keys of 128 features in registers, for products without tensor cores",
         "triton.statistics", "sm_90", "float32"),
     Bound(256, "the bounds of loops for each width of the query; the loops over tiles spill nothing",

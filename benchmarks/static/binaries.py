@@ -151,11 +151,11 @@ def log_kept() -> Iterator[None]:
 
 
 def _name(function: Any) -> str:
-    """The operator and the pass: "gated_attention.keys" of `gated_keys.py`, "triton.forward" of `forward.py`."""
+    """The pass, of the operator that alone runs it: "gated_attention.keys", "triton.forward" of `forward.py`."""
     module = function.__module__.rpartition(".")[2]
-    operator, _, part = module.partition("_")
-    alone = operator in ("gated", "collaborative", "entmax")
-    return f"{operator}_attention.{part}" if alone else f"triton.{module}"
+    operator = function.__name__.removeprefix("_").partition("_")[0]
+    alone = operator in ("gated", "collaborative")
+    return f"{operator}_attention.{module}" if alone else f"triton.{module}"
 
 
 def _shown(options: dict[str, Any]) -> str:

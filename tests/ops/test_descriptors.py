@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops.triton import forward, tiles
-from heads_kernels.ops.triton.descriptors import describable, tiles_in
+from heads_kernels.ops.triton.load import describable, tiles_in
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, masks
 
 SIZES = (2, 3, 300, 64)

@@ -5,7 +5,6 @@ As `test_gluon_forward`, whose cases of its own are these too.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,14 +25,10 @@ from heads_kernels.ops.triton import backend as triton_backend
 from heads_kernels.ops.triton import gluon_backward, specialized, tiles
 from heads_kernels.ops.triton.specialized import served, specialized_backward
 from heads_kernels.ops.triton.tiles import Tiles
-from heads_kernels.testing import CASES, GatedCase, check, masks
-from tests.ops.test_gluon_forward import OWN
+from heads_kernels.testing import GatedCase, check, masks
+from tests.ops.test_gluon_forward import rows
 from tests.support.gluon_emulator import emulated
-from tests.support.gluon_machine import ORDERS
 from tests.support.poison import hide
-
-#: `make check` runs one of so many cases; the rest has the mark `release`.
-_SHARE = 8
 
 
 @contextmanager
@@ -55,29 +50,7 @@ def servable(call: Any, dout: torch.Tensor) -> bool:
     return narrow and served(call, [call.query, call.key, call.value, dout])
 
 
-def rows() -> list[Any]:
-    """Named cases in one order each, those of `test_gluon_forward` in all of them."""
-    found = []
-    for case in (*CASES, *OWN):
-        if not isinstance(case, GatedCase) or {"model", "long"} & {*case.tags}:
-            continue
-        for dtype in (torch.bfloat16, torch.float16):
-            if dtype not in case.dtypes:
-                continue
-            call = case.make(dtype).parsed()
-            if servable(call, torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)):
-                name = f"{case}-{str(dtype).removeprefix('torch.')}"
-                number = zlib.crc32(name.encode())
-                chosen = ORDERS[number // _SHARE % len(ORDERS)]
-                for order in ORDERS if case in OWN else (chosen,):
-                    marks = [] if number % _SHARE == 0 and order == chosen else [pytest.mark.release]  # fmt: skip
-                    found.append(
-                        pytest.param(case, dtype, order, id=f"{name}-{order}", marks=marks)
-                    )
-    return found
-
-
-@pytest.mark.parametrize(("gated", "dtype", "order"), rows())
+@pytest.mark.parametrize(("gated", "dtype", "order"), rows(servable, 8))
 @pytest.mark.parametrize("backend", ["triton"])
 def test_cases(backend: str, gated: GatedCase, dtype: torch.dtype, order: str) -> None:
     with in_gluon(order) as launched:

@@ -72,31 +72,14 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "keys are not waited for": (
         (("mbarrier.wait(shared.keys_ready.index(0), 0)", "pass"),), f"{_UNCOPIED}|{_UNSTORED}",
     ),
-    "the query is not waited for": (
-        (("mbarrier.wait(shared.query_ready.index(stage), phase)\n                scores", "scores"),),
-        f"{_UNCOPIED}|overwritten",
-    ),
-    "dattended is not waited for": (
-        (("mbarrier.wait(shared.dout_ready.index(stage), phase)\n                dp", "dp"),),
-        f"{_UNCOPIED}|overwritten",
-    ),
     "lse is not waited for": (
         (("mbarrier.wait(shared.terms_ready.index(stage), phase)", "pass"),), f"{_UNSTORED}|overwritten",
     ),
     "the reader does not wait for tiles": (
         (("mbarrier.wait(shared.query_ready.index(stage), phase)\n                mbarrier", "mbarrier"),), _UNCOPIED,
     ),
-    "rows are made 0 without a fence": (
-        (("                    fence_async_shared()\n", "                    pass\n"),), "without a fence_async_shared",
-    ),
-    "keys are made finite without a fence": (
-        (("    fence_async_shared()\n    return ones", "    return ones"),), "without a fence_async_shared",
-    ),
     "scores are used before they are waited for": (
         (("num_outstanding=1, deps=(scores,)", "num_outstanding=2, deps=(scores,)"),), "may still be under way",
-    ),
-    "dp is used before it is waited for": (
-        (("num_outstanding=1, deps=(dp,)", "num_outstanding=2, deps=(dp,)"),), "may still be under way",
     ),
     "the sum for dvalue is not waited for": (
         (("dquery, dvalue = warpgroup_mma_wait(num_outstanding=1, deps=(dquery, dvalue))",
@@ -105,15 +88,10 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "a tile is free while the product for dkey reads it": (
         ((_DKEY_ENDS + _FREES, _FREES + _DKEY_ENDS),), "overwritten",
     ),
-    "tiles are not freed": (((_FREES, ""),), "a deadlock"),
     "tiles are freed twice": (((_FREES, _FREES.replace("count=1", "count=2")),), "arrivals, of 1"),
     "the producer does not wait for a place": (((_PRODUCER_WAITS, "ready"),), "overwritten|arrivals, of 1"),
     "the reader does not wait for a place": (
         ((_READER_WAITS, "shared.lse"),), f"overwritten|arrivals, of 1|{_UNSTORED}",
-    ),
-    "dscores are stored without a fence": (
-        (("                fence_async_shared()\n                gl.barrier()", "                gl.barrier()"),),
-        "without a fence_async_shared",
     ),
     "dquery is stored without a fence": (
         (("fence_async_shared()\n                mbarrier.arrive(shared.dquery", "mbarrier.arrive(shared.dquery"),),
@@ -142,11 +120,6 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "heads share their counters": ((("(own.b * sizes.H + own.h).to(gl.int64) * tiles + tile", "tile"),), "a deadlock"),
     "programs that see no key of a tile are waited for": (
         (("before = own - ", "before = own + 0 * "),), "a deadlock",
-    ),
-    "too few bytes are expected": ((("BYTES: gl.constexpr = 2 *", "BYTES: gl.constexpr = 1 *"),), "bytes more than"),
-    "too many bytes are expected": ((("BYTES: gl.constexpr = 2 *", "BYTES: gl.constexpr = 4 *"),), "a deadlock"),
-    "a barrier is not initialized": (
-        (("mbarrier.init(dquery_ready.index(0), count=1)", "pass"),), "not initialized|arrivals, of 0",
     ),
 }  # fmt: skip
 

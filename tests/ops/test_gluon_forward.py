@@ -6,8 +6,9 @@ GPUs, except where several are wanted of a short call.
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,10 +35,6 @@ from heads_kernels.testing import CASES, GatedCase, check, masks
 from tests.support.gluon_emulator import emulated
 from tests.support.gluon_machine import ORDERS
 
-_DTYPES = (torch.bfloat16, torch.float16)
-#: `make check` runs one of so many cases, each in one order; the rest has the mark `release`.
-_SHARE = 3
-
 
 def _tiles(call: Any) -> Tiles:
     """Of fewer keys where there are few, for several tiles of them."""
@@ -45,29 +42,22 @@ def _tiles(call: Any) -> Tiles:
     return Tiles(128, keys, num_warps=4, num_stages=2 if call.S % 2 else 3)
 
 
+def servable(call: Any, out: torch.Tensor) -> bool:
+    return specialized.served(call, [call.query, call.key, call.value, out])
+
+
 @contextmanager
 def in_gluon(order: str) -> Iterator[mock.Mock]:
     """Whatever the kernel can serve goes to it, emulated; the mock is its launch."""
 
     def chosen(call: Any, outputs: Results) -> Tiles | None:
-        return _tiles(call) if specialized.served(call, _described(call, outputs)) else None
+        return _tiles(call) if servable(call, outputs.out) else None
 
     with (
         mock.patch.object(forward, "specialized_forward", chosen),
         mock.patch.object(gluon_forward, "launch", side_effect=emulated(order)) as launched,
     ):
         yield launched
-
-
-def _described(call: Any, outputs: Results) -> list[torch.Tensor]:
-    tensors = [call.query, call.key, call.value, outputs.out]
-    return [*tensors, outputs.attended] if outputs.attended.numel() else tensors
-
-
-def served(case: GatedCase, dtype: torch.dtype) -> bool:
-    call = case.make(dtype).parsed()
-    out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
-    return specialized.served(call, _described(call, Results(out, out[:0], out[:0])))
 
 
 #: Beside the named cases: several tiles of each kind for a program, and what only this kernel has.
@@ -85,29 +75,26 @@ OWN = (
 )  # fmt: skip
 
 
-def rows() -> list[Any]:
-    table = [*CASES, *OWN]
+def rows(serves: Callable[[Any, torch.Tensor], bool], share: int) -> list[Any]:
+    """The named cases that a kernel serves, each in one order, and OWN in all; outside of a release one of `share`."""
     found = []
-    for case in table:
+    for case, dtype in itertools.product((*CASES, *OWN), (torch.bfloat16, torch.float16)):
         if not isinstance(case, GatedCase) or {"model", "long"} & {*case.tags}:
             continue
-        for dtype in _DTYPES:
-            if dtype in case.dtypes and served(case, dtype):
-                name = f"{case}-{str(dtype).removeprefix('torch.')}"
-                number = zlib.crc32(name.encode())
-                marks = [pytest.mark.release] if number % _SHARE else []
-                for order in ORDERS:
-                    chosen = order == ORDERS[number // _SHARE % len(ORDERS)]
-                    others = [] if chosen else [pytest.mark.release]
-                    found.append(
-                        pytest.param(
-                            case, dtype, order, id=f"{name}-{order}", marks=marks or others
-                        )
-                    )
+        call = case.make(dtype).parsed()
+        out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
+        if dtype in case.dtypes and serves(call, out):
+            name = f"{case}-{str(dtype).removeprefix('torch.')}"
+            number = zlib.crc32(name.encode())
+            chosen = ORDERS[number // share % len(ORDERS)]
+            for order in ORDERS if case in OWN else (chosen,):
+                often = number % share == 0 and order == chosen
+                marks = [] if often else [pytest.mark.release]
+                found.append(pytest.param(case, dtype, order, id=f"{name}-{order}", marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("gated", "dtype", "order"), rows())
+@pytest.mark.parametrize(("gated", "dtype", "order"), rows(servable, 3))
 @pytest.mark.parametrize("backend", ["triton"])
 def test_cases(backend: str, gated: GatedCase, dtype: torch.dtype, order: str) -> None:
     with in_gluon(order) as launched:
@@ -120,16 +107,8 @@ def test_cases(backend: str, gated: GatedCase, dtype: torch.dtype, order: str) -
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("backend", ["triton"])
 def test_hidden_numbers_that_are_not_finite(backend: str, number: float) -> None:
-    case = GatedCase(
-        "poison",
-        2,
-        2,
-        140,
-        200,
-        D=64,
-        Dv=64,
-        mask=masks.padded(140, 70, queries=False, causal=True),
-    )
+    mask = masks.padded(140, 70, queries=False, causal=True)
+    case = GatedCase("poison", 2, 2, 140, 200, D=64, Dv=64, mask=mask)
     inputs = case.make(torch.bfloat16)
     tensors = dict(inputs.tensors)
     for name in ("key", "value"):

@@ -162,8 +162,6 @@ def test_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     assert buffers.key_splits(1, 8, 128, gpu) == 32  # of 4 tiles: fewer would be too short
     assert buffers.key_splits(1, 32, 128, gpu) == 11  # 352 programs of 12 tiles, the last of 8
-    assert buffers.key_splits(1, 32, 2048, gpu) == 13
-    assert buffers.key_splits(1, 8, 5, gpu) == 2
     assert buffers.key_splits(1, 8, 4, gpu) == 1
     assert buffers.key_splits(1, 400, 2048, gpu) == 1  # there are programs enough
     assert buffers.key_splits(17, 8, 128, gpu) == 1  # a longer query
@@ -173,11 +171,6 @@ def test_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_splits_occur_on_the_cpu() -> None:
     like = torch.empty(0)
-    assert [buffers.key_splits(1, 1000, tiles, like) for tiles in (0, 1, 2, 5, 100)] == [
-        1,
-        1,
-        2,
-        3,
-        4,
-    ]
+    for tiles, splits in {0: 1, 1: 1, 2: 2, 5: 3, 100: 4}.items():
+        assert buffers.key_splits(1, 1000, tiles, like) == splits
     assert buffers.key_splits(17, 1, 100, like) == 1

@@ -18,54 +18,14 @@ from heads_kernels.ops.triton.operands import Bias, Rows, Terms
 from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 
 
-class Recorder:
-    """Stands in for a kernel: `kernel[grid](...)` keeps its keywords."""
-
-    def __init__(self) -> None:
-        self.options: dict[str, Any] = {}
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: self.options.update(options)
-
-
-def options_of(tiles: Tiles) -> dict[str, Any]:
-    kernel = Recorder()
-    launch(kernel, 1, torch.empty(0), tiles)
-    return kernel.options
-
-
-class Searched(Recorder):
-    """A kernel that counts how often Triton looks for its compiled form, and how often that is launched."""
-
-    arg_names = ("rows", "terms", "flags", "size", "factor", "BLOCK", "KIND")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.searches = self.launches = 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*args: Any, **options: Any) -> Any:
-            self.searches += 1
-            return Compiled(self)
-
-        return run
-
-
-class Compiled:
-    def __init__(self, kernel: Searched) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*args: Any) -> None:
-            self.kernel.launches += 1
-            assert len(args) == len(self.kernel.arg_names)
-
-        return run
-
-
 def test_compiled_kernel_is_kept_for_arguments_like_its_own() -> None:
     """Whatever Triton may compile for asks it again: dtypes, alignment, None, numbers, constants and options."""
-    kernel = Searched()
+    names = ("rows", "terms", "flags", "size", "factor", "BLOCK", "KIND")
+    kernel = mock.MagicMock(arg_names=names)
+    search = (
+        kernel.__getitem__.return_value
+    )  # Triton looks for the compiled kernel; a launch of that is below
+    launched = search.return_value.__getitem__.return_value
     memory = torch.zeros(64, dtype=torch.int32)
     words, bias = memory.view(2, 2, 4, 4), Bias(memory, 1, 0, 0, 8, 4, 1)
     tiles, terms = Tiles(32, 32, num_warps=4, num_stages=1), Terms(bias, None, 0.5, memory, None)
@@ -102,20 +62,21 @@ def test_compiled_kernel_is_kept_for_arguments_like_its_own() -> None:
         for change in changes:
             own = base | change
             constants = {name: own[name] for name in ("BLOCK", "KIND")}
-            args = [own[name] for name in kernel.arg_names if name not in constants]
+            args = [own[name] for name in names if name not in constants]
             launch(kernel, 1, memory, own["tiles"], *args, **constants)
-        assert (kernel.searches, kernel.launches) == (len(changes), len(changes) * again)
+        assert (search.call_count, launched.call_count) == (len(changes), len(changes) * again)
+    assert len(launched.call_args.args) == len(names)
 
 
-def test_fused_multiply_add_is_asked_for() -> None:
-    """Triton 3.10 fuses only where it is asked to; 3.9 warns of it where it is not."""
-    assert options_of(Tiles(32, 32, num_warps=4, num_stages=1))["enable_fp_fusion"] is True
-
-
-def test_registers_are_limited_where_tiles_say_so() -> None:
-    """AMD's compiler refuses the option: it is left out without a limit."""
-    assert "maxnreg" not in options_of(Tiles(32, 32, num_warps=4, num_stages=1))
-    assert options_of(Tiles(32, 32, num_warps=4, num_stages=1, maxnreg=128))["maxnreg"] == 128
+@pytest.mark.parametrize("maxnreg", [0, 128])
+def test_options_of_the_compiler(maxnreg: int) -> None:
+    """AMD's refuses a limit of registers, so there is none where tiles have none. Triton 3.10 fuses multiply-adds only
+    where it is asked to; 3.9 warns of it where it is not."""
+    kernel = mock.MagicMock(arg_names=())
+    launch(kernel, 1, torch.empty(0), Tiles(32, 32, num_warps=4, num_stages=1, maxnreg=maxnreg))
+    options = kernel.__getitem__.return_value.call_args.kwargs
+    assert options["enable_fp_fusion"] is True
+    assert options.get("maxnreg", 0) == maxnreg
 
 
 def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> None:

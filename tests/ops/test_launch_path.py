@@ -68,16 +68,8 @@ def test_every_argument_arrives(tmp_path: Path, kernel_cache: Path) -> None:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         pytest.skip("no Python.h, which Triton builds its part of the driver with")
     library = tmp_path / "libcuda.so.1"
-    command = [
-        *shlex.split(cc),
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-Wall",
-        "-Wextra",
-        "-Wl,-soname,libcuda.so.1",
-    ]
-    subprocess.run([*command, "-o", str(library), str(STUB)], check=True)
+    options = shlex.split("-O1 -fPIC -shared -Wall -Wextra -Wl,-soname,libcuda.so.1")
+    subprocess.run([*shlex.split(cc), *options, "-o", str(library), str(STUB)], check=True)
     (tmp_path / "libcuda.so").symlink_to(library)
     environment = {
         **os.environ,

@@ -23,11 +23,11 @@ if not TRITON_INTERPRETED:
     pytest.skip("kernels are not interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
 from heads_kernels.ops.triton import operands, tiles
-from heads_kernels.ops.triton.entmax_centers import centers_pass
-from heads_kernels.ops.triton.operands import terms_of, visible_of
+from heads_kernels.ops.triton.entmax import centers_pass
+from heads_kernels.ops.triton.operands import operands_of
 from heads_kernels.ops.triton.rows import first_pass
-from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles
+from heads_kernels.ops.triton.visible import with_tile_lists
 
 B, H, T, S = 2, 3, 150, 215
 TILES = Tiles(block_m=32, block_n=64, block_d=0, block_slice=0, num_warps=4, num_stages=1)
@@ -61,7 +61,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_lists(name: str, by_keys: bool) -> None:
     call = parsed("gated_attention", *(torch.zeros(B, H, L, 8) for L in (T, S, S)), **CALLS[name])
     seen = call.intervals.to_dense(T, S).expand(B, H, T, S)
-    lists = visible_to_tiles(call, terms_of(call), visible_of(call.intervals), TILES, by_keys).lists
+    lists = with_tile_lists(call, operands_of(call), TILES, by_keys).visible.lists
     assert lists is not None
     M, N = TILES.block_m, TILES.block_n
     row_tiles, key_tiles = -(-T // M), -(-S // N)
@@ -136,7 +136,7 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
     supported = supported.repeat_interleave(support.block_n, 3)[..., :S]
     visited = any_of_tiles(seen & supported, others.block_m, others.block_n)
     for by_keys in (False, True):
-        lists = visible_to_tiles(call, of.terms, of.visible, others, by_keys, support).lists
+        lists = with_tile_lists(call, of, others, by_keys, support).visible.lists
         assert lists is not None
         assert torch.equal(
             lists.counts.sum(1).view(*call.sizes[:2], -1), visited.sum(2 if by_keys else 3)

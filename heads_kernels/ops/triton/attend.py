@@ -1,9 +1,6 @@
-"""A tile of query rows of a head against every key that it sees: the online softmax of both operators.
+"""A tile of query rows of a head against every key that it sees: the online softmax of the forward pass and statistics.
 
-They differ in the query alone. That of gated attention is a tile of the head's own. Collaborative attention mixes the
-query that its heads share: of a head that uses few features (`chunks`) those are gathered, mixed once and stay on chip
-like a query of the head's own, and so are the same features of every tile of keys. Where a head uses more than RESIDENT
-features, the mixed query is formed chunk by chunk, beside the chunk of keys that it meets.
+A gated head has a query of its own, a collaborative one the features that it mixes (`score_tiles`).
 """
 
 from __future__ import annotations
@@ -13,31 +10,28 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heads_kernels.ops.triton.chunks import (
+from heads_kernels.ops.triton.entmax import attend_sparse
+from heads_kernels.ops.triton.score_tiles import (
+    Features,
+    QueryRows,
     active_chunks,
-    active_features,
-    chunk_at,
-    load_content_bias,
-    mixed,
+    gathered,
+    load_query,
+    scores_of_keys,
 )
-from heads_kernels.ops.triton.descriptors import load_keys
-from heads_kernels.ops.triton.entmax_forward import attend_sparse
-from heads_kernels.ops.triton.load import load_columns, load_features, load_tile
-from heads_kernels.ops.triton.operands import Pairs
-from heads_kernels.ops.triton.scores import add_sink, finish, load_bias, scale_log2_of
-from heads_kernels.ops.triton.softmax import (
-    SMALLEST,
+from heads_kernels.ops.triton.scores import (
+    add_sink,
     finite_part,
     kept,
     log_sum_exp,
     online_softmax,
     poison,
     product,
+    softmax_scale,
 )
 from heads_kernels.ops.triton.visible import (
     Visits,
     full_tile,
-    pairs_visible,
     partial_count,
     partial_tile,
     ranges,
@@ -63,16 +57,18 @@ class SoftmaxSums(NamedTuple):
     row_sum: Any
 
 
-class QueryTile(NamedTuple):
-    """The query of a head, in a kernel: the tile `q` [BLOCK_M, W], and the features that `columns` and `used` [W] say.
+class RowStatistics(NamedTuple):
+    """What statistics keep of rows, in a kernel, [BLOCK_M] each.
 
-    `columns` is None for a head with a query of its own, `q` for one that is mixed chunk by chunk, from `chunks`.
+    row_sum is the sum of `p = 2**(scale_log2 * (score - row_max))`, spread that of `p * scale_log2 * (score -
+    row_max)`; best is the largest score of a key that is not excluded, where the first key that has it.
     """
 
-    q: Any
-    columns: Any
-    used: Any
-    chunks: Any
+    row_max: Any
+    row_sum: Any
+    spread: Any
+    best: Any
+    where: Any
 
 
 class Share(NamedTuple):
@@ -80,13 +76,6 @@ class Share(NamedTuple):
 
     number: Any
     shares: Any
-
-
-class KeyTiles(NamedTuple):
-    """Descriptors of keys and values, in a kernel; None: they come through pointers."""
-
-    key: Any
-    value: Any
 
 
 @triton.jit
@@ -124,19 +113,15 @@ def normalized(sums, terms, dropout, place, sizes):
 
 
 @triton.jit
-def softmax_scale(scale, terms):
-    """What scores are multiplied by in the softmax, in base 2: above 0, as the online form asks."""
-    return tl.maximum(scale_log2_of(scale, terms), SMALLEST)
-
-
-@triton.jit
-def no_sums(ROWS: tl.constexpr, TILE: tl.constexpr):
-    """The sums over no key."""
-    return SoftmaxSums(
-        tl.zeros((ROWS, TILE.block_dv), tl.float32),
-        tl.full((ROWS,), float("-inf"), tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-    )
+def no_sums(of_values, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """The sums over no key; statistics have no values."""
+    nothing = tl.full((ROWS,), float("-inf"), tl.float32)
+    zeros = tl.zeros((ROWS,), tl.float32)
+    if of_values is None:
+        sums = RowStatistics(nothing, zeros, zeros, nothing, tl.full((ROWS,), 2147483647, tl.int32))
+    else:
+        sums = SoftmaxSums(tl.zeros((ROWS, TILE.block_dv), tl.float32), nothing, zeros)
+    return sums
 
 
 @triton.jit
@@ -151,40 +136,38 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
         head = place.h
         if of.grouped is not None:
             head = place.hk
-        q = load_tile(
-            of.query, place.b, head, place.first, place.at < sizes.T, TILE.d, BLOCK_M, BLOCK_D
-        )  # [BLOCK_M, BLOCK_D]
-        sums = _stream(of, tiles, QueryTile(q, None, None, None), place, split, sizes, TILE)
+        features = Features(None, None, None, 0, None)
+        sums = _stream(of, tiles, features, head, place, split, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
         count = chunks.length
-        sums = no_sums(BLOCK_M, TILE)
+        sums = no_sums(of.value, BLOCK_M, TILE)
         for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
             if (BLOCK_D << doubling) <= TILE.resident:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = active_features(chunks, 0, BLOCK_D << doubling, TILE)
-                    q = load_features(
-                        of.query, place.b, place.first, place.at < sizes.T, columns, used, BLOCK_M
-                    )
-                    q = mixed(
-                        q, of.mixing, place.h, columns, used
-                    )  # [BLOCK_M, BLOCK_D << doubling]
-                    query = QueryTile(q, columns, used, chunks)
-                    sums = _stream(of, tiles, query, place, split, sizes, TILE)
+                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                    features = Features(columns, used, chunks, 0, None)
+                    sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
         if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
             if count * BLOCK_D > TILE.resident:
-                query = QueryTile(None, None, None, chunks)
-                sums = _stream(of, tiles, query, place, split, sizes, TILE)
+                features = Features(None, None, chunks, 0, chunks)
+                sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
     return sums
 
 
 @triton.jit
-def _stream(of, tiles, query, place, split, sizes, TILE: tl.constexpr):
-    """What `accumulate` returns, of a query."""
+def _stream(of, tiles, features, query_head, place, split, sizes, TILE: tl.constexpr):
+    """What `accumulate` returns, of these features."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     b, h = place.b, place.h
+    q = None
+    if features.scored is None:
+        q = load_query(
+            of, features, b, query_head, place.first, place.at < sizes.T, BLOCK_M, TILE
+        )  # [BLOCK_M, W]
     lo, hi = ranges(of.visible, b, h, place.at, sizes.T, sizes.S)  # [BLOCK_M]
+    query = QueryRows(q, features, lo, hi)
     own = place.first // BLOCK_M
     start, full_start, full_end, end, front = tiles_seen(
         of.visible, place, own, lo, hi, sizes.T, BLOCK_N
@@ -202,69 +185,63 @@ def _stream(of, tiles, query, place, split, sizes, TILE: tl.constexpr):
     full = (visits.full_end - visits.full_start) // STEP * STEP
     full_end = visits.full_start + full
     visits = Visits(visits.start, visits.full_start, full_end, visits.end, visits.front)
-    sums = no_sums(BLOCK_M, TILE)
+    sums = no_sums(of.value, BLOCK_M, TILE)
     for number in range(visits.full_start, visits.full_end, STEP):
         first = full_tile(of.visible, b, h, own, number) * BLOCK_N
-        sums = _attend_tile(of, tiles, query, sums, None, None, first, place, sizes, STEP_N, TILE)
+        sums = _add_keys(of, tiles, query, sums, first, place, sizes, False, STEP_N, TILE)
     for number in tl.range(0, partial_count(visits), num_stages=TILE.partial_stages):
         first = partial_tile(of.visible, b, h, own, number, visits) * BLOCK_N
-        sums = _attend_tile(of, tiles, query, sums, lo, hi, first, place, sizes, BLOCK_N, TILE)
+        sums = _add_keys(of, tiles, query, sums, first, place, sizes, True, BLOCK_N, TILE)
     return sums
 
 
 @triton.jit
-def _attend_tile(
-    of, tiles, query, sums, lo, hi, first, place, sizes, BLOCK_N: tl.constexpr, TILE: tl.constexpr
-):
-    """The sums after BLOCK_N keys from `first` on; pairs are masked one by one where the ranges of rows are given."""
-    BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_D: tl.constexpr = TILE.block_d
-    b, h, rows, S = place.b, place.h, place.at, sizes.S
-    keys = first + tl.arange(0, BLOCK_N)
-    heads = h
-    if of.grouped is not None:
-        heads = h[:, None]
-    there = None
-    if lo is not None:
-        there = keys < S
-    pairs = Pairs(b, heads, rows[:, None], keys[None, :])
-    bias = load_bias(of.terms, pairs, sizes.T, S)
-    if of.content_bias is not None:
-        content = load_content_bias(of.content_bias, b, h, keys, S)
-    raw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if query.q is None:
-        for number in range(query.chunks.length):
-            column = chunk_at(query.chunks, number) * BLOCK_D
-            features = column + tl.arange(0, BLOCK_D)
-            q = load_columns(
-                of.query, b, place.first, rows < sizes.T, column, TILE.d, BLOCK_M, BLOCK_D
-            )
-            k = load_columns(of.key, b, first, keys < S, column, TILE.d, BLOCK_N, BLOCK_D)
-            q = mixed(q, of.mixing, h, features, features < TILE.d)  # [BLOCK_M, BLOCK_D]
-            raw = product(q, tl.trans(k), raw)
-    elif query.columns is not None:
-        k = load_features(of.key, b, first, there, query.columns, query.used, BLOCK_N)
-        raw = product(query.q, tl.trans(k), raw)
+def _add_keys(
+    of, tiles, query, sums, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The sums after BLOCK_N keys from `first` on."""
+    tile = scores_of_keys(of, tiles, query, first, place, sizes, PARTIAL, BLOCK_N, TILE)
+    scores, v = tile.scores, tile.weighed  # [BLOCK_M, BLOCK_N], [BLOCK_N, BLOCK_DV]
+    scale_log2 = softmax_scale(sizes.scale, of.terms)
+    if of.value is None:
+        if PARTIAL:
+            scores = tl.where(tile.seen, scores, float("-inf"))
+        keys = first + tl.arange(0, BLOCK_N)
+        sums = _see_keys(sums, scores, of.excluded, place.b, keys, sizes.S, scale_log2, of.terms)
     else:
-        k = load_keys(
-            of.key, tiles.key, b, place.hk, first, there, TILE.d, BLOCK_N, BLOCK_D
-        )  # [BLOCK_N, BLOCK_D]
-        raw = product(query.q, tl.trans(k), raw)
-    v = load_keys(
-        of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv
-    )  # [BLOCK_N, BLOCK_DV]
-    if of.content_bias is not None:
-        raw += content[None, :]
-    scores, _ = finish(raw, bias, of.terms, sizes.scale)  # [BLOCK_M, BLOCK_N]
-    if lo is not None:
-        seen = pairs_visible(
-            of.visible, of.terms, pairs, lo[:, None], hi[:, None], sizes.T, S, bias
+        if PARTIAL:
+            scores = tl.where(tile.seen, scores + poison(v)[None, :], float("-inf"))
+            v = finite_part(v)
+        p, row_max, row_sum, alpha = online_softmax(
+            scores, sums.row_max, sums.row_sum, scale_log2, of.terms
         )
-        scores = tl.where(seen, scores + poison(v)[None, :], float("-inf"))
-        v = finite_part(v)
-    p, row_max, row_sum, alpha = online_softmax(
-        scores, sums.row_max, sums.row_sum, softmax_scale(sizes.scale, of.terms), of.terms
-    )
-    if of.dropout is not None:
-        p = tl.where(kept(of.dropout, b, heads, rows, first, BLOCK_N), p, 0.0)
-    return SoftmaxSums(product(p.to(v.dtype), v, sums.acc * alpha[:, None]), row_max, row_sum)
+        if of.dropout is not None:
+            heads = place.h
+            if of.grouped is not None:
+                heads = heads[:, None]
+            p = tl.where(kept(of.dropout, place.b, heads, place.at, first, BLOCK_N), p, 0.0)
+        acc = product(p.to(v.dtype), v, sums.acc * alpha[:, None])
+        sums = SoftmaxSums(acc, row_max, row_sum)
+    return sums
+
+
+@triton.jit
+def _see_keys(seen, scores, excluded, b, keys, S, scale_log2, terms):
+    """The statistics of rows after `scores` [BLOCK_M, BLOCK_N], hidden ones -inf, of `keys` [BLOCK_N]."""
+    old_max, old_sum = seen.row_max, seen.row_sum
+    p, row_max, row_sum, alpha = online_softmax(scores, old_max, old_sum, scale_log2, terms)
+    below = tl.where(old_sum > 0.0, (old_max - row_max) * scale_log2, 0.0)
+    depth = tl.where(p > 0.0, (scores - row_max[:, None]) * scale_log2, 0.0)
+    # Where alpha is 0, below may be -inf.
+    spread = tl.where(alpha == 0.0, 0.0, alpha * (seen.spread + old_sum * below))
+    spread = spread + tl.sum(p * depth, 1)
+    if excluded is not None:
+        at = excluded.ptr + b.to(tl.int64) * excluded.stride_b + keys
+        left_out = tl.load(at, mask=keys < S, other=1) != 0
+        scores = tl.where(left_out[None, :], float("-inf"), scores)
+    best = tl.max(scores, 1)
+    here = tl.min(tl.where(scores == best[:, None], keys[None, :], 2147483647), 1)
+    # Tiles do not come in the order of their keys: among equals the smaller key counts.
+    better = (best > seen.best) | ((best == seen.best) & (here < seen.where))
+    where = tl.where(better, here, seen.where)
+    return RowStatistics(row_max, row_sum, spread, tl.maximum(seen.best, best), where)

@@ -6,15 +6,11 @@ from heads_kernels.call import Call
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.buffers import contiguous_rows
 from heads_kernels.ops.entmax import check_alpha_values
-from heads_kernels.ops.triton import (
-    collaborative_keys,
-    collaborative_queries,
-    gated_keys,
-    gated_queries,
-)
 from heads_kernels.ops.triton.bias_gradients import bias_pass, offsets_pass
-from heads_kernels.ops.triton.entmax_centers import centers_pass
+from heads_kernels.ops.triton.entmax import centers_pass
 from heads_kernels.ops.triton.forward import closed_pass, forward_pass
+from heads_kernels.ops.triton.keys import keys_pass
+from heads_kernels.ops.triton.queries import queries_pass
 from heads_kernels.ops.triton.rows import first_pass
 from heads_kernels.ops.triton.specialized import specialized_backward
 from heads_kernels.ops.triton.statistics import statistics
@@ -42,11 +38,8 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
         from heads_kernels.ops.triton.gluon_backward import specialized_pass
 
         specialized_pass(call, first, g, tiles)
-    elif call.mixing is None:
-        gated_keys.keys_pass(call, first, g.dkey, g.dvalue)
-        gated_queries.queries_pass(call, first, g.dquery)
     else:
-        collaborative_keys.keys_pass(call, first, g.dkey, g.dvalue, g.dcontent_bias)
-        collaborative_queries.queries_pass(call, first, g.dquery, g.dmixing)
+        keys_pass(call, first, g.dkey, g.dvalue, g.dcontent_bias)
+        queries_pass(call, first, g.dquery, g.dmixing)
     bias_pass(call, first, g.dbias)
     offsets_pass(call, first, g.doffset_bias)

@@ -1,6 +1,6 @@
 """The gradients of biases in Triton, for both operators: sums of dscores over what shares an element of the bias.
 
-    dscores = p * (dp - delta)        before cap and scale; the other formulas are in `gated_keys`
+    dscores = p * (dp - delta)        before cap and scale; the other formulas are in `keys`
 
 Scores are computed again, tile by tile. Every element of the bias has one owner, which adds up in a fixed order.
 """
@@ -17,17 +17,23 @@ from torch.nn import functional
 from heads_kernels.batch import bias_batches
 from heads_kernels.call import Call
 from heads_kernels.ops.buffers import splits_of
-from heads_kernels.ops.triton.chunks import active_chunks, chunk_at, load_content_bias, mixed
-from heads_kernels.ops.triton.entmax import gradient_of_tile, weigh
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import load_columns, load_tile
-from heads_kernels.ops.triton.operands import Pairs, operator_of, sizes_of
-from heads_kernels.ops.triton.rows import FirstPass, as_columns, load_row_terms
-from heads_kernels.ops.triton.scores import finish, load_bias
-from heads_kernels.ops.triton.softmax import kept, product
-from heads_kernels.ops.triton.tiles import TileConstants, Tiles, tile_constants, tiles_for
-from heads_kernels.ops.triton.visible import pairs_visible, ranges
+from heads_kernels.ops.triton.load import load_tile
+from heads_kernels.ops.triton.operands import Place, operator_of, sizes_of
+from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
+from heads_kernels.ops.triton.score_tiles import (
+    Features,
+    KeyTiles,
+    QueryRows,
+    ScoreTile,
+    active_chunks,
+    load_query,
+    raw_scores,
+)
+from heads_kernels.ops.triton.scores import finish
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
+from heads_kernels.ops.triton.visible import keys_visible, ranges
 
 
 class Units(NamedTuple):
@@ -46,53 +52,29 @@ class Units(NamedTuple):
 def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.constexpr):
     """`acc` [BLOCK, BLOCK] and the dscores of a tile of head h of batch b; those of a closed head are 0."""
     BLOCK: tl.constexpr = TILE.block_m
-    BLOCK_D: tl.constexpr = TILE.block_d
     T, S = sizes.T, sizes.S
     rows = first_row + tl.arange(0, BLOCK)
     keys = first_key + tl.arange(0, BLOCK)
     lo, hi = ranges(of.visible, b, h, rows, open_rows(reads.gate, b, h, T, TILE), S)
-    pairs = Pairs(b, h, rows[:, None], keys[None, :])
-    bias = load_bias(of.terms, pairs, T, S)
-    seen = pairs_visible(
-        of.visible, of.terms, pairs, lo[:, None], hi[:, None], T, S, bias
-    )  # [BLOCK, BLOCK]
+    seen, _pairs, bias = keys_visible(of.visible, of.terms, b, h, rows, lo, hi, keys, T, S)
     if tl.max(seen.to(tl.int32)) != 0:
-        hk = h // sizes.group
-        raw = tl.zeros((BLOCK, BLOCK), tl.float32)
-        if of.mixing is None:
-            q = load_tile(
-                of.query, b, h, first_row, rows < T, TILE.d, BLOCK, BLOCK_D
-            )  # [BLOCK, BLOCK_D]
-            k = load_tile(
-                of.key, b, hk, first_key, keys < S, TILE.d, BLOCK, BLOCK_D
-            )  # [BLOCK, BLOCK_D]
-            raw = product(q, tl.trans(k), raw)
-        else:
+        place = Place(b, h, h // sizes.group, first_row, rows)
+        q, chunks = None, None
+        if of.mixing is not None:
             chunks = active_chunks(of.mixing, h, TILE)
-            for number in range(chunks.length):
-                column = chunk_at(chunks, number) * BLOCK_D
-                features = column + tl.arange(0, BLOCK_D)
-                q = load_columns(of.query, b, first_row, rows < T, column, TILE.d, BLOCK, BLOCK_D)
-                k = load_columns(of.key, b, first_key, keys < S, column, TILE.d, BLOCK, BLOCK_D)
-                q = mixed(q, of.mixing, h, features, features < TILE.d)
-                raw = product(q, tl.trans(k), raw)
-        if of.content_bias is not None:
-            raw += load_content_bias(of.content_bias, b, h, keys, S)[None, :]
+        features = Features(None, None, chunks, 0, chunks)
+        if of.mixing is None:
+            q = load_query(of, features, b, h, first_row, rows < T, BLOCK, TILE)
+        query, tiles = QueryRows(q, features, lo, hi), KeyTiles(None, None)
+        raw, _k, v = raw_scores(of, tiles, query, first_key, keys < S, place, sizes, BLOCK, TILE)
         of_head = head_gate(reads.gate, b, h, TILE)
-        row_terms = as_columns(load_row_terms(reads, of_head, b, h, rows, sizes, TILE))
-        scores, _ = finish(raw, bias, of.terms, sizes.scale)
-        _, slope = weigh(scores, row_terms, seen, of.terms, h, sizes.scale)
+        row_terms = along(load_row_terms(reads, of_head, b, h, rows, sizes, TILE), 1)
+        scores, _slope = finish(raw, bias, of.terms, sizes.scale)
         do = load_tile(
             reads.dattended, b, h, first_row, rows < T, TILE.dv, BLOCK, TILE.block_dv
         )  # [BLOCK, BLOCK_DV]
-        v = load_tile(
-            of.value, b, hk, first_key, keys < S, TILE.dv, BLOCK, TILE.block_dv
-        )  # [BLOCK, BLOCK_DV]
-        dp = product(do, tl.trans(v), tl.zeros((BLOCK, BLOCK), tl.float32))
-        keep = None
-        if of.dropout is not None:
-            keep = kept(of.dropout, b, h, rows, first_key, BLOCK)
-        acc += gradient_of_tile(slope, dp, keep, 1.0, seen, row_terms, of)
+        tile = ScoreTile(scores, 1.0, seen, None, v)
+        acc += dscores_of_tile(of, tile, do, row_terms, first_key, place, sizes, True, BLOCK, TILE)
     return acc
 
 
@@ -151,17 +133,12 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     if 0 in (B, H, T, S):
         dbias.zero_()
         return
-    tiles = _tiles(call)
+    tiles = tiles_for(f"{operator_of(call)}.biases", call.query, call.D, call.Dv)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_m)
     sum_rows, sum_keys = dbias.shape[3] != T, dbias.shape[4] != S
     entries = outer * inner
-    units = (
-        B
-        // entries
-        * (H // heads)
-        * (row_tiles if sum_rows else 1)
-        * (key_tiles if sum_keys else 1)
-    )
+    units = B // entries * (H // heads)
+    units *= (row_tiles if sum_rows else 1) * (key_tiles if sum_keys else 1)
     programs = entries * heads * (1 if sum_rows else row_tiles) * (1 if sum_keys else key_tiles)
     splits = splits_of(units, programs, call.query)
     parts = dbias.new_empty((splits, entries, *dbias.shape[2:]))
@@ -169,7 +146,7 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     launch(
         _bias_kernel, programs * splits, call.query, tiles, first.operands, first.reads,
         Units(parts, entries, first_batch, inner, heads, units, -(-units // splits)), sizes_of(call),
-        SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, TILE=_compiled(call, first, tiles),
+        SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, TILE=tile_constants(call, tiles, first.kind),
     )  # fmt: skip
     dbias.copy_(parts.sum(0).view(dbias.shape))
 
@@ -209,30 +186,17 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
     if T == 0 or S == 0:
         doffset_bias.zero_()
         return
-    tiles = _tiles(call)
+    tiles = tiles_for(f"{operator_of(call)}.biases", call.query, call.D, call.Dv)
     block = tiles.block_m
     row_tiles = -(-T // block)
     diagonals = row_tiles - (-S // block) - 1
     parts = doffset_bias.new_empty((2, B, H, diagonals, block))
     launch(
         _offsets_kernel, B * H * diagonals, call.query, tiles,
-        first.operands, first.reads, parts, sizes_of(call), TILE=_compiled(call, first, tiles),
+        first.operands, first.reads, parts, sizes_of(call), TILE=tile_constants(call, tiles, first.kind),
     )  # fmt: skip
     left, right = parts.flatten(3)  # [B, H, diagonals * block]
     sums = functional.pad(left, (0, block)) + functional.pad(right, (block, 0))
     # Column 0 of both is offset -(row_tiles * block), the table begins with -(T - 1).
     start = row_tiles * block - (T - 1)
     doffset_bias.copy_(sums[..., start : start + doffset_bias.shape[2]])
-
-
-def _tiles(call: Call) -> Tiles:
-    return tiles_for(
-        f"{operator_of(call)}.biases", call.query, call.query.shape[-1], call.value.shape[-1]
-    )
-
-
-def _compiled(call: Call, first: FirstPass, tiles: Tiles) -> TileConstants:
-    return tile_constants(
-        tiles, call.query.shape[-1], call.value.shape[-1], mixes=call.mixing is not None, gate=first.kind,
-        activation=call.gate_activation,
-    )  # fmt: skip

@@ -1,112 +1,274 @@
-"""alpha-entmax in the place of softmax: `csrc/cpu/entmax.h` in Triton (Correia, Niculae, Martins 2019).
+"""Entmax attention: its forward pass, and of its backward pass what comes before the passes over keys and queries.
 
-    p = [1 + order (s - threshold)]_+ ^ (1 / order)        order = alpha - 1
+The threshold of a row is known only after all its scores, which do not fit on chip: they are recomputed in each pass
+over the keys. A pass finds the largest score, about four search the threshold (Newton's method, as in
+`heads_kernels.ops.entmax`), and one adds up the values. The threshold only increases, so a tile of keys below it in all
+rows is out of reach for good: each program keeps a list of the tiles in reach and shortens it in every pass.
 
-The threshold of a row makes its probabilities add up to 1. It is saved in the place of lse, to which it tends as order
-tends to 0, in two numbers: the largest score, and how far the threshold is above it. Kernels are compiled for softmax
-or entmax, by `terms.alpha`.
+Backward:
+
+    dscores = slope * (dp - center)        center = sum(slope * dp) / sum(slope)
+
+Softmax has p in the place of the slope, and its center is delta, which is known. The derivative of p by alpha is
+(Correia, Niculae, Martins 2019, proposition 1)
+
+    (p - share) / order^2 - (p ln p + share entropy) / order        share = slope / sum(slope)
+
+a difference of large terms where alpha is near 1. With x = -order ln p, first = (e^x - 1) / order and second =
+(e^x - 1 - x) / order^2 their first-order parts cancel:
+
+    p (sum(p second) - second - ln p sum(p first) - first entropy) / (1 + order sum(p first))
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from heads_kernels.ops.triton.scores import natural, probabilities
-from heads_kernels.ops.triton.softmax import LN2, LOG2E, SMALLEST
+from heads_kernels.call import Call
+from heads_kernels.ops.triton.gate import head_gate, open_rows
+from heads_kernels.ops.triton.launch import launch
+from heads_kernels.ops.triton.load import load_tile
+from heads_kernels.ops.triton.operands import Support, sizes_of
+from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
+from heads_kernels.ops.triton.score_tiles import (
+    Features,
+    KeyTiles,
+    QueryRows,
+    scores_of_keys,
+)
+from heads_kernels.ops.triton.scores import (
+    LOG2E,
+    above_threshold,
+    dropped,
+    finite_part,
+    kept,
+    load_order,
+    log1p,
+    natural,
+    poison,
+    powers,
+    product,
+)
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
+from heads_kernels.ops.triton.visible import (
+    place_of_rows,
+    ranges,
+    tile_at,
+    tile_count,
+    tiles_in_ranges,
+)
 
-_ROOT_HALF: tl.constexpr = tl.constexpr(0x3F3504F3)  # bits of sqrt(1/2)
-_ONE: tl.constexpr = tl.constexpr(0x3F800000)
-_MANTISSA: tl.constexpr = tl.constexpr(0x7FFFFF)
+#: About 4 are taken.
+_MOST_STEPS: tl.constexpr = tl.constexpr(32)
+#: 2 epsilon of float32.
+_LEAST_STEP: tl.constexpr = tl.constexpr(2.0**-22)
 
 
-@triton.jit
-def load_order(terms, h):
-    """`alpha - 1` of head h; nan, which makes nan of the whole head, for an alpha outside of (1, 2]."""
-    alpha = tl.load(terms.alpha + h)
-    return tl.where((alpha > 1.0) & (alpha <= 2.0), alpha - 1.0, float("nan"))
+class CentersWritten(NamedTuple):
+    """What the kernel writes."""
 
-
-@triton.jit
-def log1p(y):
-    """ln(1 + y) for y >= -1, finite for -1; by the method of fdlibm, for `tl.log` is only exact to 2^-22 near 1."""
-    u = 1.0 + y
-    lost = (y - (u - 1.0)) / tl.maximum(u, SMALLEST)
-    # u = 2^n (1 + f), with 1 + f between sqrt(1/2) and sqrt(2).
-    shifted = u.to(tl.int32, bitcast=True) + (_ONE - _ROOT_HALF)
-    n = ((shifted >> 23) - (_ONE >> 23)).to(tl.float32)
-    f = ((shifted & _MANTISSA) + _ROOT_HALF).to(tl.float32, bitcast=True) - 1.0
-    s = f / (f + 2.0)
-    z = s * s
-    half = 0.5 * f * f
-    r = ((0.24279078841 * z + 0.28498786688) * z + 0.40000972152) * z + 0.66666662693
-    return n * LN2 + (f - (half - s * (half + z * r)) + lost)
-
-
-@triton.jit
-def above_threshold(scores, top, above, order):
-    """`order * (score - threshold)` of the threshold `top + above`, at least -1; nan stays nan."""
-    y = (scores - top) * order - above * order
-    return tl.where(y < -1.0, -1.0, y)
-
-
-@triton.jit
-def powers(y, order):
-    """Probabilities `(1 + y) ^ (1 / order)` and their slopes `p ^ (2 - alpha)`, by which they grow with their scores
-    while the threshold is held: 0 where p is 0."""
-    u = 1.0 + y
-    if order == 1.0:
-        p = u
-        slope = tl.where(u == 0.0, 0.0, 1.0)
-    elif order == 0.5:
-        p = u * u
-        slope = u
-    else:
-        p = tl.where(u == 0.0, 0.0, tl.exp2(log1p(y) * (LOG2E / order)))
-        slope = tl.where(p == 0.0, 0.0, p / u)
-    return p, slope
+    centers: Tensor
+    dalpha: Tensor | None
+    support: Support
+    end: None = None
 
 
 @triton.jit
-def weigh(scores, of_rows, seen, terms, h, scale):
-    """Probabilities of `scores`, 0 where they are not `seen` (None: all are), and the slopes for `gradient_of_tile`.
+def _masked_scores(of, query, first, place, sizes, TILE: tl.constexpr):
+    """Scores [BLOCK_M, BLOCK_N] of keys `first` and on, -inf where they are hidden, and the values of the keys."""
+    tile = scores_of_keys(
+        of, KeyTiles(None, None), query, first, place, sizes, True, TILE.block_n, TILE
+    )
+    scores = natural(tile.scores, sizes.scale, of.terms)
+    return tl.where(tile.seen, scores, float("-inf")), tile.weighed
 
-    `of_rows` broadcasts to the tile: see `rows.load_row_terms`.
+
+@triton.jit
+def _newton(total, slopes, threshold, order):
+    """The threshold after a step for `total ^ order = 1`, and whether rounding let one move.
+
+    `total` and `slopes` are the sums of probabilities and of their slopes. The left side is a norm of what exceeds the
+    threshold, so it is convex and falls, and thresholds only increase.
     """
-    if terms.alpha is None:
-        slope = probabilities(scores, of_rows.lse, scale, terms)
-        p = slope
-        if seen is not None:
-            p = tl.where(seen, p, 0.0)
-    else:
-        order = load_order(terms, h)
-        y = above_threshold(natural(scores, scale, terms), of_rows.lse, of_rows.above, order)
-        if seen is not None:
-            y = tl.where(seen, y, -1.0)
-        p, slope = powers(y, order)
-    return p, slope
+    z = order * log1p(total - 1.0)
+    series = tl.full(z.shape, 1.0, tl.float32)  # (1 - exp(-z)) / z
+    for i in tl.static_range(6, 1, -1):
+        series = 1.0 - z * series / i
+    excess = tl.where(z < 0.25, z * series, 1.0 - tl.exp2(z * -LOG2E))
+    sees = slopes != 0.0
+    by = tl.where(sees, total * excess / tl.where(sees, slopes, 1.0) / order, 0.0)
+    moved = by > tl.maximum(tl.abs(threshold), 1.0) * _LEAST_STEP
+    return tl.where(sees, threshold + by, threshold), tl.max(moved.to(tl.int32)) != 0
 
 
 @triton.jit
-def dropped(tile, keep, dropout):
-    """`tile` where dropout keeps it, times its scale, else 0; `keep` is None without dropout."""
-    if dropout is not None:
-        tile = tl.where(keep, tile * dropout.scale, 0.0)
-    return tile
+def attend_sparse(of, place, sizes, TILE: tl.constexpr):
+    """`attended` [BLOCK_M, BLOCK_DV], the largest score, how far the threshold is above it and whether they see
+    anything, of the rows of a head.
 
-
-@triton.jit
-def gradient_of_tile(slope, dp, keep, cap, seen, of_rows, of):
-    """The gradient of scores before scale, 0 where they are not `seen`.
-
-        dscores = slope * (g * dropped(dp) - delta) * cap
-
-    `slope` is what `weigh` gave, `cap` the slope of the cap, `of_rows` as there. Its delta is a row's sum of dout *
-    attended with softmax, else the mean of dp by the slopes.
+    Rows that see nothing have 0, -inf and 0. With T 0 (a closed head) no row and no key is read.
     """
-    dscores = slope * (dropped(dp, keep, of.dropout) * of_rows.g - of_rows.delta) * cap
-    if of.terms.alpha is not None:
-        dscores = tl.where(slope == 0.0, 0.0, dscores)  # hidden pairs too
-    elif seen is not None:
-        dscores = tl.where(seen, dscores, 0.0)
-    return dscores
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    b, h, rows, T, S = place.b, place.h, place.at, sizes.T, sizes.S
+    lo, hi = ranges(of.visible, b, h, rows, T, S)  # [BLOCK_M]
+    visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, T, BLOCK_N)
+    in_reach = of.in_reach + tl.program_id(0).to(tl.int64) * tl.cdiv(S, BLOCK_N)
+    order = load_order(of.terms, h)
+    q = load_tile(of.query, b, h, place.first, rows < T, TILE.d, BLOCK_M, TILE.block_d)
+    query = QueryRows(q, Features(None, None, None, 0, None), lo, hi)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
+    count = tile_count(visits)
+    for number in range(count):
+        tile = tile_at(visits, number)
+        scores, _ = _masked_scores(of, query, tile * BLOCK_N, place, sizes, TILE)
+        top = tl.maximum(top, tl.max(scores, 1))
+        tl.store(in_reach + number, tile)
+    # Nothing exceeds +inf; a row of nan alone, whose maximum may be -inf, stays nan.
+    top = tl.where(top == float("-inf"), float("inf"), top)
+    above = tl.zeros((BLOCK_M,), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    moving = count > 0
+    step = 0
+    while moving & (step < _MOST_STEPS):
+        tl.debug_barrier()  # another thread of the program may have stored what this one reads
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        slopes = tl.zeros((BLOCK_M,), tl.float32)
+        left = 0
+        for number in range(count):
+            tile = tl.load(in_reach + number)
+            scores, _ = _masked_scores(of, query, tile * BLOCK_N, place, sizes, TILE)
+            y = above_threshold(scores, top[:, None], above[:, None], order)
+            p, slope = powers(y, order)
+            total += tl.sum(p, 1)
+            slopes += tl.sum(slope, 1)
+            # The maximum waits for all threads: what is stored has been read before.
+            near = tl.max(tl.where(y == -1.0, 0, 1)) != 0
+            tl.store(in_reach + left, tile, mask=near)
+            left += near.to(tl.int32)
+        count = left
+        above, moving = _newton(total, slopes, above, order)
+        step += 1
+    sees = total != 0.0
+    tl.debug_barrier()
+    acc = tl.zeros((BLOCK_M, TILE.block_dv), tl.float32)
+    for number in range(count):
+        first = tl.load(in_reach + number) * BLOCK_N
+        scores, v = _masked_scores(of, query, first, place, sizes, TILE)
+        p, slope = powers(above_threshold(scores, top[:, None], above[:, None], order), order)
+        if of.dropout is not None:
+            p = p * kept(of.dropout, b, h, rows, first, BLOCK_N).to(tl.float32)
+        p = tl.where(p == 0.0, 0.0, p + poison(v)[None, :])
+        acc = product(p.to(v.dtype), finite_part(v), acc)
+    if of.dropout is not None:
+        acc = acc * of.dropout.scale
+    return acc, tl.where(sees, top, float("-inf")), above, sees
+
+
+@triton.jit
+def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
+    """A program writes the centers of BLOCK_M rows of a head, their part of dalpha, and which tiles of keys have a
+    probability above 0."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    T, S = sizes.T, sizes.S
+    tiles = tl.cdiv(T, BLOCK_M)
+    place = place_of_rows(of, sizes, TILE)
+    b, h, first_row, rows = place.b, place.h, place.first, place.at
+    taking_part = open_rows(reads.gate, b, h, T, TILE)
+    lo, hi = ranges(of.visible, b, h, rows, taking_part, S)  # [BLOCK_M]
+    visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, taking_part, BLOCK_N)
+    order = load_order(of.terms, h)
+    q = load_tile(of.query, b, h, first_row, rows < taking_part, TILE.d, BLOCK_M, TILE.block_d)
+    query = QueryRows(q, Features(None, None, None, 0, None), lo, hi)
+    do = load_tile(
+        reads.dattended, b, h, first_row, rows < taking_part, TILE.dv, BLOCK_M, TILE.block_dv
+    )
+    of_head = head_gate(reads.gate, b, h, TILE)
+    row_terms = load_row_terms(reads, of_head, b, h, rows, sizes, TILE)
+    columns = along(row_terms, 1)
+    slopes = tl.zeros((BLOCK_M,), tl.float32)
+    slope_differences = tl.zeros((BLOCK_M,), tl.float32)
+    if written.dalpha is not None:
+        logs = tl.zeros((BLOCK_M,), tl.float32)  # of p ln p, p first, p second
+        firsts = tl.zeros((BLOCK_M,), tl.float32)
+        seconds = tl.zeros((BLOCK_M,), tl.float32)
+        p_differences = tl.zeros((BLOCK_M,), tl.float32)  # of the same times the difference
+        log_differences = tl.zeros((BLOCK_M,), tl.float32)
+        first_differences = tl.zeros((BLOCK_M,), tl.float32)
+        second_differences = tl.zeros((BLOCK_M,), tl.float32)
+    pair = (b * sizes.H + h).to(tl.int64)
+    at = written.support.ptr + (pair * tiles + first_row // BLOCK_M) * tl.cdiv(S, BLOCK_N)
+    for number in range(tile_count(visits)):
+        tile = tile_at(visits, number)
+        first = tile * BLOCK_N
+        scores, _ = _masked_scores(of, query, first, place, sizes, TILE)
+        y = above_threshold(scores, columns.lse, columns.above, order)
+        if tl.max(tl.where(y == -1.0, 0, 1)) != 0:
+            tl.store(at + tile, 1)
+            there = first + tl.arange(0, BLOCK_N) < S
+            v = load_tile(of.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv)
+            dp = product(do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+            keep = None
+            if of.dropout is not None:
+                keep = kept(of.dropout, b, h, rows, first, BLOCK_N)
+            dp = dropped(dp, keep, of.dropout)
+            p, slope = powers(y, order)
+            difference = tl.where(slope == 0.0, 0.0, dp * columns.g - columns.delta)
+            slopes += tl.sum(slope, 1)
+            slope_differences += tl.sum(slope * difference, 1)
+            if written.dalpha is not None:
+                p_log, p_first, p_second = _terms_of_alpha(y, p, slope, order)
+                logs += tl.sum(p_log, 1)
+                firsts += tl.sum(p_first, 1)
+                seconds += tl.sum(p_second, 1)
+                p_differences += tl.sum(p * difference, 1)
+                log_differences += tl.sum(p_log * difference, 1)
+                first_differences += tl.sum(p_first * difference, 1)
+                second_differences += tl.sum(p_second * difference, 1)
+    sees = slopes != 0.0
+    of_pair = pair * T + rows
+    center = row_terms.delta + slope_differences / tl.where(sees, slopes, 1.0)
+    # Rows with a number that is not finite have lse nan, which is all that the other passes need.
+    center = tl.where(row_terms.finite, center, 0.0)
+    tl.store(written.centers + of_pair, center, mask=rows < T)
+    if written.dalpha is not None:
+        change = seconds * p_differences - second_differences
+        change += logs * first_differences - firsts * log_differences
+        tl.store(written.dalpha + of_pair, change / (1.0 + order * firsts), mask=rows < T)
+
+
+@triton.jit
+def _terms_of_alpha(y, p, slope, order):
+    """`p ln p`, `p first` and `p second` of probabilities `p = (1 + y) ^ (1 / order)`."""
+    inverse = 1.0 / order
+    x = -log1p(y)
+    p_first = slope * -y * inverse
+    series = tl.full(x.shape, 1.0, tl.float32)  # (e^x - 1 - x) 2 / x^2
+    for i in tl.static_range(7, 2, -1):
+        series = 1.0 + x * series / i
+    small = p * (x * inverse) * (x * inverse) * series * 0.5
+    p_second = tl.where(x < 0.5, small, (p_first - p * x * inverse) * inverse)
+    return p * -x * inverse, p_first, p_second
+
+
+def centers_pass(call: Call, first: FirstPass, dalpha: Tensor) -> FirstPass:
+    """`first` with the centers as delta, and with the support; fills `dalpha` unless it is empty."""
+    (B, H, T, D), (_, _, S, Dv) = call.query.shape, call.value.shape
+    tiles = tiles_for("entmax_attention.centers", call.query, D, Dv)
+    row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
+    flags = call.query.new_zeros((B, H, row_tiles, key_tiles), dtype=torch.uint8)
+    support = Support(flags, tiles.block_m, tiles.block_n)
+    centers = torch.empty_like(first.reads.delta)
+    written = CentersWritten(centers, dalpha if dalpha.numel() else None, support)
+    launch(
+        _centers_kernel, B * H * row_tiles, call.query, tiles,
+        first.operands, first.reads, written, sizes_of(call),
+        TILE=tile_constants(call, tiles, first.kind),
+    )  # fmt: skip
+    return first._replace(reads=first.reads._replace(delta=centers), support=support)

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from heads_kernels.backends import FARTHEST_ROW
 from heads_kernels.call import Call
@@ -27,19 +26,22 @@ from heads_kernels.ops.attention import Results
 from heads_kernels.ops.buffers import key_splits, split_attended
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.triton.attend import (
-    KeyTiles,
     Share,
     SoftmaxSums,
     accumulate,
     attend,
     no_sums,
     normalized,
-    softmax_scale,
 )
-from heads_kernels.ops.triton.descriptors import FEWEST_KEYS, describable, tiles_in
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import load_tile, store_tile
+from heads_kernels.ops.triton.load import (
+    FEWEST_KEYS,
+    describable,
+    load_tile,
+    store_tile,
+    tiles_in,
+)
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,
@@ -53,43 +55,25 @@ from heads_kernels.ops.triton.operands import (
     grouped_heads_of,
     has_terms,
     operands_of,
-    operator_of,
     row_lse_of,
     rows_of,
     sizes_of,
+    tiles_of_pass,
     with_positive_scale,
 )
 from heads_kernels.ops.triton.rows import Reads
-from heads_kernels.ops.triton.softmax import online_softmax
+from heads_kernels.ops.triton.score_tiles import KeyTiles
+from heads_kernels.ops.triton.scores import online_softmax, softmax_scale
 from heads_kernels.ops.triton.specialized import specialized_forward
-from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import (
-    TileConstants,
     Tiles,
     padded,
     tile_constants,
-    tiles_for,
 )
+from heads_kernels.ops.triton.visible import own_rows, place_of_rows, with_tile_lists
 
 #: Splits of a row that are read at once: all of a usual call. 32 x 256 numbers take 64 registers of 128 threads.
 _SPLITS_AT_ONCE: Final = 32
-
-
-@triton.jit
-def _own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
-    """Batch, head and first row of a `program`; of a head the last rows (the longest of a causal mask) come first.
-
-    Heads are in order; those of collaborative attention follow each other on one tile of rows, for they read the same
-    query and key.
-    """
-    tiles = tl.cdiv(T, BLOCK_M)
-    if of.mixing is None:
-        pair = program // tiles
-        b, h, tile = pair // H, pair % H, program % tiles
-    else:
-        h = program % H
-        b, tile = program // (H * tiles), program // H % tiles
-    return b, h, (tiles - 1 - tile) * BLOCK_M
 
 
 class OutputsWritten(NamedTuple):
@@ -117,16 +101,9 @@ def _opened(sizes, T):
 
 
 @triton.jit
-def _place(of, sizes, TILE: tl.constexpr):
-    """The place of a program that owns rows of one head."""
-    b, h, first_row = _own_rows(of, tl.program_id(0), sizes.H, sizes.T, TILE.block_m)
-    return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
-
-
-@triton.jit
 def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.constexpr):
     """A program computes BLOCK_M rows of `out` of one head. A closed head writes its zeros and is done."""
-    place = _place(of, sizes, TILE)
+    place = place_of_rows(of, sizes, TILE)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     tiles = KeyTiles(key_tiles, value_tiles)
     attended = attend(of, tiles, place, _opened(sizes, taking_part), TILE)
@@ -147,7 +124,7 @@ def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.c
         tl.store(written.lse.ptr + at, attended.lse, mask=rows < T)
         if written.lse.above is not None:
             tl.store(written.lse.above + at, attended.above, mask=rows < T)
-    gated = times_gate(attended.rows, gate, b, h, rows, T, TILE)
+    gated = times_gate(attended.rows, gate, b, h, rows, tl.arange(0, TILE.block_dv), T, TILE)
     # Rows that see nothing are 0, whatever their gate.
     gated = tl.where(attended.sees[:, None], gated, 0.0)
     store_tile(written.out, b, h, first_row, T, gated, TILE.dv, ROWS, TILE.block_dv)
@@ -165,7 +142,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
     programs = tl.num_programs(0) // splits.shares
     split, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     if of.grouped is not None:
-        b, hk, first_row = _own_rows(of, program, H // group, group, BLOCK_M)
+        b, hk, first_row = own_rows(of, program, H // group, group, BLOCK_M)
         length, head = group, hk
         heads = first_row + tl.arange(0, BLOCK_M)
         h = hk * group + tl.minimum(heads, group - 1)  # [BLOCK_M]
@@ -173,7 +150,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
         opened = (heads < group) & (open_rows(gate, b, h, T, TILE) != 0)
         rows = tl.where(opened, 0, T)
     else:
-        b, h, first_row = _own_rows(of, program, H, T, BLOCK_M)
+        b, h, first_row = own_rows(of, program, H, T, BLOCK_M)
         hk, head = h // group, h
         taking_part = open_rows(gate, b, h, T, TILE)
         length = taking_part
@@ -202,7 +179,7 @@ def _combine_kernel(
     taking_part = open_rows(gate, b, h, T, TILE)
     scale_log2 = softmax_scale(sizes.scale, terms)
     columns = tl.arange(0, TILE.block_dv)
-    sums = no_sums(1, TILE)
+    sums = no_sums(parts.acc, 1, TILE)
     count = splits.shares * tl.minimum(taking_part, 1)  # a closed head has stored none
     for first in range(0, count, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)
@@ -228,14 +205,14 @@ def _combine_kernel(
 def forward_pass(call: Call, outputs: Results) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept."""
     out, attended, lse = outputs
-    call = _with_positive_scale(call)
+    call = with_positive_scale(call)
     if (specialized := specialized_forward(call, outputs)) is not None:
         from heads_kernels.ops.triton.gluon_forward import specialized_pass
 
         specialized_pass(call, outputs, specialized)
         return
     (B, H, T, S), Dv = call.sizes, call.Dv
-    tiles = _tiles(call)
+    tiles = tiles_of_pass(call, "forward", _has_descriptors(call))
     key_tiles = -(-S // tiles.block_n)
     grouped, splits = False, 1
     if call.alpha is None:  # entmax needs the scores of whole rows
@@ -246,7 +223,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
         rows_of(out), rows_of(attended) if attended.numel() else None, row_lse_of(lse)
     )
     if splits == 1 and not grouped:
-        of = _to_tiles(call, of, tiles)
+        of = with_tile_lists(call, of, tiles)
         _launch(_forward_kernel, call, tiles, of, gate, written, sizes_of(call))
         return
     acc, row_max, row_sum = split_attended(out, splits)
@@ -259,7 +236,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     launch(
         _combine_kernel, B * H * T, call.query, tiles,
         of.terms, of.dropout, gate, SplitParts(acc, row_max, row_sum), written, sizes_of(call), Splits(B, splits),
-        BLOCK_SPLITS=_SPLITS_AT_ONCE, TILE=_compiled(call, tiles),
+        BLOCK_SPLITS=_SPLITS_AT_ONCE, TILE=tile_constants(call, tiles, gate_kind(call.gate)),
     )  # fmt: skip
 
 
@@ -281,7 +258,7 @@ def _programs(call: Call, tiles: Tiles, grouped: bool) -> int:
 def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, TILE: tl.constexpr):
     """A program computes `rowsum(dout * attended)` of BLOCK_M rows of a closed head, as the forward kernel would; for
     an open head it does nothing."""
-    place = _place(of, sizes, TILE)
+    place = place_of_rows(of, sizes, TILE)
     b, h, rows = place.b, place.h, place.at
     closed = sizes.T - open_rows(gate, b, h, sizes.T, TILE)
     attended = attend(of, KeyTiles(key_tiles, value_tiles), place, _opened(sizes, closed), TILE)
@@ -298,27 +275,12 @@ def closed_pass(call: Call, of: Operands, reads: Reads, dgate_rows: Tensor) -> N
     if call.gate is None or not can_close(call.gate, call.gate_activation):
         return
     if call.scale < 0.0:
-        call = _with_positive_scale(call)
+        call = with_positive_scale(call)
         of = operands_of(call)
-    tiles = _tiles(call)
-    of = _to_tiles(call, of, tiles)
+    tiles = tiles_of_pass(call, "forward", _has_descriptors(call))
+    of = with_tile_lists(call, of, tiles)
     others = reads.dattended, dgate_rows, sizes_of(call)
     _launch(_closed_kernel, call, tiles, of, reads.gate, *others)
-
-
-def _with_positive_scale(call: Call) -> Call:
-    if call.scale >= 0.0:
-        return call
-    scale, query, content_bias = with_positive_scale(call.scale, call.query, call.content_bias)
-    return call._replace(scale=scale, query=query, content_bias=content_bias)
-
-
-def _to_tiles(call: Call, of: Operands, tiles: Tiles) -> Operands:
-    """The operands as kernels with these tiles read them; with entmax a program lists its tiles itself."""
-    if call.alpha is not None:
-        return of
-    visible = visible_to_tiles(call, of.terms, of.visible, tiles)
-    return of if visible is of.visible else of._replace(visible=visible)
 
 
 def _has_descriptors(call: Call) -> bool:
@@ -332,39 +294,20 @@ def _has_descriptors(call: Call) -> bool:
     return suits and describable(call.key) and describable(call.value)
 
 
-def _descriptors(
-    call: Call, tiles: Tiles
-) -> tuple[TensorDescriptor, TensorDescriptor] | tuple[None, None]:
-    if not tiles.full_tiles:
-        return None, None
-    block = tiles.block_n * tiles.full_tiles
-    key, value = (tiles_in(x, block, padded(x.shape[3])) for x in (call.key, call.value))
-    return key, value
-
-
-def _tiles(call: Call) -> Tiles:
-    width, Dv = call.D, call.Dv
-    terms, descriptors = has_terms(call), _has_descriptors(call)
-    return tiles_for(f"{operator_of(call)}.forward", call.query, width, Dv, terms, descriptors)
-
-
-def _compiled(call: Call, tiles: Tiles) -> TileConstants:
-    width, Dv = call.D, call.Dv
-    return tile_constants(
-        tiles, width, Dv, mixes=call.mixing is not None, gate=gate_kind(call.gate), activation=call.gate_activation
-    )  # fmt: skip
-
-
 def _launch(
     kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Gate | None, *others: Any, splits: int = 1,
     grouped: bool = False,
 ) -> None:  # fmt: skip
     programs = splits * _programs(call, tiles, grouped)
     if call.alpha is not None:
-        key_tiles = -(-call.key.shape[-2] // tiles.block_n)
-        in_reach = call.query.new_empty((programs, key_tiles), dtype=torch.int32)
-        of = of._replace(in_reach=in_reach)
+        shape = programs, -(-call.S // tiles.block_n)
+        of = of._replace(in_reach=call.query.new_empty(shape, dtype=torch.int32))
+    key_tiles, value_tiles = None, None
+    if tiles.full_tiles:
+        block = tiles.block_n * tiles.full_tiles
+        key_tiles = tiles_in(call.key, block, padded(call.D))
+        value_tiles = tiles_in(call.value, block, padded(call.Dv))
     launch(
-        kernel, programs, call.query, tiles, of, *_descriptors(call, tiles), gate, *others,
-        TILE=_compiled(call, tiles),
+        kernel, programs, call.query, tiles, of, key_tiles, value_tiles, gate, *others,
+        TILE=tile_constants(call, tiles, gate_kind(call.gate)),
     )  # fmt: skip

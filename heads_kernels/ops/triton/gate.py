@@ -35,9 +35,8 @@ def row_gates(gate, b, h, rows, T, TILE: tl.constexpr):
 
 
 @triton.jit
-def element_gates(gate, b, h, rows, T, TILE: tl.constexpr):
-    """float32 `[M, BLOCK_DV]`: the gates of every element of query rows."""
-    columns = tl.arange(0, TILE.block_dv)
+def element_gates(gate, b, h, rows, columns, T, TILE: tl.constexpr):
+    """float32 `[M, BLOCK_DV]`: the gates of every element of query rows; `columns` are all [BLOCK_DV]."""
     of_rows = h.to(tl.int64) * gate.stride_h + rows.to(tl.int64) * gate.stride_t  # [M]
     at = gate.ptr + b.to(tl.int64) * gate.stride_b + of_rows[:, None]
     at = at + (columns.to(tl.int64) * gate.stride_d)[None, :]
@@ -46,10 +45,10 @@ def element_gates(gate, b, h, rows, T, TILE: tl.constexpr):
 
 
 @triton.jit
-def times_gate(tile, gate, b, h, rows, T, TILE: tl.constexpr):
+def times_gate(tile, gate, b, h, rows, columns, T, TILE: tl.constexpr):
     """`tile` [M, BLOCK_DV] of float32 rows times their gates."""
     if TILE.gate == "elements":
-        tile = tile * element_gates(gate, b, h, rows, T, TILE)
+        tile = tile * element_gates(gate, b, h, rows, columns, T, TILE)
     elif TILE.gate != "none":
         tile = tile * row_gates(gate, b, h, rows, T, TILE)[:, None]
     return tile

@@ -50,7 +50,7 @@ from heads_kernels.ops.triton.gluon_row_tiles import (
     reader,
     tiles_of_head,
 )
-from heads_kernels.ops.triton.gluon_tiles import CACHED, tiles_of
+from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, tiles_of
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import head_of
 from heads_kernels.ops.triton.operands import (
@@ -62,8 +62,8 @@ from heads_kernels.ops.triton.operands import (
 )
 from heads_kernels.ops.triton.rows import FirstPass
 from heads_kernels.ops.triton.scores import probabilities
-from heads_kernels.ops.triton.tile_lists import visible_to_tiles
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
+from heads_kernels.ops.triton.visible import with_tile_lists
 
 
 class Written(NamedTuple):
@@ -239,22 +239,13 @@ def _backward_kernel(
     DSCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     dscores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DSCORES)
     dquery = gl.allocate_shared_memory(gl.float32, [1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout)
-    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
-    keys_ready = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
-    query_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    dout_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    terms_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    dquery_ready = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
-    dquery_free = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
-    mbarrier.init(keys_ready.index(0), count=1)
-    mbarrier.init(dquery_ready.index(0), count=1)
-    mbarrier.init(dquery_free.index(0), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(query_ready.index(i), count=1)
-        mbarrier.init(dout_ready.index(i), count=1)
-        mbarrier.init(terms_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+    keys_ready = barriers(1, 1)
+    query_ready = barriers(STAGES, 1)
+    dout_ready = barriers(STAGES, 1)
+    terms_ready = barriers(STAGES, 1)
+    free = barriers(STAGES, 1)
+    dquery_ready = barriers(1, 1)
+    dquery_free = barriers(1, 1)
     fence_async_shared()
     shared = Shared(
         key, value, query, dout, lse, delta, lo, hi, dscores, dquery, keys_ready, query_ready, dout_ready, terms_ready,
@@ -279,9 +270,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
     sizes, of, reads = sizes_of(call), first.operands, first.reads
     width = max(64, padded(max(D, Dv)))
-    constants = tile_constants(
-        tiles, D, Dv, gate=first.kind, activation=call.gate_activation, width=width
-    )
+    constants = tile_constants(call, tiles, first.kind, width)
     key_tiles, row_tiles = -(-S // tiles.block_n), -(-T // tiles.block_m)
     splits = splits_of(sizes.group, B * Hk * key_tiles, call.query)
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
@@ -291,7 +280,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     # Which programs add to a tile of rows: of a band it is known, else it is counted in lists.
     listed = of.visible.k_lo is not None or of.visible.key_visible is not None
     visible, rows_visible = (
-        visible_to_tiles(call, of.terms, of.visible, tiles, by_keys=by_keys, listed=listed)
+        with_tile_lists(call, of, tiles, by_keys, listed=listed).visible
         for by_keys in (True, False)
     )
     rows, keys = ((block, width) for block in (tiles.block_m, tiles.block_n))

@@ -31,12 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.triton.attend import SoftmaxSums, normalized, softmax_scale
-from heads_kernels.ops.triton.gate import activate, open_rows, row_gates
+from heads_kernels.ops.triton.attend import SoftmaxSums, normalized
+from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.gluon_tiles import (
     CACHED,
     CONSUMER_ROWS,
     Shared,
+    barriers,
     first_key,
     inspector,
     place_of,
@@ -52,16 +53,18 @@ from heads_kernels.ops.triton.operands import (
     Sizes,
     gate_kind,
     gate_of,
+    operands_of,
     row_lse_of,
     sizes_of,
-    terms_of,
-    visible_of,
 )
-from heads_kernels.ops.triton.scores import finish
-from heads_kernels.ops.triton.softmax import online_softmax
-from heads_kernels.ops.triton.tile_lists import visible_to_tiles
+from heads_kernels.ops.triton.scores import finish, online_softmax, softmax_scale
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
-from heads_kernels.ops.triton.visible import pairs_visible, partial_count, ranges
+from heads_kernels.ops.triton.visible import (
+    pairs_visible,
+    partial_count,
+    ranges,
+    with_tile_lists,
+)
 
 #: The width of a swizzled tile of 16 bits.
 _NARROWEST: Final = 64
@@ -189,18 +192,8 @@ def _consumer(
     own = Place(place.b, place.h, place.hk, first_row, at)
     opened = Sizes(sizes.H, taking_part, sizes.S, sizes.group, sizes.scale)
     attended = normalized(sums, terms, None, own, opened)
-    _write(
-        attended,
-        out_tiles,
-        attended_tiles,
-        shared.query.index(WHO),
-        gate,
-        lse,
-        own,
-        sizes,
-        SUMS,
-        TILE,
-    )
+    buffer = shared.query.index(WHO)
+    _write(attended, out_tiles, attended_tiles, buffer, gate, lse, own, sizes, SUMS, TILE)
 
 
 @gluon.jit
@@ -218,17 +211,8 @@ def _write(
         fence_async_shared()
         store_tiles(attended_tiles, [b, h, first_row, 0], buffer)
         tma.store_wait(0)
-    gated = attended.rows
-    if TILE.gate == "elements":
-        columns = gl.arange(0, TILE.block_dv, layout=gl.SliceLayout(0, SUMS))
-        of_rows = h.to(gl.int64) * gate.stride_h + rows.to(gl.int64) * gate.stride_t
-        at = gate.ptr + b.to(gl.int64) * gate.stride_b + of_rows[:, None]
-        at = at + (columns.to(gl.int64) * gate.stride_d)[None, :]
-        there = (rows < T)[:, None] & (columns < TILE.dv)[None, :]
-        values = gl.load(at, mask=there, other=0.0).to(gl.float32)
-        gated = gated * activate(values, TILE.activation)
-    elif TILE.gate != "none":
-        gated = gated * row_gates(gate, b, h, rows, T, TILE)[:, None]
+    columns = gl.arange(0, TILE.block_dv, layout=gl.SliceLayout(0, SUMS))
+    gated = times_gate(attended.rows, gate, b, h, rows, columns, T, TILE)
     # Rows that see nothing are 0, whatever their gate.
     gated = gl.where(attended.sees[:, None], gated, 0.0)
     tile.store(gated.to(out_tiles.dtype))
@@ -261,23 +245,13 @@ def _specialized_kernel(
     poison = gl.allocate_shared_memory(
         gl.float32, [STAGES, TILE.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
-    query_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
-    key_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    key_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    value_landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    value_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    value_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
-    for i in gl.static_range(2):
-        mbarrier.init(query_ready.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(key_ready.index(i), count=1)
-        mbarrier.init(key_free.index(i), count=2)
-        mbarrier.init(value_landed.index(i), count=1)
-        mbarrier.init(value_ready.index(i), count=1)
-        mbarrier.init(value_free.index(i), count=2)
+    query_ready = barriers(2, 1)
+    key_ready = barriers(STAGES, 1)
+    key_free = barriers(STAGES, 2)
+    value_landed = barriers(STAGES, 1)
+    value_ready = barriers(STAGES, 1)
+    value_free = barriers(STAGES, 2)
+    turns = barriers(2, 1)
     fence_async_shared()
     mbarrier.arrive(turns.index(0), count=1)  # the first turn
     shared = Shared(
@@ -307,18 +281,16 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
     """Fill `outputs` (out, attended, lse); empty ones are not kept. The scale is not negative."""
     out, attended, lse = outputs
     B, H, T, S = call.sizes
-    terms, visible, sizes = terms_of(call), visible_of(call.intervals), sizes_of(call)
+    of, sizes = with_tile_lists(call, operands_of(call), tiles), sizes_of(call)
     width = max(_NARROWEST, padded(max(call.D, call.Dv)))
     gate = gate_of(call.gate)
-    constants = tile_constants(
-        tiles, call.D, call.Dv, gate=gate_kind(call.gate), activation=call.gate_activation, width=width
-    )  # fmt: skip
+    constants = tile_constants(call, tiles, gate_kind(call.gate), width)
     queries, keys = ((block, width) for block in (CONSUMER_ROWS.value, tiles.block_n))
     together = CACHED // (4 * max(S, 1) * width) * sizes.group
     launch(
         _specialized_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         tiles_of(call.query, *queries), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
         tiles_of(out, *queries), tiles_of(attended, *queries) if attended.numel() else None,
-        terms, visible_to_tiles(call, terms, visible, tiles), gate, row_lse_of(lse), sizes,
+        of.terms, of.visible, gate, row_lse_of(lse), sizes,
         max(1, min(together, B * H)), TILE=constants, STAGES=tiles.num_stages,
     )  # fmt: skip

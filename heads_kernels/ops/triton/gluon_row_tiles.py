@@ -21,7 +21,7 @@ from heads_kernels.ops.triton.visible import (
     partial_count,
     partial_tile,
     ranges,
-    tiles_that_see,
+    tiles_seeing,
 )
 
 
@@ -80,16 +80,14 @@ def tiles_of_head(visible, gate, place, index, sizes, TILE: gl.constexpr):
     BLOCK_N: gl.constexpr = TILE.block_n
     T, S = sizes.T, sizes.S
     h = place.h + index
-    if visible.lists is not None:
-        visits = listed_tiles(visible, place.b, h, place.first // BLOCK_N, T)
-    else:
-        visits = tiles_that_see(visible, place.b, h, place.first, T, S, BLOCK_N, TILE.block_m)
+    own = Place(place.b, h, place.hk, place.first, None)
+    visits = tiles_seeing(visible, own, T, S, BLOCK_N, TILE.block_m)
     taking_part = gl.minimum(open_rows(gate, place.b, h, T, TILE), 1)
     full = (visits.full_end - visits.full_start) * taking_part
     count = full + partial_count(visits) * taking_part
     # Beyond the last key there are none whose dscores are 0.
     plain = gl.where(place.first + BLOCK_N <= S, full, 0)
-    return Place(place.b, h, place.hk, place.first, None), Visit(visits, full, plain, count)
+    return own, Visit(visits, full, plain, count)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from heads_kernels.ops.triton.descriptors import outer_strides
+from heads_kernels.ops.triton.load import described_strides
 from heads_kernels.ops.triton.operands import Place
 from heads_kernels.ops.triton.visible import (
     full_tile,
@@ -57,6 +57,15 @@ class Shared(NamedTuple):
     value_ready: Any
     value_free: Any
     turns: Any  # [2]
+
+
+@gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that each complete by so many arrivals."""
+    added = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(added.index(i), count=ARRIVALS)
+    return added
 
 
 @gluon.jit
@@ -151,7 +160,7 @@ def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
     """Of partial tiles: 0 for values that are not finite, and NaN as the `poison` of their keys.
 
     The product reads values of keys that a row does not see, and 0 times NaN is NaN. Poison is added to the scores of
-    the rows that do see the key (`softmax.poison`). Most tiles are finite: only sums of `0 * value` are formed of them.
+    the rows that do see the key (`scores.poison`). Most tiles are finite: only sums of `0 * value` are formed of them.
     """
     # Parts of 8 rows and 64 features: 8 numbers a thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
@@ -184,10 +193,10 @@ def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
 
 
 def tiles_of(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
-    """`descriptors.tiles_in`, with the layout that products read."""
+    """`load.tiles_in`, with the layout that products read."""
     shape = [1, 1, block, columns]
-    strides = [*outer_strides(rows), 1]
-    return TensorDescriptor(rows, list(rows.shape), strides, shape, _layout(*shape, rows.dtype))
+    strides, layout = described_strides(rows), _layout(*shape, rows.dtype)
+    return TensorDescriptor(rows, list(rows.shape), strides, shape, layout)
 
 
 @functools.cache

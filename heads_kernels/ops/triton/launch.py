@@ -31,19 +31,8 @@ def launch(
         return
     if like.is_cuda and like.device.index != torch.cuda.current_device():
         with torch.cuda.device(like.device):
-            _launch(kernel, programs, like, tiles, args, constants)
-    else:
-        _launch(kernel, programs, like, tiles, args, constants)
-
-
-def _launch(
-    kernel: Any,
-    programs: int,
-    like: Tensor,
-    tiles: Tiles,
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-) -> None:
+            launch(kernel, programs, like, tiles, *args, **constants)
+        return
     options = tiles.num_warps, tiles.num_stages, tiles.maxnreg
     facts: list[object] = [id(kernel), like.device, *options, *constants, *constants.values()]
     _collect_facts(args, facts)

@@ -1,9 +1,63 @@
-"""Tiles of rows in memory: the one place where kernels form addresses of queries, keys, values and gradients."""
+"""Tiles of rows in memory: the one place where kernels form addresses of queries, keys, values and gradients.
+
+On NVIDIA's sm_90 and newer full tiles of keys and values come through tensor descriptors: one thread asks for a whole
+tile. The copy takes no addresses, registers or instructions of the other threads, so that a step takes two tiles.
+Partial tiles, which would spill, and rows that no descriptor can describe come through pointers. So do those of
+collaborative attention: heads gather features of the key, and descriptors of the value alone make two of its three
+loops longer.
+
+Descriptors are made on the host, per call: both take 25 us of its time, most of it in Triton's launcher. Those made in
+a kernel need `triton.set_allocator`, global state of the user's process. They are arguments of their own, because
+Triton 3.6 finds none inside tuples.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+#: Fewer keys come through pointers: a shorter call ends before the 25 us of its launch do (heuristic).
+FEWEST_KEYS = 512
+
+
+def describable(rows: Tensor) -> bool:
+    """Whether a descriptor can describe rows `[B, H, L, W]` of 16 bits.
+
+    The first address and the strides must be multiples of 16 bytes, and strides below 2**40. Dimensions of stride 0
+    are left to pointers: CUDA's documentation of `cuTensorMapEncodeTiled` does not say that they may be described.
+    """
+    if rows.dim() != 4 or rows.dtype.itemsize != 2 or not rows.numel() or rows.data_ptr() % 16:
+        return False
+    outer = zip(rows.shape[:3], rows.stride()[:3], strict=True)
+    return all(size == 1 or (0 < s < 1 << 39 and s % 8 == 0) for size, s in outer)
+
+
+def tiles_in(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
+    """A descriptor of tiles `[block, columns]` of rows `[B, H, L, W]`; beyond rows and columns they are 0.
+
+    All four dimensions are described, so that heads and batches may have any (`describable`) strides.
+    """
+    return TensorDescriptor(rows, list(rows.shape), described_strides(rows), [1, 1, block, columns])
+
+
+def described_strides(rows: Tensor) -> list[int]:
+    """The strides of `rows`; 8, which suits descriptors, for batches, heads and rows where there is one only."""
+    outer = zip(rows.shape[:3], rows.stride()[:3], strict=True)
+    return [*(8 if size == 1 else stride for size, stride in outer), 1]
+
+
+@triton.jit
+def load_keys(
+    rows, tiles, b, h, first, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """`load_tile`; a full tile comes through the descriptor `tiles` of `rows`, unless that is None."""
+    if (tiles is None) or (there is not None):
+        tile = load_tile(rows, b, h, first, there, WIDTH, BLOCK, COLUMNS)
+    else:
+        tile = tiles.load([b, h, first, 0]).reshape(BLOCK, COLUMNS)
+    return tile
 
 
 @triton.jit
@@ -38,32 +92,24 @@ def load_tile(
 
     `there` is None where all rows are.
     """
-    at = tile_addresses(rows, b, h, first, BLOCK, COLUMNS)
-    inside = (tl.arange(0, COLUMNS) < WIDTH)[None, :]
-    if there is not None:
-        read = there[:, None]
-        if WIDTH != COLUMNS:
-            read = read & inside
-        tile = tl.load(at, mask=read, other=0.0)
-    elif WIDTH != COLUMNS:
-        tile = tl.load(at, mask=inside, other=0.0)
-    else:
-        tile = tl.load(at)
-    return tile
+    inside = None
+    if WIDTH != COLUMNS:
+        inside = tl.arange(0, COLUMNS) < WIDTH
+    return _load(tile_addresses(rows, b, h, first, BLOCK, COLUMNS), there, inside)
 
 
 @triton.jit
-def load_features(rows, b, first, there, columns, used, BLOCK: tl.constexpr):
-    """`[BLOCK, W]`: the features `columns` of rows shared by the heads, where they are `used`; [W] both.
-
-    `there` is as of `load_tile`.
-    """
-    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l
-    at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :]
-    read = used[None, :]
-    if there is not None:
-        read = read & there[:, None]
-    return tl.load(at, mask=read, other=0.0)
+def _load(at, there, inside):
+    """What is at `at` [BLOCK, W]: 0 in rows that are not `there` and columns that are not `inside`; None: all are."""
+    if (there is None) and (inside is None):
+        tile = tl.load(at)
+    elif there is None:
+        tile = tl.load(at, mask=inside[None, :], other=0.0)
+    elif inside is None:
+        tile = tl.load(at, mask=there[:, None], other=0.0)
+    else:
+        tile = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
@@ -76,22 +122,16 @@ def store_tile(
     tl.store(at, values.to(rows.ptr.dtype.element_ty), mask=there)
 
 
+# ---------------------------------------------------------------------- rows shared by the heads, with mixing
 @triton.jit
-def column_addresses(rows, b, first, column, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Addresses `[BLOCK, COLUMNS]` of rows shared by the heads, from row `first` and `column` on."""
-    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
-    return start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + tl.arange(0, COLUMNS)[None, :]
+def load_features(rows, b, first, there, columns, used, BLOCK: tl.constexpr):
+    """`[BLOCK, W]`: the features `columns` of rows shared by the heads, where they are `used` (None: all); [W] both.
 
-
-@triton.jit
-def load_columns(
-    rows, b, first, there, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """`[BLOCK, COLUMNS]` of rows shared by the heads, from `column` on; as `load_tile`."""
-    read = there[:, None]
-    if WIDTH == 0 or WIDTH % COLUMNS != 0:
-        read = read & (column + tl.arange(0, COLUMNS) < WIDTH)[None, :]
-    return tl.load(column_addresses(rows, b, first, column, BLOCK, COLUMNS), mask=read, other=0.0)
+    `there` is as of `load_tile`.
+    """
+    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l
+    at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :]
+    return _load(at, there, used)
 
 
 @triton.jit
@@ -99,9 +139,9 @@ def add_columns(
     rows, b, first, L, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Add `values` [BLOCK, COLUMNS] to what stands in memory from `column` on; a program's own rows only."""
-    at = column_addresses(rows, b, first, column, BLOCK, COLUMNS)
-    there = (first + tl.arange(0, BLOCK) < L)[:, None] & (column + tl.arange(0, COLUMNS) < WIDTH)[
-        None, :
-    ]
+    start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
+    at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + tl.arange(0, COLUMNS)[None, :]
+    of_columns = (column + tl.arange(0, COLUMNS) < WIDTH)[None, :]
+    there = (first + tl.arange(0, BLOCK) < L)[:, None] & of_columns
     tl.debug_barrier()  # another thread of the program may have stored what this one reads
     tl.store(at, tl.load(at, mask=there, other=0.0) + values, mask=there)

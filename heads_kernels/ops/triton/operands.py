@@ -18,6 +18,7 @@ from heads_kernels.call import Call
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.gate import is_elementwise
 from heads_kernels.ops.philox import threshold
+from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 
 
 class Rows(NamedTuple):
@@ -45,15 +46,6 @@ class Mixing(NamedTuple):
     ptr: Tensor
     stride_h: int
     stride_d: int
-
-
-class ContentBias(NamedTuple):
-    """A content bias `[B, H, S]`."""
-
-    ptr: Tensor
-    stride_b: int
-    stride_h: int
-    stride_s: int
 
 
 class Bias(NamedTuple):
@@ -107,7 +99,7 @@ class Dense(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """Of every tile of rows (or of keys) the tiles that it meets: see `tile_lists`.
+    """Of every tile of rows (or of keys) the tiles that it meets: see `visible`.
 
     A list has `length` places for full tiles and `length` for partial ones; `counts` says how many there are of both.
     Strides count lists.
@@ -121,7 +113,7 @@ class TileLists(NamedTuple):
 
 
 class Support(NamedTuple):
-    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `entmax_centers`.
+    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `entmax`.
 
     Tiles have `block_m` rows and `block_n` keys.
     """
@@ -197,67 +189,74 @@ class Pairs(NamedTuple):
     keys: Any
 
 
+class Excluded(NamedTuple):
+    """Keys that `max_prob` and `argmax` leave out: bytes `[B or 1, S]`."""
+
+    ptr: Tensor
+    stride_b: int
+
+
 class Operands(NamedTuple):
     """What scores are made of, what hides and drops them, and the values that they weigh."""
 
     query: Rows
     key: Rows
-    value: Rows
+    value: Rows | None  # statistics have none
     mixing: Mixing | None
-    content_bias: ContentBias | None
+    content_bias: Rows | None  # [B, H, S]
     terms: Terms
     visible: Visible
     dropout: Dropout | None
     grouped: int | None  # not None: T is 1, and the rows of a tile are heads that share a key head
-    in_reach: Tensor | None  # int32 [programs, tiles of keys] for `entmax_forward` to write
+    in_reach: Tensor | None  # int32 [programs, tiles of keys] for `entmax.attend_sparse` to write
+    excluded: Excluded | None  # of statistics
+    end: None = None
 
 
 #: Tuples of a pointer and numbers.
-POINTERS: Final = (Rows, Gate, Mixing, ContentBias, Bias, Dense, Support, Dropout)
+POINTERS: Final = (Rows, Gate, Mixing, Bias, Dense, Support, Dropout, Excluded)
 
 
 def operands_of(call: Call, grouped: bool = False) -> Operands:
     """The operands of a call, packed once for all of its kernels."""
+    content_bias, dropout, excluded = call.content_bias, None, None
+    if call.seed is not None and call.dropout_p:
+        scale = 1.0 / (1.0 - call.dropout_p)
+        dropout = Dropout(call.seed, threshold(call.dropout_p), scale)
+    if call.exclude_keys is not None:
+        flags = call.exclude_keys
+        excluded = Excluded(flags.view(torch.uint8), _batch_stride(flags))
     return Operands(
-        grouped_heads_of(call.query, call.key.shape[1]) if grouped else rows_of(call.query),
-        rows_of(call.key),
-        rows_of(call.value),
-        None if call.mixing is None else mixing_of(call.mixing),
-        content_bias_of(call.content_bias),
-        terms_of(call),
-        visible_of(call.intervals),
-        dropout_of(call.seed, call.dropout_p),
-        1 if grouped else None,
-        None,
+        query=grouped_heads_of(call.query, call.key.shape[1]) if grouped else rows_of(call.query),
+        key=rows_of(call.key),
+        value=None if call.value is None else rows_of(call.value),
+        mixing=None if call.mixing is None else Mixing(call.mixing, *call.mixing.stride()),
+        content_bias=None if content_bias is None else Rows(content_bias, *content_bias.stride()),
+        terms=_terms_of(call),
+        visible=_visible_of(call.intervals),
+        dropout=dropout,
+        grouped=1 if grouped else None,
+        in_reach=None,
+        excluded=excluded,
     )
 
 
 def sizes_of(call: Call) -> Sizes:
     """The numbers of a call that its kernels read."""
     _, H, T, S = call.sizes
-    return Sizes(H, T, S, max(H // max(call.value.shape[1], 1), 1), call.scale)
+    heads = call.Hk if call.value is None else call.Hv
+    return Sizes(H, T, S, max(H // max(heads, 1), 1), call.scale)
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    if tensor.dim() == 3:
-        of_batch, of_row, _ = tensor.stride()
-        return Rows(tensor, of_batch, 0, of_row)
-    of_batch, of_head, of_row, _ = tensor.stride()
-    return Rows(tensor, of_batch, of_head, of_row)
+    of_batch, *of_head, of_row, _ = tensor.stride()
+    return Rows(tensor, of_batch, *(of_head or [0]), of_row)
 
 
 def grouped_heads_of(tensor: Tensor, key_heads: int) -> Rows:
     """`[B, H, 1, W]` as `[B, Hk, H / Hk, W]`: the heads that share a key head are its rows."""
     batch, head = tensor.stride()[:2]
     return Rows(tensor, batch, head * (tensor.shape[1] // key_heads), head)
-
-
-def mixing_of(mixing: Tensor) -> Mixing:
-    return Mixing(mixing, *mixing.stride())
-
-
-def content_bias_of(content_bias: Tensor | None) -> ContentBias | None:
-    return None if content_bias is None else ContentBias(content_bias, *content_bias.stride())
 
 
 def operator_of(call: Call) -> str:
@@ -267,13 +266,19 @@ def operator_of(call: Call) -> str:
     return "gated_attention" if call.alpha is None else "entmax_attention"
 
 
+def tiles_of_pass(call: Call, part: str, descriptors: bool = False) -> Tiles:
+    """The tiles of a pass of the operator, such as "keys"; `descriptors` as of `tiles_for`."""
+    name = f"{operator_of(call)}.{part}"
+    return tiles_for(name, call.query, call.D, call.Dv, has_terms(call), descriptors)
+
+
 def has_terms(call: Call) -> bool:
     """Whether the loops over tiles read a bias, a cap or a dense mask, draw random numbers, or have entmax."""
     parts = call.bias, call.offset_bias, call.dense_mask, call.alpha
     return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
 
 
-def terms_of(call: Call) -> Terms:
+def _terms_of(call: Call) -> Terms:
     sinks = None if call.sinks is None else call.sinks.contiguous()
     bias = call.bias if call.offset_bias is None else call.offset_bias
     alpha = None if call.alpha is None else call.alpha.contiguous()
@@ -291,11 +296,12 @@ def _bias_of(call: Call) -> Bias | None:
     return Bias(call.bias, inner, *strides_of(call.bias))
 
 
-def with_positive_scale(scale: float, *factors: Tensor | None) -> tuple[Any, ...]:
-    """The same scores with a scale that is not negative, as the online softmax asks: `factors` change sign with it."""
-    if scale >= 0.0:
-        return scale, *factors
-    return -scale, *(None if factor is None else factor.neg() for factor in factors)
+def with_positive_scale(call: Call) -> Call:
+    """The same scores with a scale that is not negative, as the online softmax asks: the query changes sign with it."""
+    if call.scale >= 0.0:
+        return call
+    content_bias = None if call.content_bias is None else call.content_bias.neg()
+    return call._replace(scale=-call.scale, query=call.query.neg(), content_bias=content_bias)
 
 
 def gate_kind(gate: Tensor | None) -> str:
@@ -310,34 +316,28 @@ def gate_kind(gate: Tensor | None) -> str:
 def gate_of(gate: Tensor | None) -> Gate | None:
     if gate is None:
         return None
-    leading = 1 if gate.dim() == 1 else 0  # [H] has no batch
-    strides = [0] * leading
-    strides += strides_of(gate)
+    strides = [0, *strides_of(gate)] if gate.dim() == 1 else strides_of(gate)
     return Gate(gate, *strides, *[0] * (4 - len(strides)))
 
 
-def visible_of(intervals: Intervals) -> Visible:
-    i = intervals
+def _visible_of(intervals: Intervals) -> Visible:
+    i, dense, seen = intervals, intervals.dense, intervals.key_visible
     return Visible(
         band_lo=i.band_lo,
         band_hi=i.band_hi,
         k_lo=i.k_lo,
         k_hi=i.k_hi,
         first_keys=i.first_keys,
-        key_visible=bytes_of(i.key_visible)[0],
+        key_visible=None if seen is None else seen.view(torch.uint8),
         stride_rows=_batch_stride(i.k_lo),
         stride_rows_h=0 if i.k_lo is None or i.k_lo.shape[1] == 1 else i.k_lo.stride(1),
         stride_first=_batch_stride(i.first_keys),
-        stride_keys=_batch_stride(i.key_visible),
+        stride_keys=_batch_stride(seen),
         by_head=1 if i.by_head else None,
-        dense=None if i.dense is None else _dense_of(i.dense),
+        dense=None if dense is None else Dense(dense.view(torch.uint8), *strides_of(dense)),
         lists=None,
-        far_dense=_far(i.dense),
+        far_dense=_far(dense),
     )
-
-
-def _dense_of(mask: Tensor) -> Dense:
-    return Dense(mask.view(torch.uint8), *strides_of(mask))
 
 
 def _far(pairs: Tensor | None) -> int | None:
@@ -347,17 +347,6 @@ def _far(pairs: Tensor | None) -> int | None:
     sizes, strides = pairs.shape[-2:], pairs.stride()[-2:]
     reach = sum((size + 1024) * stride for size, stride in zip(sizes, strides, strict=True))
     return 1 if reach >= 1 << 31 else None
-
-
-def bytes_of(flags: Tensor | None) -> tuple[Tensor | None, int]:
-    """bool `[B or 1, S]` as bytes, and its stride over batches."""
-    return (None if flags is None else flags.view(torch.uint8)), _batch_stride(flags)
-
-
-def dropout_of(seed: Tensor | None, dropout_p: float) -> Dropout | None:
-    if seed is None or dropout_p == 0.0:
-        return None
-    return Dropout(seed, threshold(dropout_p), 1.0 / (1.0 - dropout_p))
 
 
 def strides_of(tensor: Tensor) -> list[int]:

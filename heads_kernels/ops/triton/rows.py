@@ -23,25 +23,31 @@ from heads_kernels.call import Call
 from heads_kernels.ops.attention import Saved
 from heads_kernels.ops.triton.gate import element_gates, row_gates
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
+from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,
-    Pairs,
     RowLse,
     Rows,
     Support,
+    Visible,
     gate_kind,
     gate_of,
     operands_of,
     row_lse_of,
     rows_of,
+    sizes_of,
 )
-from heads_kernels.ops.triton.scores import load_bias, prepared
-from heads_kernels.ops.triton.tile_lists import varying_pairs
+from heads_kernels.ops.triton.scores import (
+    gradient_of_tile,
+    kept,
+    prepared,
+    product,
+    weigh,
+)
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
-    pairs_visible,
+    keys_visible,
     ranges,
     tile_at,
     tile_count,
@@ -73,7 +79,7 @@ class RowsRead(NamedTuple):
 
     lse: Tensor | None
     dlse: Tensor | None
-    sees: Rows | None  # bytes: `_seeing`
+    visible: Visible | None  # None: `lse` says which rows see a key
     end: None = None
 
 
@@ -99,43 +105,38 @@ class RowTerms(NamedTuple):
 
 
 @triton.jit
-def _seeing_kernel(
-    visible, terms, seeing, H, T, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """A program writes for BLOCK_M rows whether they see any key."""
-    tiles = tl.cdiv(T, BLOCK_M)
-    pair = tl.program_id(0) // tiles
-    b, h = pair // H, pair % H
-    rows = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+def _see_a_key(visible, terms, b, h, rows, T, S, BLOCK_N: tl.constexpr):
+    """Whether `rows` [BLOCK_M] see any key: the tiles of keys are looked at until each has seen one."""
     lo, hi = ranges(visible, b, h, rows, T, S)
-    visits = tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK_N)
-    sees = tl.zeros((BLOCK_M,), tl.int32)
-    for number in range(tile_count(visits)):
-        keys = tile_at(visits, number) * BLOCK_N + tl.arange(0, BLOCK_N)
-        pairs = Pairs(b, h, rows[:, None], keys[None, :])
-        bias = load_bias(terms, pairs, T, S)
-        seen = pairs_visible(
-            visible, terms, pairs, lo[:, None], hi[:, None], T, S, bias
-        )  # [BLOCK_M, BLOCK_N]
-        sees = tl.maximum(sees, tl.max(seen.to(tl.int32), 1))
-    tl.store(seeing + pair.to(tl.int64) * T + rows, sees.to(tl.uint8), mask=rows < T)
+    sees = lo < hi
+    if (visible.key_visible is not None) or (visible.dense is not None) or (terms.bias is not None):
+        visits = tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK_N)
+        found = (~sees).to(tl.int32)
+        number = 0
+        while (number < tile_count(visits)) & (tl.min(found, 0) == 0):
+            keys = tile_at(visits, number) * BLOCK_N + tl.arange(0, BLOCK_N)
+            seen, _, _ = keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S)
+            found = tl.maximum(found, tl.max(seen.to(tl.int32), 1))
+            number += 1
+        sees = sees & (found != 0)
+    return sees
 
 
 @triton.jit
-def _rows_kernel(dout, attended, gate, terms, seen, written, H, T, TILE: tl.constexpr):
+def _rows_kernel(dout, attended, gate, terms, read, written, sizes, TILE: tl.constexpr):
     """A program reads BLOCK_M rows of a head once. Rows that see nothing get 0, whatever stands in `dout` there."""
     BLOCK_M: tl.constexpr = TILE.block_m
+    T = sizes.T
     tiles = tl.cdiv(T, BLOCK_M)
     pair = tl.program_id(0) // tiles
-    b, h = pair // H, pair % H
+    b, h = pair // sizes.H, pair % sizes.H
     first_row = (tl.program_id(0) % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     of_pair = pair.to(tl.int64) * T + rows
-    row_lse = tl.load(seen.lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
+    row_lse = tl.load(read.lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
     sees = row_lse != float("-inf")
-    if seen.sees is not None:
-        at = head_of(seen.sees, b, h)
-        sees = sees & (tl.load(at + rows, mask=rows < T, other=0) != 0)
+    if read.visible is not None:
+        sees = sees & _see_a_key(read.visible, terms, b, h, rows, T, sizes.S, BLOCK_M)
     do = load_tile(dout, b, h, first_row, rows < T, TILE.dv, BLOCK_M, TILE.block_dv).to(
         tl.float32
     )  # [BLOCK_M, BLOCK_DV]
@@ -144,7 +145,7 @@ def _rows_kernel(dout, attended, gate, terms, seen, written, H, T, TILE: tl.cons
     ).to(tl.float32)
     products = tl.where(sees[:, None], products, 0.0)
     if TILE.gate == "elements":
-        g = element_gates(gate, b, h, rows, T, TILE)
+        g = element_gates(gate, b, h, rows, tl.arange(0, TILE.block_dv), T, TILE)
         store_tile(written.dattended, b, h, first_row, T, do * g, TILE.dv, BLOCK_M, TILE.block_dv)
         total = tl.sum(products * g, 1)
         if written.dgate_rows is not None:
@@ -164,8 +165,8 @@ def _rows_kernel(dout, attended, gate, terms, seen, written, H, T, TILE: tl.cons
                     written.dattended, b, h, first_row, T, gated, TILE.dv, BLOCK_M, TILE.block_dv
                 )
     of_lse = tl.zeros((BLOCK_M,), tl.float32)
-    if seen.dlse is not None:
-        of_lse = tl.load(seen.dlse + of_pair, mask=rows < T, other=0.0)
+    if read.dlse is not None:
+        of_lse = tl.load(read.dlse + of_pair, mask=rows < T, other=0.0)
         total = tl.where(sees, total - of_lse, 0.0)
     to_read = tl.where(sees, prepared(row_lse, terms) + total * 0.0, float("inf"))
     tl.store(written.lse + of_pair, to_read, mask=rows < T)
@@ -205,19 +206,31 @@ def load_row_terms(reads, of_head, b, h, rows, sizes, TILE: tl.constexpr):
 
 
 @triton.jit
-def as_columns(terms):
-    """The terms of rows for a tile of scores `[rows, keys]`."""
+def along(terms, AXIS: tl.constexpr):
+    """The terms of rows for a tile of scores, of which AXIS is that of the keys."""
     return RowTerms(
-        terms.lse[:, None], terms.above[:, None], terms.delta[:, None], terms.g[:, None], terms.finite[:, None]
+        tl.expand_dims(terms.lse, AXIS), tl.expand_dims(terms.above, AXIS), tl.expand_dims(terms.delta, AXIS),
+        tl.expand_dims(terms.g, AXIS), tl.expand_dims(terms.finite, AXIS),
     )  # fmt: skip
 
 
 @triton.jit
-def as_rows(terms):
-    """The same for a tile `[keys, rows]`."""
-    return RowTerms(
-        terms.lse[None, :], terms.above[None, :], terms.delta[None, :], terms.g[None, :], terms.finite[None, :]
-    )  # fmt: skip
+def dscores_of_tile(
+    of, tile, do, row_terms, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The gradient [BLOCK_M, BLOCK_N] of the scores of a program's rows and the keys from `first` on, before scale.
+
+    `tile` is their `score_tiles.ScoreTile`, `do` [BLOCK_M, BLOCK_DV]; `row_terms` are columns.
+    """
+    seen = None
+    if PARTIAL:
+        seen = tile.seen
+    _, slope = weigh(tile.scores, row_terms, seen, of.terms, place.h, sizes.scale)
+    dp = product(do, tl.trans(tile.weighed), tl.zeros((TILE.block_m, BLOCK_N), tl.float32))
+    keep = None
+    if of.dropout is not None:
+        keep = kept(of.dropout, place.b, place.h, place.at, first, BLOCK_N)
+    return gradient_of_tile(slope, dp, keep, tile.cap, seen, row_terms, of)
 
 
 def first_pass(
@@ -239,7 +252,10 @@ def first_pass(
     dgate_rows = None
     if dgate.numel():
         dgate_rows = rows_of(dgate) if by_element else dgate
-    read = RowsRead(of_rows.ptr, saved.dlse, _seeing(call, operands))
+    _, _, _, S = call.sizes
+    biased = call.bias is not None or call.offset_bias is not None
+    hides = call.sinks is not None and (S == 0 or biased or call.intervals.hides)
+    read = RowsRead(of_rows.ptr, saved.dlse, operands.visible if hides else None)
     written = RowsWritten(
         lse, delta, dgate_rows, dattended if gated else None,
         None if dsinks is None or not dsinks.numel() else dsinks,
@@ -247,26 +263,9 @@ def first_pass(
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
         of_dout, rows_of(saved.attended), gate, operands.terms,
-        read, written, H, T,
-        TILE=tile_constants(tiles, 0, Dv, gate=kind, activation=call.gate_activation),
+        read, written, sizes_of(call),
+        TILE=tile_constants(call, tiles, kind),
     )  # fmt: skip
     if gated:
         gate, kind = None, "none"
     return FirstPass(operands, Reads(dattended, gate, of_rows._replace(ptr=lse), delta), kind)
-
-
-def _seeing(call: Call, operands: Operands) -> Rows | None:
-    """bytes `[B or 1, H or 1, T]`, 1 for rows that see a key; None where `lse` says it: without sinks, or all do."""
-    _, _, T, S = call.sizes
-    biased = call.bias is not None or call.offset_bias is not None
-    if call.sinks is None or (S > 0 and not biased and not call.intervals.hides):
-        return None
-    batches, heads = varying_pairs(call)
-    seeing = call.query.new_empty((batches, heads, T, 1), dtype=torch.uint8)
-    tiles = tiles_for("backward.rows", call.query, 0, 0)
-    launch(
-        _seeing_kernel, batches * heads * -(-T // tiles.block_m), call.query, tiles,
-        operands.visible, operands.terms, seeing, heads, T, S,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_m,
-    )  # fmt: skip
-    return Rows(seeing, heads * T if batches != 1 else 0, T if heads != 1 else 0, 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Gradients, Results
 from heads_kernels.ops.buffers import SHORT_QUERY
-from heads_kernels.ops.triton.descriptors import FEWEST_KEYS, describable
+from heads_kernels.ops.triton.load import FEWEST_KEYS, describable
 from heads_kernels.ops.triton.tiles import Tiles, padded, warp_tiles
 
 _RELEASE: Final = tuple(map(int, triton.__version__.split(".")[:2]))

@@ -25,7 +25,7 @@ import json
 import re
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from importlib import resources
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton.language as tl
@@ -34,31 +34,30 @@ from triton.runtime import driver
 
 from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.build_info import PACKAGE
+from heads_kernels.call import Call
 from heads_kernels.ops.buffers import SHORT_QUERY
-from heads_kernels.ops.triton.chunks import MOST_CHUNKS
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a kernel's tiles: query rows, keys, features of a step, the most features of a head of collaborative
-    attention that stay on chip; 0 where it has none.
+    """Sizes of a kernel's tiles, 0 where it has none, and how it is compiled."""
 
-    `num_stages` is that of loops over full tiles, `partial_stages` that of loops over partial ones, whose mask takes
-    registers that loads in flight need too. `maxnreg` is how many registers a thread may take at most, so that several
-    programs share a multiprocessor; 0: as many as there are. `full_tiles` is how many full tiles of keys a step takes
-    through tensor descriptors; 0: it takes one, through pointers.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # query rows
+    block_n: int  # keys
     _: KW_ONLY
-    block_d: int = 0
-    block_slice: int = 0
+    block_d: int = 0  # features of a step of collaborative attention
+    block_slice: int = 0  # the most features of a head that stay on chip there
     num_warps: int
-    num_stages: int
-    partial_stages: int = 1
-    maxnreg: int = 0
-    full_tiles: int = 0
+    num_stages: int  # of loops over full tiles
+    partial_stages: int = (
+        1  # of those over partial ones, whose mask takes registers that loads in flight need too
+    )
+    maxnreg: int = (
+        0  # the most registers a thread, so that several programs share a multiprocessor; 0: any
+    )
+    full_tiles: int = (
+        0  # full tiles of keys that a step takes through descriptors; 0: one, through pointers
+    )
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -73,47 +72,37 @@ class Tiles:
         return options
 
 
-@dataclass(frozen=True, eq=False)  # `tile_constants` makes one for equal numbers
+@dataclass(frozen=True, eq=False)  # `_constants` makes one for equal numbers
 class TileConstants:
-    """What a kernel is compiled for: the sizes of its tiles, the widths of heads, what it computes.
+    """What a kernel is compiled for: the sizes of its tiles, the widths of heads, the gate."""
 
-    Attributes:
-        block_m, block_n: query rows and keys of a tile.
-        block_d, block_dv: features of a step over queries and keys, of a tile of values.
-        d, dv: widths of queries and keys (Ds of collaborative attention) and of values.
-        chunks: steps of `block_d` features that cover d, rounded up to a power of two; 0 without mixing.
-        resident: the most features of a head that stay on chip, with mixing.
-        partial_stages: of loops over partial tiles.
-        gate: the kind of the gate: `operands.gate_kind`.
-        activation: of the gate.
-        needs_key, needs_value: whether a pass over keys computes dkey (of collaborative attention: scores), dvalue.
-    """
-
-    block_m: tl.constexpr
-    block_n: tl.constexpr
-    block_d: tl.constexpr
-    block_dv: tl.constexpr
-    d: tl.constexpr
-    dv: tl.constexpr
-    chunks: tl.constexpr
-    resident: tl.constexpr
-    partial_stages: tl.constexpr
-    gate: tl.constexpr
+    block_m: tl.constexpr  # query rows of a tile
+    block_n: tl.constexpr  # keys of a tile
+    block_d: tl.constexpr  # features of a step over queries and keys
+    block_dv: tl.constexpr  # features of a tile of values
+    d: tl.constexpr  # width of queries and keys; Ds with mixing
+    dv: tl.constexpr  # width of values
+    chunks: tl.constexpr  # steps that cover d, rounded up to a power of two; 0 without mixing
+    resident: tl.constexpr  # the most features of a head that stay on chip, with mixing
+    partial_stages: tl.constexpr  # of loops over partial tiles
+    gate: tl.constexpr  # its kind: `operands.gate_kind`
     activation: tl.constexpr
-    needs_key: tl.constexpr
-    needs_value: tl.constexpr
+
+
+def tile_constants(call: Call, tiles: Tiles, gate: str = "none", width: int = 0) -> TileConstants:
+    """The description of kernels with these tiles; `gate` is its kind, `width` that of all tiles, unless it is 0."""
+    mixes, activation = call.mixing is not None, call.gate_activation
+    return _constants(tiles, call.D, call.Dv, mixes, gate, activation, width)
 
 
 @functools.cache
-def tile_constants(
-    tiles: Tiles, D: int, Dv: int, *, mixes: bool = False, gate: str = "none", activation: str = "identity",
-    needs_key: bool = False, needs_value: bool = False, width: int = 0,
-) -> TileConstants:  # fmt: skip
-    """The description of kernels with these tiles for heads of these widths; `width`: of all tiles, unless it is 0."""
+def _constants(
+    tiles: Tiles, D: int, Dv: int, mixes: bool, gate: str, activation: str, width: int
+) -> TileConstants:
     block_d = tiles.block_d if mixes else width or padded(D)
-    chunks = chunks_of(D, block_d) if mixes else 0
+    chunks = 1 << (max(2, -(-D // block_d)) - 1).bit_length() if mixes and block_d else 0
     numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice,
-        tiles.partial_stages, gate, activation, needs_key, needs_value)  # fmt: skip
+        tiles.partial_stages, gate, activation)  # fmt: skip
     return TileConstants(*map(tl.constexpr, numbers))
 
 
@@ -141,18 +130,13 @@ def warp_tiles(kernel: str, like: Tensor, width: int) -> Tiles | None:
     if TRITON_INTERPRETED or like.dtype.itemsize != 2:
         return None
     kind = _named(like.device.index)[1] if like.is_cuda else _kind_of_target()
-    rows = _SPECIALIZED.get(kind, {}).get(kernel, {})
-    return next((tiles for widest, tiles in sorted(rows.items()) if width <= widest), None)
+    rows = _rows_of(_SPECIALIZED.get(kind, ()), kernel)
+    return next((row.tiles for row in rows if width <= row.widest), None)
 
 
 def padded(width: int) -> int:
     """The power of two that a tile of this width has: at least 16, the depth of a tensor core's product."""
     return 1 << (max(width, 16) - 1).bit_length()
-
-
-def chunks_of(Ds: int, block_d: int) -> int:
-    """How many chunks of a step's width `Ds` has, rounded up to a power of two."""
-    return 1 << (max(2, -(-Ds // block_d)) - 1).bit_length()
 
 
 @functools.cache
@@ -173,6 +157,8 @@ def _chosen(
     tiles = _of_kind(kind, kernel, dtype.itemsize == 2, width, variant)
     if short:  # larger tiles would multiply rows that are not there
         tiles = replace(tiles, block_m=SHORT_QUERY, num_warps=4, maxnreg=0)
+    if shared and kernel.endswith((".keys", ".queries")):
+        tiles = replace(tiles, partial_stages=tiles.num_stages)
     return _within(tiles, D) if shared else tiles
 
 
@@ -227,269 +213,184 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
     }
 
 
+#: Chunks that fit into the list of `score_tiles`: 16 of 4 bits each in one int64.
+MOST_CHUNKS: Final = 16
 #: The widest query of collaborative attention whose heads all stay on chip: 128 rows of 256 float32 sums take half of
 #: the registers. Beside the loops over chunks of wider ones, sums of 256 features spill kilobytes.
 _MOST_RESIDENT: Final = 256
 
+
 # ---------------------------------------------------------------------- kinds of GPU
-#: kernel -> widest head (padded; of collaborative attention the value's) -> tiles. 16-bit operands.
-_HALF: Final[dict[str, dict[str, dict[int, Tiles]]]] = {
-    "sm_90": {
-        "gated_attention.forward": {
-            64: Tiles(128, 64, num_warps=8, num_stages=3, maxnreg=128),
-            128: Tiles(128, 64, num_warps=8, num_stages=3, partial_stages=3),
-            256: Tiles(128, 32, num_warps=8, num_stages=2),
-        },
-        "gated_attention.forward, terms": {64: Tiles(128, 64, num_warps=8, num_stages=3)},
-        "gated_attention.forward, descriptors": {
-            128: Tiles(128, 64, num_warps=8, num_stages=2, partial_stages=3, full_tiles=2),
-            256: Tiles(128, 32, num_warps=8, num_stages=2, full_tiles=2),
-        },
-        "gated_attention.keys": {
-            64: Tiles(64, 128, num_warps=8, num_stages=4),
-            256: Tiles(32, 128, num_warps=8, num_stages=2),
-        },
-        "gated_attention.queries": {
-            64: Tiles(128, 64, num_warps=8, num_stages=3),
-            128: Tiles(128, 64, num_warps=8, num_stages=2),
-            256: Tiles(128, 32, num_warps=8, num_stages=2),
-        },
-        "collaborative_attention.forward": {
-            64: Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=2),
-            256: Tiles(128, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2),
-        },
-        "collaborative_attention.keys": {
-            64: Tiles(16, 128, block_d=64, block_slice=256, num_warps=8, num_stages=3),
-            128: Tiles(16, 128, block_d=64, block_slice=128, num_warps=8, num_stages=3),
-            256: Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2),
-        },
-        "collaborative_attention.queries": {
-            256: Tiles(128, 16, block_d=64, block_slice=256, num_warps=8, num_stages=3)
-        },
-        "collaborative_attention.keys, wide": {
-            64: Tiles(32, 128, block_d=64, block_slice=128, num_warps=8, num_stages=2)
-        },
-        "collaborative_attention.queries, wide": {
-            256: Tiles(128, 32, block_d=64, block_slice=128, num_warps=8, num_stages=2)
-        },
-        "gated_attention.biases": {
-            64: Tiles(64, 64, num_warps=4, num_stages=2),
-            256: Tiles(64, 64, num_warps=8, num_stages=1),
-        },
-        "collaborative_attention.biases": {
-            256: Tiles(64, 64, block_d=64, num_warps=8, num_stages=2)
-        },
-        "entmax_attention.forward": {
-            128: Tiles(128, 32, num_warps=8, num_stages=2),
-            256: Tiles(64, 32, num_warps=8, num_stages=2),
-        },
-        "entmax_attention.centers": {
-            128: Tiles(128, 32, num_warps=8, num_stages=2),
-            256: Tiles(64, 32, num_warps=8, num_stages=2),
-        },
-        "entmax_attention.keys": {
-            64: Tiles(32, 128, num_warps=8, num_stages=2),
-            128: Tiles(32, 64, num_warps=8, num_stages=2),
-            256: Tiles(16, 64, num_warps=8, num_stages=2),
-        },
-        "entmax_attention.queries": {
-            128: Tiles(128, 32, num_warps=8, num_stages=2),
-            256: Tiles(64, 16, num_warps=8, num_stages=2),
-        },
-        "entmax_attention.biases": {256: Tiles(64, 64, num_warps=8, num_stages=1)},
-        "attention_statistics": {256: Tiles(128, 64, block_d=64, num_warps=8, num_stages=3)},
-        "backward.rows": {256: Tiles(64, 0, num_warps=4, num_stages=1)},
-    },
-    "sm_80": {
-        "gated_attention.forward": {
-            64: Tiles(128, 64, num_warps=8, num_stages=3),
-            128: Tiles(128, 32, num_warps=8, num_stages=2),
-            256: Tiles(64, 32, num_warps=8, num_stages=2),
-        },
-        "gated_attention.keys": {
-            64: Tiles(32, 128, num_warps=8, num_stages=2),
-            128: Tiles(32, 64, num_warps=8, num_stages=2),
-            256: Tiles(32, 64, num_warps=8, num_stages=1),
-        },
-        "gated_attention.queries": {
-            128: Tiles(64, 64, num_warps=8, num_stages=2),
-            256: Tiles(64, 32, num_warps=8, num_stages=1),
-        },
-        "collaborative_attention.forward": {
-            256: Tiles(64, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)
-        },
-        "collaborative_attention.keys": {
-            64: Tiles(32, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2),
-            256: Tiles(32, 64, block_d=64, block_slice=128, num_warps=8, num_stages=2),
-        },
-        "collaborative_attention.queries": {
-            256: Tiles(64, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)
-        },
-        "collaborative_attention.keys, wide": {
-            64: Tiles(32, 64, block_d=64, block_slice=128, num_warps=8, num_stages=2)
-        },
-        "collaborative_attention.queries, wide": {
-            256: Tiles(64, 32, block_d=64, block_slice=128, num_warps=8, num_stages=2)
-        },
-        "gated_attention.forward, terms": {64: Tiles(128, 32, num_warps=8, num_stages=3)},
-        "gated_attention.queries, terms": {64: Tiles(64, 32, num_warps=4, num_stages=2)},
-        "gated_attention.biases": {
-            64: Tiles(64, 64, num_warps=8, num_stages=2),
-            256: Tiles(32, 32, num_warps=4, num_stages=1),
-        },
-        "collaborative_attention.biases": {
-            256: Tiles(64, 64, block_d=64, num_warps=8, num_stages=2)
-        },
-        "entmax_attention.forward": {
-            128: Tiles(64, 32, num_warps=8, num_stages=2),
-            256: Tiles(32, 32, num_warps=8, num_stages=1),
-        },
-        "entmax_attention.keys": {
-            128: Tiles(32, 64, num_warps=8, num_stages=2),
-            256: Tiles(32, 64, num_warps=8, num_stages=1),
-        },
-        "entmax_attention.centers": {
-            128: Tiles(64, 32, num_warps=8, num_stages=2),
-            256: Tiles(64, 32, num_warps=8, num_stages=1),
-        },
-        "attention_statistics": {256: Tiles(128, 64, block_d=64, num_warps=8, num_stages=2)},
-        "backward.rows": {256: Tiles(64, 0, num_warps=4, num_stages=1)},
-    },
-    "other": {
-        "gated_attention.forward": {
-            64: Tiles(64, 32, num_warps=4, num_stages=1),
-            128: Tiles(64, 16, num_warps=4, num_stages=1),
-            256: Tiles(32, 32, num_warps=4, num_stages=1),
-        },
-        "gated_attention.keys": {
-            128: Tiles(32, 32, num_warps=4, num_stages=1),
-            256: Tiles(16, 16, num_warps=4, num_stages=1),
-        },
-        "gated_attention.queries": {
-            128: Tiles(32, 32, num_warps=4, num_stages=1),
-            256: Tiles(16, 16, num_warps=4, num_stages=1),
-        },
-        "collaborative_attention.forward": {
-            256: Tiles(64, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1)
-        },
-        "collaborative_attention.keys": {
-            64: Tiles(32, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1),
-            256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1),
-        },
-        "collaborative_attention.queries": {
-            64: Tiles(32, 16, block_d=32, block_slice=256, num_warps=4, num_stages=1),
-            256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1),
-        },
-        "collaborative_attention.keys, wide": {
-            64: Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1)
-        },
-        "collaborative_attention.queries, wide": {
-            64: Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1)
-        },
-        "gated_attention.biases": {
-            128: Tiles(32, 32, num_warps=4, num_stages=1),
-            256: Tiles(16, 16, num_warps=4, num_stages=1),
-        },
-        "collaborative_attention.biases": {
-            256: Tiles(32, 32, block_d=32, num_warps=4, num_stages=1)
-        },
-        "entmax_attention.forward": {
-            128: Tiles(32, 32, num_warps=4, num_stages=1),
-            256: Tiles(16, 16, num_warps=4, num_stages=1),
-        },
-        "entmax_attention.centers": {
-            128: Tiles(32, 32, num_warps=4, num_stages=1),
-            256: Tiles(16, 16, num_warps=4, num_stages=1),
-        },
-        "attention_statistics": {256: Tiles(64, 32, block_d=32, num_warps=4, num_stages=1)},
-        "backward.rows": {256: Tiles(32, 0, num_warps=4, num_stages=1)},
-    },
-}
+class Row(NamedTuple):
+    """Tiles of a kernel for heads of up to `widest` features (padded; of collaborative attention those of the value).
 
+    Some kernels have rows of their own for a variant: "terms", where loops read a bias, a cap or a dense mask or drop;
+    "descriptors", where none of that is so and descriptors can describe the key and the value; "wide", where the query
+    that heads share has more than 256 features.
+    """
+
+    kernel: str
+    widest: int
+    tiles: Tiles
+    variant: str = ""
+
+
+_SM_90: Final = (
+    Row("gated_attention.forward", 64, Tiles(128, 64, num_warps=8, num_stages=3, maxnreg=128)),
+    Row("gated_attention.forward", 128, Tiles(128, 64, num_warps=8, num_stages=3, partial_stages=3)),
+    Row("gated_attention.forward", 256, Tiles(128, 32, num_warps=8, num_stages=2)),
+    Row("gated_attention.keys", 64, Tiles(64, 128, num_warps=8, num_stages=4)),
+    Row("gated_attention.keys", 256, Tiles(32, 128, num_warps=8, num_stages=2)),
+    Row("gated_attention.queries", 64, Tiles(128, 64, num_warps=8, num_stages=3)),
+    Row("gated_attention.queries", 128, Tiles(128, 64, num_warps=8, num_stages=2)),
+    Row("gated_attention.queries", 256, Tiles(128, 32, num_warps=8, num_stages=2)),
+    Row("collaborative_attention.forward", 64, Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
+    Row("collaborative_attention.forward", 256, Tiles(128, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
+    Row("collaborative_attention.keys", 64, Tiles(16, 128, block_d=64, block_slice=256, num_warps=8, num_stages=3)),
+    Row("collaborative_attention.keys", 128, Tiles(16, 128, block_d=64, block_slice=128, num_warps=8, num_stages=3)),
+    Row("collaborative_attention.keys", 256, Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2)),
+    Row("collaborative_attention.queries", 256, Tiles(128, 16, block_d=64, block_slice=256, num_warps=8, num_stages=3)),
+    Row("gated_attention.biases", 64, Tiles(64, 64, num_warps=4, num_stages=2)),
+    Row("gated_attention.biases", 256, Tiles(64, 64, num_warps=8, num_stages=1)),
+    Row("collaborative_attention.biases", 256, Tiles(64, 64, block_d=64, num_warps=8, num_stages=2)),
+    Row("entmax_attention.forward", 128, Tiles(128, 32, num_warps=8, num_stages=2)),
+    Row("entmax_attention.forward", 256, Tiles(64, 32, num_warps=8, num_stages=2)),
+    Row("entmax_attention.keys", 64, Tiles(32, 128, num_warps=8, num_stages=2)),
+    Row("entmax_attention.keys", 128, Tiles(32, 64, num_warps=8, num_stages=2)),
+    Row("entmax_attention.keys", 256, Tiles(16, 64, num_warps=8, num_stages=2)),
+    Row("entmax_attention.queries", 128, Tiles(128, 32, num_warps=8, num_stages=2)),
+    Row("entmax_attention.queries", 256, Tiles(64, 16, num_warps=8, num_stages=2)),
+    Row("entmax_attention.biases", 256, Tiles(64, 64, num_warps=8, num_stages=1)),
+    Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=3)),
+    Row("backward.rows", 256, Tiles(64, 0, num_warps=4, num_stages=1)),
+    Row("gated_attention.forward", 64, Tiles(128, 64, num_warps=8, num_stages=3), "terms"),
+    Row("gated_attention.forward", 128, Tiles(128, 64,
+        num_warps=8, num_stages=2, partial_stages=3, full_tiles=2), "descriptors"),
+    Row("gated_attention.forward", 256, Tiles(128, 32, num_warps=8, num_stages=2, full_tiles=2), "descriptors"),
+    Row("collaborative_attention.keys", 64, Tiles(32, 128, block_d=64, block_slice=128,
+        num_warps=8, num_stages=2), "wide"),
+    Row("collaborative_attention.queries", 256, Tiles(128, 32, block_d=64, block_slice=128,
+        num_warps=8, num_stages=2), "wide"),
+)  # fmt: skip
+_SM_80: Final = (
+    Row("gated_attention.forward", 64, Tiles(128, 64, num_warps=8, num_stages=3)),
+    Row("gated_attention.forward", 128, Tiles(128, 32, num_warps=8, num_stages=2)),
+    Row("gated_attention.forward", 256, Tiles(64, 32, num_warps=8, num_stages=2)),
+    Row("gated_attention.keys", 64, Tiles(32, 128, num_warps=8, num_stages=2)),
+    Row("gated_attention.keys", 128, Tiles(32, 64, num_warps=8, num_stages=2)),
+    Row("gated_attention.keys", 256, Tiles(32, 64, num_warps=8, num_stages=1)),
+    Row("gated_attention.queries", 128, Tiles(64, 64, num_warps=8, num_stages=2)),
+    Row("gated_attention.queries", 256, Tiles(64, 32, num_warps=8, num_stages=1)),
+    Row("collaborative_attention.forward", 256, Tiles(64, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
+    Row("collaborative_attention.keys", 64, Tiles(32, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
+    Row("collaborative_attention.keys", 256, Tiles(32, 64, block_d=64, block_slice=128, num_warps=8, num_stages=2)),
+    Row("collaborative_attention.queries", 256, Tiles(64, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
+    Row("gated_attention.biases", 64, Tiles(64, 64, num_warps=8, num_stages=2)),
+    Row("gated_attention.biases", 256, Tiles(32, 32, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.biases", 256, Tiles(64, 64, block_d=64, num_warps=8, num_stages=2)),
+    Row("entmax_attention.forward", 128, Tiles(64, 32, num_warps=8, num_stages=2)),
+    Row("entmax_attention.forward", 256, Tiles(32, 32, num_warps=8, num_stages=1)),
+    Row("entmax_attention.keys", 128, Tiles(32, 64, num_warps=8, num_stages=2)),
+    Row("entmax_attention.keys", 256, Tiles(32, 64, num_warps=8, num_stages=1)),
+    Row("entmax_attention.centers", 128, Tiles(64, 32, num_warps=8, num_stages=2)),
+    Row("entmax_attention.centers", 256, Tiles(64, 32, num_warps=8, num_stages=1)),
+    Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
+    Row("backward.rows", 256, Tiles(64, 0, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.keys", 64, Tiles(32, 64, block_d=64, block_slice=128,
+        num_warps=8, num_stages=2), "wide"),
+    Row("collaborative_attention.queries", 256, Tiles(64, 32, block_d=64, block_slice=128,
+        num_warps=8, num_stages=2), "wide"),
+    Row("gated_attention.forward", 64, Tiles(128, 32, num_warps=8, num_stages=3), "terms"),
+    Row("gated_attention.queries", 64, Tiles(64, 32, num_warps=4, num_stages=2), "terms"),
+)  # fmt: skip
+_OTHER: Final = (
+    Row("gated_attention.forward", 64, Tiles(64, 32, num_warps=4, num_stages=1)),
+    Row("gated_attention.forward", 128, Tiles(64, 16, num_warps=4, num_stages=1)),
+    Row("gated_attention.forward", 256, Tiles(32, 32, num_warps=4, num_stages=1)),
+    Row("gated_attention.keys", 128, Tiles(32, 32, num_warps=4, num_stages=1)),
+    Row("gated_attention.keys", 256, Tiles(16, 16, num_warps=4, num_stages=1)),
+    Row("gated_attention.queries", 128, Tiles(32, 32, num_warps=4, num_stages=1)),
+    Row("gated_attention.queries", 256, Tiles(16, 16, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.forward", 256, Tiles(64, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.keys", 64, Tiles(32, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.keys", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.queries", 64, Tiles(32, 16, block_d=32, block_slice=256, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.queries", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1)),
+    Row("gated_attention.biases", 128, Tiles(32, 32, num_warps=4, num_stages=1)),
+    Row("gated_attention.biases", 256, Tiles(16, 16, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.biases", 256, Tiles(32, 32, block_d=32, num_warps=4, num_stages=1)),
+    Row("entmax_attention.forward", 128, Tiles(32, 32, num_warps=4, num_stages=1)),
+    Row("entmax_attention.forward", 256, Tiles(16, 16, num_warps=4, num_stages=1)),
+    Row("attention_statistics", 256, Tiles(64, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1)),
+    Row("backward.rows", 256, Tiles(32, 0, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.keys", 64, Tiles(32, 32, block_d=32, block_slice=64,
+        num_warps=4, num_stages=1), "wide"),
+    Row("collaborative_attention.queries", 64, Tiles(32, 32, block_d=32, block_slice=64,
+        num_warps=4, num_stages=1), "wide"),
+)  # fmt: skip
 #: An accumulator of 128 keys and 256 features, in a loop for each width, compiles to a trap for sm_100.
-_HALF["sm_100"] = _HALF["sm_90"] | {
-    "collaborative_attention.keys": {
-        64: Tiles(16, 64, block_d=64, block_slice=256, num_warps=4, num_stages=2),
-        256: Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2),
-    },
-    "collaborative_attention.keys, wide": {
-        64: Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2)
-    },
-}
+_SM_100: Final = (
+    *(row for row in _SM_90 if row.kernel != "collaborative_attention.keys"),
+    Row("collaborative_attention.keys", 64, Tiles(16, 64, block_d=64, block_slice=256, num_warps=4, num_stages=2)),
+    Row("collaborative_attention.keys", 256, Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2)),
+    Row("collaborative_attention.keys", 64,
+        Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2), "wide"),
+)  # fmt: skip
+#: Of 16-bit operands, by the kind of GPU.
+_HALF: Final = {"sm_80": _SM_80, "sm_90": _SM_90, "sm_100": _SM_100, "other": _OTHER}
+#: Of float32 on every kind.
+_FLOAT: Final = (
+    Row("gated_attention.forward", 64, Tiles(32, 32, num_warps=8, num_stages=2)),
+    Row("gated_attention.forward", 256, Tiles(32, 16, num_warps=8, num_stages=1)),
+    Row("gated_attention.keys", 64, Tiles(32, 32, num_warps=8, num_stages=1)),
+    Row("gated_attention.keys", 256, Tiles(16, 16, num_warps=8, num_stages=1)),
+    Row("gated_attention.queries", 64, Tiles(32, 32, num_warps=8, num_stages=1)),
+    Row("gated_attention.queries", 128, Tiles(32, 16, num_warps=8, num_stages=1)),
+    Row("gated_attention.queries", 256, Tiles(16, 16, num_warps=8, num_stages=1)),
+    Row("collaborative_attention.forward", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)),
+    Row("collaborative_attention.keys", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)),
+    Row("collaborative_attention.queries", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)),
+    Row("gated_attention.biases", 64, Tiles(32, 32, num_warps=8, num_stages=1)),
+    Row("gated_attention.biases", 256, Tiles(16, 16, num_warps=8, num_stages=1)),
+    Row("collaborative_attention.biases", 256, Tiles(32, 32, block_d=32, num_warps=8, num_stages=1)),
+    Row("entmax_attention.forward", 64, Tiles(32, 32, num_warps=8, num_stages=1)),
+    Row("entmax_attention.forward", 256, Tiles(16, 16, num_warps=8, num_stages=1)),
+    Row("attention_statistics", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)),
+    Row("backward.rows", 256, Tiles(32, 0, num_warps=4, num_stages=1)),
+)  # fmt: skip
 
-#: The same for the kernels in Gluon that stand for others (`gluon_forward`, `gluon_backward`): what consumers do not
-#: hold in registers fits into shared memory. Without its row here, the kernel of the table above runs. A backward pass
-#: takes an even number of stages; with 128 rows it would spill.
-_SPECIALIZED: Final[dict[str, dict[str, dict[int, Tiles]]]] = {
-    "sm_90": {
-        "gated_attention.forward": {
-            64: Tiles(128, 128, num_warps=4, num_stages=3),
-            128: Tiles(128, 128, num_warps=4, num_stages=2),
-            256: Tiles(128, 64, num_warps=4, num_stages=2),
-        },
-        "gated_attention.backward": {
-            64: Tiles(64, 128, num_warps=8, num_stages=4),
-            128: Tiles(64, 128, num_warps=8, num_stages=2),
-        },
-    }
-}
-
-#: The same for float32 on every kind.
-_FLOAT: Final[dict[str, dict[int, Tiles]]] = {
-    "gated_attention.forward": {
-        64: Tiles(32, 32, num_warps=8, num_stages=2),
-        256: Tiles(32, 16, num_warps=8, num_stages=1),
-    },
-    "gated_attention.keys": {
-        64: Tiles(32, 32, num_warps=8, num_stages=1),
-        256: Tiles(16, 16, num_warps=8, num_stages=1),
-    },
-    "gated_attention.queries": {
-        64: Tiles(32, 32, num_warps=8, num_stages=1),
-        128: Tiles(32, 16, num_warps=8, num_stages=1),
-        256: Tiles(16, 16, num_warps=8, num_stages=1),
-    },
-    "collaborative_attention.forward": {
-        256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)
-    },
-    "collaborative_attention.keys": {
-        256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)
-    },
-    "collaborative_attention.queries": {
-        256: Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)
-    },
-    "gated_attention.biases": {
-        64: Tiles(32, 32, num_warps=8, num_stages=1),
-        256: Tiles(16, 16, num_warps=8, num_stages=1),
-    },
-    "collaborative_attention.biases": {256: Tiles(32, 32, block_d=32, num_warps=8, num_stages=1)},
-    "entmax_attention.forward": {
-        64: Tiles(32, 32, num_warps=8, num_stages=1),
-        256: Tiles(16, 16, num_warps=8, num_stages=1),
-    },
-    "entmax_attention.centers": {
-        64: Tiles(32, 32, num_warps=8, num_stages=1),
-        256: Tiles(16, 16, num_warps=8, num_stages=1),
-    },
-    "attention_statistics": {256: Tiles(32, 32, block_d=32, num_warps=8, num_stages=1)},
-    "backward.rows": {256: Tiles(32, 0, num_warps=4, num_stages=1)},
+#: The kernels in Gluon that stand for others (`gluon_forward`, `gluon_backward`), by the kind of GPU: what consumers do
+#: not hold in registers fits into shared memory. Without its row here, the kernel of the table above runs. A backward
+#: pass takes an even number of stages; with 128 rows it would spill.
+_SPECIALIZED: Final = {
+    "sm_90": (
+        Row("gated_attention.forward", 64, Tiles(128, 128, num_warps=4, num_stages=3)),
+        Row("gated_attention.forward", 128, Tiles(128, 128, num_warps=4, num_stages=2)),
+        Row("gated_attention.forward", 256, Tiles(128, 64, num_warps=4, num_stages=2)),
+        Row("gated_attention.backward", 64, Tiles(64, 128, num_warps=8, num_stages=4)),
+        Row("gated_attention.backward", 128, Tiles(64, 128, num_warps=8, num_stages=2)),
+    )
 }
 
 
-def _of_kind(kind: str, kernel: str, half: bool, width: int, variant: str = "") -> Tiles:
-    """The row of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
+def _rows_of(table: tuple[Row, ...], kernel: str, variant: str = "") -> list[Row]:
+    """The rows of a kernel, the narrowest first; those of the variant in the place of plain ones."""
+    rows = {row.widest: row for row in table if row.kernel == kernel and not row.variant}
+    rows |= {row.widest: row for row in table if (row.kernel, row.variant) == (kernel, variant)}
+    return [rows[widest] for widest in sorted(rows)]
 
-    Passes of entmax attention that have no row run with the tiles of gated attention's. Some kernels have rows of their
-    own for a `variant`: "terms", where loops read a bias, a cap or a dense mask or drop; "descriptors", where none of
-    that is so and descriptors can describe the key and the value; "wide", where the query that heads share has more
-    than 256 features.
+
+def _of_kind(kind: str, kernel: str, half: bool, width: int, variant: str) -> Tiles:
+    """The tiles of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
+
+    Passes of entmax attention that have no row run with the tiles of gated attention's, the one for the centers with
+    those of its forward pass.
     """
     kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
     table = _HALF[kind] if half else _FLOAT
-    if kernel not in table:
-        kernel = kernel.replace("entmax_attention", "gated_attention")
-    rows = table[kernel] | table.get(f"{kernel}, {variant}", {})
-    return next(tiles for widest, tiles in sorted(rows.items()) if width <= widest)
+    others = kernel.replace("centers", "forward"), kernel.replace("entmax", "gated")
+    rows = next(filter(None, (_rows_of(table, name, variant) for name in (kernel, *others))))
+    return next(row.tiles for row in rows if width <= row.widest)
 
 
 def _kind_of(capability: tuple[int, int] | None) -> str:

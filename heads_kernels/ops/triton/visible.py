@@ -7,20 +7,29 @@ ranges of all their rows take no mask arithmetic. So a loop runs over two lists 
     full      the tiles [full_start, full_end), where every row sees every key
     partial   those of [start, full_start), [full_end, end) and [0, front), which are masked element by element
 
-Where intervals do not say which tiles are full, `tile_lists` has written the lists before: the four numbers of `Visits`
-then are places in them, and `full_tile` and `partial_tile` read the numbers of tiles there.
+Intervals do not say which tiles are full where something hides pairs one by one: dense masks, and biases where they are
+-inf. A kernel of its own then reads mask and bias once and writes both lists for every tile of query rows (for passes
+over keys, of keys); entmax leaves out the tiles in which it has no probability above 0. The numbers of `Visits` are
+places in these lists, and `full_tile` and `partial_tile` read the numbers of tiles there. The lists are made anew for
+every launch that reads them, on the device: nothing waits for the host.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from heads_kernels.call import Call
+from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import pair_addresses
+from heads_kernels.ops.triton.operands import Operands, Pairs, Place, Support, TileLists
+from heads_kernels.ops.triton.scores import load_bias
+from heads_kernels.ops.triton.tiles import Tiles
 
-#: Rows looked at together by `rows_that_see`. Heuristic: 8 values a thread of 4 warps.
+#: Rows, or keys, that are looked at together. Heuristic: 8 values a thread of 4 warps.
 _SCAN: tl.constexpr = tl.constexpr(1024)
 
 
@@ -32,6 +41,30 @@ class Visits(NamedTuple):
     full_end: Any
     end: Any
     front: Any
+
+
+@triton.jit
+def own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
+    """Batch, head and first row of a `program`; of a head the last rows (the longest of a causal mask) come first.
+
+    Heads are in order; those of collaborative attention follow each other on one tile of rows, for they read the same
+    query and key.
+    """
+    tiles = tl.cdiv(T, BLOCK_M)
+    if of.mixing is None:
+        pair = program // tiles
+        b, h, tile = pair // H, pair % H, program % tiles
+    else:
+        h = program % H
+        b, tile = program // (H * tiles), program // H % tiles
+    return b, h, (tiles - 1 - tile) * BLOCK_M
+
+
+@triton.jit
+def place_of_rows(of, sizes, TILE: tl.constexpr):
+    """The place of a program that owns rows of one head."""
+    b, h, first_row = own_rows(of, tl.program_id(0), sizes.H, sizes.T, TILE.block_m)
+    return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
 
 
 @triton.jit
@@ -154,6 +187,16 @@ def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK:
 
 
 @triton.jit
+def tiles_seeing(visible, place, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """Tiles of query rows of the head of `place`, of which at least one row sees one of its BLOCK_N keys."""
+    if visible.lists is None:
+        visits = tiles_that_see(visible, place.b, place.h, place.first, T, S, BLOCK_N, BLOCK)
+    else:
+        visits = listed_tiles(visible, place.b, place.h, place.first // BLOCK_N, T)
+    return visits
+
+
+@triton.jit
 def ordered(start, full_start, full_end, end, front):
     """The same with `front <= start <= full_start <= full_end <= end`; no full tile is left where they cross."""
     full_start = tl.minimum(tl.maximum(full_start, start), end)
@@ -176,7 +219,7 @@ def tiles_of_split(visits, split, splits):
 
 @triton.jit
 def listed_tiles(visible, b, h, tile, T):
-    """The same of what `tile_lists` wrote for a tile of rows or of keys; no tiles where T is 0 (a closed head)."""
+    """The same of what `_lists_kernel` wrote for a tile of rows or of keys; no tiles where T is 0 (a closed head)."""
     counts = visible.lists.counts + _number_of_list(visible, b, h, tile) * 2
     taking_part = tl.minimum(T, 1)
     full = tl.load(counts) * taking_part
@@ -189,11 +232,15 @@ def _number_of_list(visible, b, h, tile):
 
 
 @triton.jit
+def _list_of(visible, b, h, tile):
+    return visible.lists.tiles + _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
+
+
+@triton.jit
 def full_tile(visible, b, h, tile, place):
     """The tile at `place` among the full ones of a `tile` of rows or of keys."""
     if visible.lists is not None:
-        at = _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
-        place = tl.load(visible.lists.tiles + at + place)
+        place = tl.load(_list_of(visible, b, h, tile) + place)
     return place
 
 
@@ -224,8 +271,7 @@ def partial_tile(visible, b, h, tile, index, visits):
         if visible.first_keys is not None:
             number = tl.where(number < visits.end, number, number - visits.end)
     else:
-        at = _number_of_list(visible, b, h, tile) * (2 * visible.lists.length)
-        number = tl.load(visible.lists.tiles + at + visible.lists.length + index)
+        number = tl.load(_list_of(visible, b, h, tile) + visible.lists.length + index)
     return number
 
 
@@ -250,3 +296,115 @@ def pairs_visible(visible, terms, pairs, lo, hi, T, S, bias):
     if terms.bias is not None:
         seen = seen & (bias != float("-inf"))
     return seen
+
+
+@triton.jit
+def keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S):
+    """`pairs_visible` [M, N] of the query rows of a head, with their ranges, and keys; the pairs, and their bias."""
+    pairs = Pairs(b, h, rows[:, None], keys[None, :])
+    bias = load_bias(terms, pairs, T, S)
+    seen = pairs_visible(visible, terms, pairs, lo[:, None], hi[:, None], T, S, bias)
+    return seen, pairs, bias
+
+
+# ---------------------------------------------------------------------- lists
+@triton.jit
+def _lists_kernel(
+    visible, terms, support, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """A program writes the two lists of one tile of rows, or BY_KEYS of keys, and how long they are."""
+    row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
+    if BY_KEYS:
+        owners, length = key_tiles, row_tiles
+    else:
+        owners, length = row_tiles, key_tiles
+    owner = tl.program_id(0) % owners
+    h = tl.program_id(0) // owners % H
+    b = tl.program_id(0) // (owners * H)
+    if BY_KEYS:
+        visits = tiles_that_see(visible, b, h, owner * BLOCK_N, T, S, BLOCK_N, BLOCK_M)
+    else:
+        rows = owner * BLOCK_M + tl.arange(0, BLOCK_M)
+        lo, hi = ranges(visible, b, h, rows, T, S)
+        visits = tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK_N)
+    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
+    full, partial = owner * 0, owner * 0
+    for number in range(tile_count(visits)):
+        tile = tile_at(visits, number)
+        if BY_KEYS:
+            row_tile, key_tile = tile, owner
+        else:
+            row_tile, key_tile = owner, tile
+        rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        keys = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        lo, hi = ranges(visible, b, h, rows, T, S)
+        seen, pairs, _ = keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S)
+        there = (rows < T)[:, None] & (keys < S)[None, :]
+        # Full tiles are loaded whole; rows or keys of the owner that are not there are not stored.
+        whole = (row_tile + 1) * BLOCK_M <= T if BY_KEYS else (key_tile + 1) * BLOCK_N <= S
+        met = seen & there
+        if support is not None:
+            met = met & _supported(support, b * H + h, pairs, T, S, there)
+        is_seen = tl.max(met.to(tl.int32)) != 0
+        is_full = is_seen & whole & (tl.min((seen | ~there).to(tl.int32)) != 0)
+        tl.store(at + full, tile, mask=is_full)
+        tl.store(at + length + partial, tile, mask=is_seen & ~is_full)
+        full += is_full.to(tl.int32)
+        partial += (is_seen & ~is_full).to(tl.int32)
+    counts += tl.program_id(0).to(tl.int64) * 2
+    tl.store(counts, full)
+    tl.store(counts + 1, partial)
+
+
+@triton.jit
+def _supported(support, head, pairs, T, S, there):
+    """bool, False where pairs are in a tile outside of the support; `head` counts those of all batches."""
+    row_tiles, key_tiles = tl.cdiv(T, support.block_m), tl.cdiv(S, support.block_n)
+    tile = head.to(tl.int64) * row_tiles + pairs.rows // support.block_m
+    at = support.ptr + tile * key_tiles + pairs.keys // support.block_n
+    return tl.load(at, mask=there, other=0) != 0
+
+
+def with_tile_lists(
+    call: Call, of: Operands, tiles: Tiles, by_keys: bool = False, support: Support | None = None, listed: bool = False
+) -> Operands:  # fmt: skip
+    """The operands as kernels with these tiles read them: with lists of tiles where they are needed, or `listed`.
+
+    `by_keys`: lists of tiles of rows for every tile of keys, not the other way around. Tiles outside of `support` are
+    in none. A kernel of entmax that is given no support lists its tiles itself.
+    """
+    if support is None and call.alpha is not None:
+        return of
+    if of.visible.dense is None and of.terms.bias is None and support is None and not listed:
+        return of
+    B, H, T, S = call.sizes
+    batches, heads = varying_pairs(call) if support is None else (B, H)
+    row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
+    owners, length = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
+    count = batches * heads * owners
+    lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
+    counts = call.query.new_empty((count, 2), dtype=torch.int32)
+    launch(
+        _lists_kernel, count, call.query, tiles, of.visible, of.terms,
+        support, lists, counts, heads, T, S,
+        BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+    )  # fmt: skip
+    strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
+    of_tiles = TileLists(lists, counts, length, *strides)
+    return of._replace(visible=of.visible._replace(lists=of_tiles))
+
+
+def varying_pairs(call: Call) -> tuple[int, int]:
+    """Batches and heads that may see different pairs: those of the call, or 1 where all see the same."""
+    B, H, _, _ = call.sizes
+    i, bias, table = call.intervals, call.bias, call.offset_bias
+    of_batches = [part.shape[0] for part in (i.k_lo, i.key_visible, i.dense) if part is not None]
+    of_heads = [] if i.dense is None else [i.dense.shape[1]]
+    of_heads.append(2 if i.by_head else 1)
+    if bias is not None:
+        of_batches += bias.shape[:2]
+        of_heads.append(bias.shape[2])
+    if table is not None:
+        of_heads.append(table.shape[0])
+    batches, heads = (any(size != 1 for size in sizes) for sizes in (of_batches, of_heads))
+    return B if batches else 1, H if heads else 1

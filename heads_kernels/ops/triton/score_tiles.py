@@ -1,0 +1,314 @@
+"""Tiles of scores: products of query rows and keys of a head that has a query of its own, or mixes a shared one.
+
+Mixing vectors are read by chunks of BLOCK_D features, of which a head uses those that are not all zero. Heads that use
+few features take few steps over a tile; how many is decided on the device. Few chunks are gathered into one tile, mixed
+once and stay on chip like a query of the head's own, and so are the same features of keys. Where a head uses more than
+RESIDENT features, its scores are computed chunk by chunk in every tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from heads_kernels.ops.triton.load import (
+    add_columns,
+    head_of,
+    load_features,
+    load_keys,
+    load_tile,
+)
+from heads_kernels.ops.triton.operands import Pairs
+from heads_kernels.ops.triton.scores import finish, load_bias, product
+from heads_kernels.ops.triton.visible import pairs_visible, ranges
+
+#: The list of all chunks in order: 0xFEDCBA9876543210 as an int64.
+ALL_CHUNKS: tl.constexpr = tl.constexpr(-0x0123456789ABCDF0)
+
+
+class Chunks(NamedTuple):
+    """A list of chunks, in a kernel: its length, and their numbers for `chunk_at`."""
+
+    length: Any
+    numbers: Any
+
+
+class Features(NamedTuple):
+    """The features that a tile of queries or keys has, in a kernel.
+
+    `columns` and `used` [W] are those of the list `chunks` from place `first` on; None: all, of a head's own. `scored`
+    is None where these make up the scores, else the list of the chunks that do, one by one.
+    """
+
+    columns: Any
+    used: Any
+    chunks: Any
+    first: Any
+    scored: Any
+
+
+class QueryRows(NamedTuple):
+    """The query rows of a program for a head, in a kernel: `q` [BLOCK_M, W], and the range of keys of each [BLOCK_M].
+
+    `q` is None where scores are computed chunk by chunk.
+    """
+
+    q: Any
+    features: Any
+    lo: Any
+    hi: Any
+
+
+class OwnKeys(NamedTuple):
+    """The keys of a program for a head, in a kernel: `k` [BLOCK_N, W], `v` [BLOCK_N, BLOCK_DV] and `content` [BLOCK_N].
+
+    `k` is None where scores are computed chunk by chunk, `content` where there is no content bias.
+    """
+
+    k: Any
+    v: Any
+    content: Any
+    features: Any
+
+
+class KeyTiles(NamedTuple):
+    """Descriptors of keys and values, in a kernel; None: they come through pointers."""
+
+    key: Any
+    value: Any
+
+
+class ScoreTile(NamedTuple):
+    """Scores, in a kernel, and what was loaded for them: keys and values, or query rows and their dattended.
+
+    `cap` is the slope of the cap. What there is not is a number: Triton 3.6 returns no tuples with None.
+    """
+
+    scores: Any
+    cap: Any
+    seen: Any  # of partial tiles
+    operand: Any  # [BLOCK, W]
+    weighed: Any  # [BLOCK, BLOCK_DV]
+
+
+# ---------------------------------------------------------------------- chunks
+@triton.jit
+def load_mixing(mixing, h, columns, used):
+    """float32 `[W]`: the features `columns` of a head's mixing vector, 0 where they are not `used`; [W] both."""
+    at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + columns.to(tl.int64) * mixing.stride_d
+    return tl.load(at, mask=used, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def mixed(tile, mixing, h, columns, used):
+    """`tile` [M, W] of features of a shared query or key times the head's mixing, rounded to the dtype of the tile."""
+    return (tile.to(tl.float32) * load_mixing(mixing, h, columns, used)[None, :]).to(tile.dtype)
+
+
+@triton.jit
+def active_chunks(mixing, h, TILE: tl.constexpr):
+    """The chunks of a head that are not all zero.
+
+    A head without any has one step a tile all the same, over chunk 0: its scores are its content bias.
+    """
+    chunks = tl.arange(0, TILE.chunks)
+    d = chunks[:, None] * TILE.block_d + tl.arange(0, TILE.block_d)[None, :]  # [chunks, BLOCK_D]
+    at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d.to(tl.int64) * mixing.stride_d
+    used = tl.load(at, mask=d < TILE.d, other=0.0) != 0.0  # in its own dtype
+    active = tl.max(used.to(tl.int32), 1)  # [chunks]
+    place = (tl.cumsum(active) - active).to(tl.int64)
+    numbers = tl.sum(tl.where(active != 0, chunks.to(tl.int64) << (4 * place), 0))
+    return Chunks(tl.maximum(tl.sum(active), 1), numbers)
+
+
+@triton.jit
+def chunk_at(chunks, place):
+    """The number of the chunk at `place` in the list."""
+    return ((chunks.numbers >> (4 * place)) & 15).to(tl.int32)
+
+
+@triton.jit
+def gathered(chunks, first, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """The features of the chunks of a list from place `first` on, one chunk behind the other, and which of them there
+    are: [COLUMNS] both."""
+    place = first + tl.arange(0, COLUMNS) // TILE.block_d
+    columns = chunk_at(chunks, place) * TILE.block_d + tl.arange(0, COLUMNS) % TILE.block_d
+    return columns, (place < chunks.length) & (columns < TILE.d)
+
+
+@triton.jit
+def halves(tile):
+    """The columns of `tile` [M, W] up to W / 2, and those from there on."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def add_chunks(rows, b, first, L, chunks, place, values, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Add `values` [BLOCK, W] to the features of the chunks of a list from `place` on; a program's own rows only.
+
+    W is split in halves down to one chunk: what is read from memory needs registers beside `values`.
+    """
+    if values.shape[1] > TILE.block_d:
+        low, high = halves(values)
+        add_chunks(rows, b, first, L, chunks, place, low, BLOCK, TILE)
+        place += low.shape[1] // TILE.block_d
+        add_chunks(rows, b, first, L, chunks, place, high, BLOCK, TILE)
+    else:
+        end = tl.where(chunks.length > place, L, 0)
+        column = chunk_at(chunks, place) * TILE.block_d
+        add_columns(rows, b, first, end, column, values, TILE.d, BLOCK, TILE.block_d)
+
+
+# ---------------------------------------------------------------------- tiles of scores
+@triton.jit
+def load_query(of, features, b, h, first, there, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """`[BLOCK, W]`: rows of the query of a head, mixed where it is shared; `there` is as of `load_tile`."""
+    if features.columns is None:
+        q = load_tile(of.query, b, h, first, there, TILE.d, BLOCK, TILE.block_d)
+    else:
+        q = load_features(of.query, b, first, there, features.columns, features.used, BLOCK)
+        q = mixed(q, of.mixing, h, features.columns, features.used)
+    return q
+
+
+@triton.jit
+def load_key(of, tiles, features, b, hk, first, there, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """`[BLOCK, W]`: keys of a key head; `tiles` and `there` are as of `load_keys`."""
+    if features.columns is None:
+        k = load_keys(of.key, tiles, b, hk, first, there, TILE.d, BLOCK, TILE.block_d)
+    else:
+        k = load_features(of.key, b, first, there, features.columns, features.used, BLOCK)
+    return k
+
+
+@triton.jit
+def load_content_bias(content_bias, b, h, keys, S):
+    """float32 `[N]`: the content bias of keys, 0 where there is none.
+
+    Beyond 2^120 it counts as that, so that its product with the scale is finite. Products with a power of 2 are exact:
+    equal ones are equal to their maximum in the softmax.
+    """
+    at = head_of(content_bias, b, h) + keys.to(tl.int64) * content_bias.stride_l
+    values = tl.load(at, mask=keys < S, other=0.0).to(tl.float32)
+    most: tl.constexpr = 2.0**120
+    bounded = tl.minimum(tl.maximum(values, -most), most)
+    return tl.where(tl.abs(values) < float("inf"), bounded, values)
+
+
+@triton.jit
+def _chunk_by_chunk(
+    of, chunks, place, first_row, rows, first_key, keys, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Products [BLOCK_M, BLOCK_N] of the head of `place`, or BY_KEYS [BLOCK_N, BLOCK_M], over a list of chunks.
+
+    `rows` and `keys` say which there are; None: all.
+    """
+    BLOCK_D: tl.constexpr = TILE.block_d
+    b, h = place.b, place.h
+    HEIGHT: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
+    WIDTH: tl.constexpr = BLOCK_M if BY_KEYS else BLOCK_N
+    raw = tl.zeros((HEIGHT, WIDTH), tl.float32)
+    for number in range(chunks.length):
+        columns = chunk_at(chunks, number) * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = None
+        if TILE.d == 0 or TILE.d % BLOCK_D != 0:
+            inside = columns < TILE.d
+        q = load_features(of.query, b, first_row, rows, columns, inside, BLOCK_M)
+        k = load_features(of.key, b, first_key, keys, columns, inside, BLOCK_N)
+        q = mixed(q, of.mixing, h, columns, columns < TILE.d)  # [BLOCK_M, BLOCK_D]
+        raw = product(k, tl.trans(q), raw) if BY_KEYS else product(q, tl.trans(k), raw)
+    return raw
+
+
+@triton.jit
+def raw_scores(
+    of, tiles, query, first, there, place, sizes, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+):
+    """Products [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on, these keys, and their values.
+
+    `there` is as of `load_keys`. What is not used after all is not loaded.
+    """
+    b, h, features = place.b, place.h, query.features
+    keys = first + tl.arange(0, BLOCK_N)
+    if of.content_bias is not None:
+        content = load_content_bias(of.content_bias, b, h, keys, sizes.S)
+    k, v = 0, 0
+    if features.scored is not None:
+        rows = place.at < sizes.T
+        raw = _chunk_by_chunk(
+            of, features.scored, place, place.first, rows, first, there, False, TILE.block_m, BLOCK_N, TILE
+        )  # fmt: skip
+    if (features.scored is None) or (features.columns is not None):
+        k = load_key(of, tiles.key, features, b, place.hk, first, there, BLOCK_N, TILE)
+    if features.scored is None:
+        raw = product(query.q, tl.trans(k), tl.zeros((TILE.block_m, BLOCK_N), tl.float32))
+    if of.value is not None:
+        v = load_keys(
+            of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv
+        )
+    if of.content_bias is not None:
+        raw += content[None, :]
+    return raw, k, v
+
+
+@triton.jit
+def scores_of_keys(
+    of, tiles, query, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Scores [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on; a full tile comes by `tiles`."""
+    keys = first + tl.arange(0, BLOCK_N)
+    heads = place.h
+    if of.grouped is not None:
+        heads = heads[:, None]
+    there = None
+    if PARTIAL:
+        there = keys < sizes.S
+    pairs = Pairs(place.b, heads, place.at[:, None], keys[None, :])
+    bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
+    raw, k, v = raw_scores(of, tiles, query, first, there, place, sizes, BLOCK_N, TILE)
+    scores, cap = finish(raw, bias, of.terms, sizes.scale)
+    seen = True
+    if PARTIAL:
+        lo, hi = query.lo[:, None], query.hi[:, None]
+        seen = pairs_visible(of.visible, of.terms, pairs, lo, hi, sizes.T, sizes.S, bias)
+    return ScoreTile(scores, cap, seen, k, v)
+
+
+@triton.jit
+def scores_of_rows(
+    of, dattended, keys, first, there, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
+):
+    """Scores [BLOCK_N, BLOCK_M] of a program's keys and the query rows from `first` on.
+
+    `there` says which rows are read, as of `load_tile`; `dattended` may be None.
+    """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    b, h, features = place.b, place.h, keys.features
+    rows = first + tl.arange(0, BLOCK_M)
+    q, do = 0, 0
+    if (features.scored is None) or (features.columns is not None):
+        q = load_query(of, features, b, h, first, there, BLOCK_M, TILE)
+    if dattended is not None:
+        do = load_tile(dattended, b, h, first, there, TILE.dv, BLOCK_M, TILE.block_dv)
+    pairs = Pairs(b, h, rows[None, :], place.at[:, None])
+    bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
+    if features.scored is not None:
+        raw = _chunk_by_chunk(
+            of, features.scored, place, first, there, place.first, place.at < sizes.S, True, BLOCK_M, BLOCK_N, TILE
+        )  # fmt: skip
+    else:
+        raw = product(keys.k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+    if keys.content is not None:
+        raw += keys.content[:, None]
+    scores, cap = finish(raw, bias, of.terms, sizes.scale)
+    seen = True
+    if PARTIAL:
+        lo, hi = ranges(of.visible, b, h, rows, sizes.T, sizes.S)
+        seen = pairs_visible(
+            of.visible, of.terms, pairs, lo[None, :], hi[None, :], sizes.T, sizes.S, bias
+        )
+    return ScoreTile(scores, cap, seen, q, do)
