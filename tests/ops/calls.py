@@ -64,6 +64,27 @@ def call(operator: str, backend: str, /, **arguments: Any) -> Any:
     return getattr(hk, operator)(backend=backend, **arguments)
 
 
+def run(
+    operator: str, backend: str, /, dout: Tensor | None = None, **arguments: Any
+) -> dict[str, Tensor]:
+    """The output "out" and, by name, the gradients of all floating tensors of a call, each a leaf of its own.
+
+    With `return_lse` also "lse", whose gradient starts as ones. Elements of a row of `dout` differ if it is None.
+    """
+    leaves = {
+        name: value.detach().requires_grad_()
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    found = call(operator, backend, **(arguments | leaves))
+    results = found if isinstance(found, tuple) else (found,)
+    dout = torch.ones_like(results[0]).cumsum(-1) if dout is None else dout
+    starts = [dout, *(torch.ones_like(each) for each in results[1:])]
+    grads = torch.autograd.grad(results, list(leaves.values()), starts)
+    named = zip(("out", "lse"), (each.detach() for each in results), strict=False)
+    return {**dict(named), **dict(zip(leaves, grads, strict=True))}
+
+
 def assert_same_bits(backend: str, found: Any, expected: Any) -> None:
     """Tensors, or dicts and sequences of them, that a fused kernel has computed in one order of sums.
 
