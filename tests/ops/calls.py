@@ -5,7 +5,8 @@ Tensors are made on PyTorch's default device, which `pytest --device` sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -35,6 +36,14 @@ DIFFERENTIABLE = [(operator, name) for operator in OPERATORS for name in NAMES]
 
 #: The same and statistics of rows.
 EVERY = [*DIFFERENTIABLE, *(("attention_statistics", name) for name in NAMES)]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def parsed(operator: str, *arguments: Any, **options: Any) -> Call:
@@ -69,14 +78,15 @@ def run(
 ) -> dict[str, Tensor]:
     """The output "out" and, by name, the gradients of all floating tensors of a call, each a leaf of its own.
 
-    With `return_lse` also "lse", whose gradient starts as ones. Elements of a row of `dout` differ if it is None.
+    With `return_lse` also "lse", whose gradient starts as ones. Elements of a row of `dout` differ if it is None. Of an
+    `offset_table` an `OffsetBias` is made.
     """
     leaves = {
         name: value.detach().requires_grad_()
         for name, value in arguments.items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-    found = call(operator, backend, **(arguments | leaves))
+    found = call(operator, backend, **with_offsets(arguments | leaves))
     results = found if isinstance(found, tuple) else (found,)
     dout = torch.ones_like(results[0]).cumsum(-1) if dout is None else dout
     starts = [dout, *(torch.ones_like(each) for each in results[1:])]
@@ -151,7 +161,7 @@ def function(
     return run
 
 
-def with_offsets(arguments: dict[str, Tensor]) -> dict[str, Any]:
+def with_offsets(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a call: of an `offset_table` an `OffsetBias` is made."""
     given: dict[str, Any] = dict(arguments)
     if "offset_table" in given:
