@@ -103,7 +103,8 @@ def of_both(name: str, *sizes: int, **changes: Any) -> Iterator[Case]:
 
 def blocks(sizes: Sizes, device: torch.device) -> Tensor:
     """`[1, H, T, S]` of 64 by 64: of a head, blocks on one diagonal are visible; row 3 of each sees nothing."""
-    h, i, j = torch.meshgrid(*(torch.arange(n) for n in (sizes.H, sizes.T, sizes.S)), indexing="ij")
+    lengths = (torch.arange(n, device=device) for n in (sizes.H, sizes.T, sizes.S))
+    h, i, j = torch.meshgrid(*lengths, indexing="ij")
     return ((j // 64 - i // 64 == h) & (i % 64 != 3))[None]
 
 
