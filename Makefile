@@ -68,7 +68,7 @@ release-check: check lint selftest selftest-cuda test-aarch64 ## all that a rele
 	$(PYTEST) -m "release and not cuda and not triton"
 	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/tools tests/ops -m "cuda and not slow and release"
 	TRITON_INTERPRET=1 $(PYTEST) tests/tools tests/ops -m "triton and not slow and release"
-	$(PYTEST) tests/ops/test_cuda_resources.py
+	$(PYTEST) tests/ops/test_cuda_build.py
 	CXXFLAGS="$(SANITIZE)" $(PY) setup.py -q emulator --dtype bf16 --into build/emulator-sanitized
 	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \

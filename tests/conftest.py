@@ -16,6 +16,7 @@ mark `tiny`: tiny cases in float32.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import random
 import sys
@@ -23,16 +24,21 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.pop("HEADS_KERNELS_BACKENDS", None)  # before the package: the order of the table
+# Both before the package, which reads them once: the order of the table, and the module for the emulator.
+os.environ.pop("HEADS_KERNELS_BACKENDS", None)
+if folder := os.environ.get("HK_EMULATED"):
+    emulated = "heads_kernels._cuda_emulated"
+    (found,) = Path(folder).glob("_cuda_emulated.*.so")
+    spec = importlib.util.spec_from_file_location(emulated, found)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[emulated] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[emulated])
 
 import hypothesis
 import pytest
 import torch
 
-# isort: split
-from tests.support import emulator  # noqa: F401  before the package
-
-# isort: split
 from heads_kernels import backends
 from heads_kernels.backends import CPU_MISSING, CUDA_EMULATED, TRITON_INTERPRETED
 from heads_kernels.testing import Case

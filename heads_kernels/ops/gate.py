@@ -40,8 +40,9 @@ def multiply(attended: Tensor, call: Call, seen: Tensor) -> Tensor:
     assert gate is not None
     if activation == "identity" and not call.closed_grad:
         gate = without_gradient_at_0(gate)
-    factor = as_4d(activate(gate.to(compute_dtype(attended.dtype)), activation))
-    product = attended * torch.where(seen[..., None], factor, 0.0)
+    # Where a gate may be NaN it is replaced first: the slope of its activation there is NaN too.
+    read = as_4d(gate.to(compute_dtype(attended.dtype))).masked_fill(~seen[..., None], 0.0)
+    product = attended * activate(read, activation)
     if can_close(gate, activation):
         product = _Closed.apply(product, as_4d(gate) == 0)  # type: ignore[no-untyped-call]
     return product.to(call.query.dtype)

@@ -5,7 +5,8 @@ Tensors are made on PyTorch's default device, which `pytest --device` sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -37,6 +38,14 @@ DIFFERENTIABLE = [(operator, name) for operator in OPERATORS for name in NAMES]
 EVERY = [*DIFFERENTIABLE, *(("attention_statistics", name) for name in NAMES)]
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
 def parsed(operator: str, *arguments: Any, **options: Any) -> Call:
     """The call of these arguments."""
     return parse(operator, *arguments, **options)[0]
@@ -62,6 +71,28 @@ def call(operator: str, backend: str, /, **arguments: Any) -> Any:
     """The operator on `backend`; skips the test where it cannot serve the call."""
     serve(operator, backend, **arguments)
     return getattr(hk, operator)(backend=backend, **arguments)
+
+
+def run(
+    operator: str, backend: str, /, dout: Tensor | None = None, **arguments: Any
+) -> dict[str, Tensor]:
+    """The output "out" and, by name, the gradients of all floating tensors of a call, each a leaf of its own.
+
+    With `return_lse` also "lse", whose gradient starts as ones. Elements of a row of `dout` differ if it is None. Of an
+    `offset_table` an `OffsetBias` is made.
+    """
+    leaves = {
+        name: value.detach().requires_grad_()
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    found = call(operator, backend, **with_offsets(arguments | leaves))
+    results = found if isinstance(found, tuple) else (found,)
+    dout = torch.ones_like(results[0]).cumsum(-1) if dout is None else dout
+    starts = [dout, *(torch.ones_like(each) for each in results[1:])]
+    grads = torch.autograd.grad(results, list(leaves.values()), starts)
+    named = zip(("out", "lse"), (each.detach() for each in results), strict=False)
+    return {**dict(named), **dict(zip(leaves, grads, strict=True))}
 
 
 def assert_same_bits(backend: str, found: Any, expected: Any) -> None:
@@ -130,7 +161,7 @@ def function(
     return run
 
 
-def with_offsets(arguments: dict[str, Tensor]) -> dict[str, Any]:
+def with_offsets(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a call: of an `offset_table` an `OffsetBias` is made."""
     given: dict[str, Any] = dict(arguments)
     if "offset_table" in given:

@@ -6,14 +6,29 @@ them is tested here without an edit.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from heads_kernels.ops.philox import draw_seed
-from heads_kernels.testing import CASES, ENTMAX, Case, GatedCase, check
+from heads_kernels.ops.philox import draw_seed, keep_mask
+from heads_kernels.testing import (
+    CASES,
+    ENTMAX,
+    Case,
+    CollaborativeCase,
+    GatedCase,
+    Inputs,
+    compare,
+    reference,
+)
+from heads_kernels.testing.accuracy import Reference
+from heads_kernels.testing.masks import Sizes
 from tests.ops.calls import NAMES, inputs_of
 from tests.support.alike import assert_alike
 from tests.support.plain import plain
@@ -51,13 +66,27 @@ def rows(
     ]
 
 
+def with_dlse(inputs: Inputs) -> Inputs:
+    """Started from a gradient of `lse` too, which ops return of calls without a gate."""
+    if inputs.operator == "entmax_attention" or "gate" in inputs.tensors:
+        return inputs
+    drawn = torch.Generator("cpu").manual_seed(inputs.seed)
+    dlse = torch.randn(inputs.dout.shape[:3], generator=drawn, device="cpu").to(inputs.dout)
+    return replace(inputs, dlse=dlse)
+
+
+@functools.lru_cache(maxsize=2)
+def expected(case: Case, dtype: torch.dtype, device: torch.device) -> Reference:
+    """Shared by the backends, which are checked one after the other; in float32 with a gradient of lse."""
+    inputs = case.make(dtype, device)
+    return reference(with_dlse(inputs) if dtype == torch.float32 else inputs)
+
+
 def hold(case: Case, dtype: torch.dtype, backend: str) -> None:
     inputs_of(case, backend, dtype)
     device = torch.get_default_device()
-    with torch.device(
-        "cpu"
-    ):  # the default of most programs: the package asks for the device of its operands
-        report = check(case, dtype, backend, device=device)
+    with torch.device("cpu"):  # as in most programs: the package asks its operands for the device
+        report = compare(expected(case, dtype, device), backend, case.name)
     assert report.ok, str(report)
     if backend == "eager":
         assert report.ratio <= EAGER_PART, str(report)
@@ -66,8 +95,59 @@ def hold(case: Case, dtype: torch.dtype, backend: str) -> None:
 ALL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def of_both(name: str, *sizes: int, **changes: Any) -> Iterator[Case]:
+    options: Any = {"Dv": 24, "dtypes": (torch.float32,), **changes}
+    yield GatedCase(name, *sizes, D=16, **options)
+    yield CollaborativeCase(name, *sizes, Ds=32, content_bias=True, **options)
+
+
+def blocks(sizes: Sizes, device: torch.device) -> Tensor:
+    """`[1, H, T, S]` of 64 by 64: of a head, blocks on one diagonal are visible; row 3 of each sees nothing."""
+    lengths = (torch.arange(n, device=device) for n in (sizes.H, sizes.T, sizes.S))
+    h, i, j = torch.meshgrid(*lengths, indexing="ij")
+    return ((j // 64 - i // 64 == h) & (i % 64 != 3))[None]
+
+
+def broadcast(*shape: int) -> Any:
+    """A dense mask that has these sizes in memory."""
+
+    def mask(sizes: Sizes, device: torch.device) -> Tensor:
+        seeded = torch.Generator("cpu").manual_seed(0)
+        drawn = torch.rand(shape[::-1], generator=seeded, device="cpu") < 0.7
+        return drawn.to(device).permute(3, 2, 1, 0).expand(sizes)
+
+    return mask
+
+
+def combinations() -> Iterator[Case]:
+    """Sizes and terms in combination, where kernels for GPUs branch."""
+    for letters in product("B1", "H1", "T1", "S1"):  # every way a bias broadcasts
+        bias = "".join(letters)
+        yield from of_both(f"bias_{bias}", 3, 2, 70, 67, bias=bias, gate="BHT")
+    for T, S in product((1, 63, 64, 65), (1, 64, 130)):  # diagonals at the borders of tiles
+        sizes = 2, 2, T, S
+        yield from of_both(f"offsets_{T}_{S}", *sizes, offsets=T + S - 1, gate="H", closed=0.5)
+    for shape in ((2, 1, 40, 1), (1, 2, 1, 70), (2, 2, 40, 70)):
+        options = {"mask": broadcast(*shape), "softcap": 1.0, "is_causal": True}
+        yield from of_both(f"dense_{shape}", 2, 2, 40, 70, **options)
+    for width in (24, 100, 200):  # a dense mask hides whole tiles
+        yield GatedCase(f"gaps_{width}", 1, 2, 200, 260, D=16, Dv=width, mask=blocks)
+        yield CollaborativeCase(f"gaps_{width}", 1, 2, 200, 260, Ds=144, Dv=width, mask=blocks)
+    terms: Any = {"bias": "1HTS", "bias_hides": True, "softcap": 2.0, "sinks": True, "gate": "BHT"}
+    for D in (100, 200):
+        yield GatedCase(f"terms_{D}", 2, 2, 40, 70, D=D, Dv=D, **terms)
+        yield CollaborativeCase(f"terms_{D}", 2, 2, 40, 70, Ds=3 * D, Dv=D, **terms)
+
+
 @pytest.mark.parametrize(("case", "dtype", "backend"), rows(QUICK, ALL))
 def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
+    hold(case, dtype, backend)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "backend"), rows(list(combinations()), ALL[1:3], ("eager",))
+)
+def test_combinations(case: Case, dtype: torch.dtype, backend: str) -> None:
     hold(case, dtype, backend)
 
 
@@ -81,19 +161,20 @@ def test_model_case(case: Case, dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
 def test_oracle_against_autograd(case: Case) -> None:
     """The eager backend in float64 is what plain PyTorch and its own autograd give, from gradients of out and lse."""
-    inputs = case.make(torch.float64, requires_grad=True)
-    seed = None
+    inputs = with_dlse(case.make(torch.float64, requires_grad=True))
+    call, kept = inputs.parsed(), None
     if case.dropout_p:
         torch.manual_seed(inputs.seed)
         seed = draw_seed(inputs.dout.device)
-    expected = plain(inputs.parsed(), seed)
-    results, starts = [expected.out], [inputs.dout]
-    if case.operator != "entmax_attention":  # whose threshold is not returned
-        inputs = replace(inputs, dlse=torch.randn_like(expected.lse))
-        results.append(expected.lse)
+        keep = keep_mask(seed, case.dropout_p, *call.sizes, seed.device)
+        kept = keep.double() / (1 - case.dropout_p)
+    naive = plain(call, kept)
+    results, starts = [naive.out], [inputs.dout]
+    if inputs.dlse is not None:
+        results.append(naive.lse)
         starts.append(inputs.dlse)
     out, grads = inputs.backward("eager")
-    assert_alike(out, expected.out.detach())
+    assert_alike(out, naive.out.detach())
     leaves = list(inputs.tensors.values())
     wanted = torch.autograd.grad(results, leaves, starts, materialize_grads=True)
     assert_alike(grads, dict(zip(inputs.tensors, wanted, strict=True)))

@@ -79,9 +79,8 @@ def floats(words: Words) -> Floats:
 
 def in_blocks(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """With zeros behind, so that the rows fill whole blocks of threads."""
-    return np.concatenate(
-        [values, np.zeros((-len(values) % BLOCK, *values.shape[1:]), values.dtype)]
-    )
+    rest = np.zeros((-len(values) % BLOCK, *values.shape[1:]), values.dtype)
+    return np.concatenate([values, rest])
 
 
 # ---------------------------------------------------------------------- threads
@@ -200,17 +199,13 @@ def test_multiply_add(run: Run, random: np.random.Generator, T: str, kind: str) 
     given = {"A": a, "B": b, "C": c}
     if T == "tf32" and kind == "any":  # what a float has beyond a tf32 counts for nothing
         for name in ("A", "B"):
-            given[name] = given[name] | random.integers(
-                1 << 13, size=given[name].shape, dtype=np.uint32
-            )
-    got = run(
-        f"multiply_add<{T}>",
-        4,
-        *(
-            np.concatenate([fragment(name, depth, matrix) for matrix in matrices])
-            for name, matrices in given.items()
-        ),
+            low = random.integers(1 << 13, size=given[name].shape, dtype=np.uint32)
+            given[name] = given[name] | low
+    fragments = (
+        np.concatenate([fragment(name, depth, matrix) for matrix in matrices])
+        for name, matrices in given.items()
     )
+    got = run(f"multiply_add<{T}>", 4, *fragments)
     with np.errstate(invalid="ignore"):
         expected = numbers(T, a) @ numbers(T, b) + c
         bound = np.abs(numbers(T, a)) @ np.abs(numbers(T, b)) + np.abs(c)
@@ -236,26 +231,18 @@ def test_copy_async(run: Run, random: np.random.Generator) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-def test_wait_copies(run: Run, random: np.random.Generator) -> None:
-    data = random.integers(2**32, size=(2 * BLOCK, 12), dtype=np.uint32)
-    np.testing.assert_array_equal(run("wait_copies", 12, data), data)
-
-
-def test_store_words(run: Run, random: np.random.Generator) -> None:
-    data = random.integers(2**32, size=(2 * BLOCK, 4), dtype=np.uint32)
-    np.testing.assert_array_equal(run("store_words", 4, data), data)
+@pytest.mark.parametrize(("wrapper", "words"), [("wait_copies", 12), ("store_words", 4)])
+def test_words_arrive(run: Run, random: np.random.Generator, wrapper: str, words: int) -> None:
+    data = random.integers(2**32, size=(2 * BLOCK, words), dtype=np.uint32)
+    np.testing.assert_array_equal(run(wrapper, words, data), data)
 
 
 # ---------------------------------------------------------------------- numbers
 #: Floats by their bits: zeros, subnormal, the least and the largest normal, infinite, NaN.
-SPECIAL = np.array(
-    [
-        sign | size
-        for sign in (0, 1 << 31)
-        for size in (0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF)
-    ],
-    np.uint32,
+SIZES = np.array(
+    [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF], np.uint32
 )
+SPECIAL = np.concatenate([SIZES, SIZES | np.uint32(1 << 31)])
 #: Every number of 16 bits.
 HALVES = np.arange(1 << 16, dtype=np.uint32)
 
@@ -267,9 +254,8 @@ def flushed(values: Floats) -> Floats:
 
 def singles(*parts: npt.ArrayLike) -> Floats:
     """As floats, and the special ones."""
-    return in_blocks(
-        np.concatenate([*(np.asarray(part, np.float32) for part in parts), floats(SPECIAL)])
-    )
+    given = [np.asarray(part, np.float32) for part in parts]
+    return in_blocks(np.concatenate([*given, floats(SPECIAL)]))
 
 
 def test_exp2_approx(run: Run, random: np.random.Generator) -> None:

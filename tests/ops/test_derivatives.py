@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.ops.calls import fixed_seed, tensors, with_offsets
+from tests.ops.calls import fixed_seed, function, tensors
 from tests.support.alike import assert_alike
 
 B, H, T, S, D = 2, 2, 3, 4, 4
@@ -34,8 +34,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 }
 
 
-def made(operator: str, name: str) -> tuple[Callable[..., Tensor], list[str], list[Tensor]]:
-    """The operator as a function of tensors, their names, and the tensors."""
+def made(operator: str, name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """The operator as a function of tensors, and the tensors."""
     options, beside = CALLS[name]
     if operator == SPARSE and "sinks" in beside:
         pytest.skip("entmax attention has no sinks")
@@ -46,20 +46,14 @@ def made(operator: str, name: str) -> tuple[Callable[..., Tensor], list[str], li
     if operator == SPARSE:
         given["alpha"] = 1.2 + 0.6 * given["alpha"].sigmoid()
     leaves = [t.detach().requires_grad_() for t in given.values()]
-
-    def run(*values: Tensor) -> Tensor:
-        arguments = with_offsets(dict(zip(given, values, strict=True)))
-        out: Tensor = getattr(hk, operator)(**arguments, **options, backend="eager")
-        return out
-
-    return run, list(given), leaves
+    return function(operator, "eager", list(given), **options), leaves
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("operator", EVERY)
 def test_second_derivatives(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_seed(monkeypatch)
-    run, _, leaves = made(operator, name)
+    run, leaves = made(operator, name)
     assert torch.autograd.gradgradcheck(run, leaves)
 
 
@@ -68,7 +62,7 @@ def test_second_derivatives(operator: str, name: str, monkeypatch: pytest.Monkey
 def test_forward_mode(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The derivative along a direction is its product with the gradient, which `eager.backward` has in closed form."""
     fixed_seed(monkeypatch)
-    run, _, leaves = made(operator, name)
+    run, leaves = made(operator, name)
     directions = tuple(torch.randn_like(leaf) for leaf in leaves)
     out = run(*leaves)
     dout = torch.randn_like(out)
@@ -81,7 +75,7 @@ def test_forward_mode(operator: str, name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("operator", EVERY)
 def test_transforms(operator: str) -> None:
-    run, _, leaves = made(operator, "gate of heads")
+    run, leaves = made(operator, "gate of heads")
     values = [leaf.detach() for leaf in leaves]
     expected = torch.autograd.grad(run(*leaves).square().sum(), leaves)
     every = tuple(range(len(leaves)))
@@ -108,11 +102,6 @@ def test_closed_heads_and_hidden_nan(operator: str, closed_grad: bool) -> None:
 
 
 def test_lse_has_them_too() -> None:
-    query, key, value = torch.randn(3, B, H, S, D, dtype=torch.float64)
-    gate = torch.rand(H, dtype=torch.float64)
-
-    def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return hk.gated_attention(*tensors[:3], gate=tensors[3], return_lse=True, backend="eager")
-
-    leaves = [t.requires_grad_() for t in (query, key, value, gate)]
-    assert torch.autograd.gradgradcheck(run, leaves)
+    given = tensors("gated_attention", B=B, H=H, Hk=H, T=S, S=S, D=D, Dv=D, grad=True)
+    run = function("gated_attention", "eager", list(given), return_lse=True)
+    assert torch.autograd.gradgradcheck(run, list(given.values()))

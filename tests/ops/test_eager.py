@@ -1,112 +1,92 @@
-"""The eager backend in float64 against the naive formula of `reference.py`, and every backend to the letter.
-
-Eager is the oracle of the others in test_cases.py: here it meets something that is not the package.
-"""
+"""What masks mean, asked about every pair, and what an exact zero means, on every backend."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
+import heads_kernels as hk
 from heads_kernels.ops.attention import attend_with_lse
 from tests.ops.calls import (
     DIFFERENTIABLE,
     NAMES,
     OPERATORS,
     assert_same_bits,
-    call,
     parsed,
+    run,
     tensors,
 )
 from tests.support.alike import assert_alike
-from tests.support.reference import attention, masks, pairs
+from tests.support.plain import plain
 
 B, H, T, S = 2, 4, 5, 7
-EAGER = [(operator, "eager") for operator in OPERATORS]
-NAN = float("nan")
-MASKS = list(masks(B, H, T, S))
+Sees = Callable[[int, int, int, int], bool]
 
 
-def default_scale(arguments: dict[str, Tensor]) -> float:
-    width = arguments["query"].shape[-1]
-    return (width / arguments["mixing"].shape[0] if "mixing" in arguments else width) ** -0.5
+def masks() -> dict[str, tuple[hk.Mask, Sees]]:
+    """By name: a mask, and whether row i of head h in batch b sees key j."""
+    holes, rows = torch.rand(B, S) > 0.4, torch.rand(B, T) > 0.4
+    holes[-1] = False
+    keys, real = [S // 2, S - 1], [T - 1, 0]
+    sides, first = [(-1, 0), (0, -1), (1, 1), (2, 0)], [0, 2, 1, 0]
+    ids = torch.arange(T) // 2, torch.arange(S) // 3
+    return {
+        "causal": (hk.Mask(causal=True), lambda b, h, i, j: j <= i),
+        "lower right": (hk.Mask(causal="lower_right"), lambda b, h, i, j: j <= i + S - T),
+        "window": (hk.Mask(window=(2, 1)), lambda b, h, i, j: i - 2 <= j <= i + 1),
+        "head windows": (
+            hk.Mask(window=sides, first_keys=first),
+            lambda b, h, i, j: (
+                (sides[h][0] < 0 or i - sides[h][0] <= j or j < first[h])
+                and (sides[h][1] < 0 or j <= i + sides[h][1])
+            ),
+        ),
+        "lengths": (
+            hk.Mask(key_lengths=keys, query_lengths=real),
+            lambda b, h, i, j: j < keys[b] and i < real[b],
+        ),
+        "holes": (
+            hk.Mask(key_mask=holes, query_mask=rows),
+            lambda b, h, i, j: bool(holes[b, j] and rows[b, i]),
+        ),
+        "documents": (hk.Mask(document_ids=ids), lambda b, h, i, j: bool(ids[0][i] == ids[1][j])),
+    }
 
 
-def check(
-    operator: str, backend: str, arguments: dict[str, Tensor], visible: Tensor, **options: Any
-) -> None:
-    """Output and the gradient of every argument equal those of the naive formula."""
-    out = call(operator, backend, **arguments, **options)
-    expected = attention(arguments, visible, default_scale(arguments))
-    assert_alike(out, expected)
-    dout = torch.randn_like(out)
-    leaves = list(arguments.values())
-    grads, wanted = (torch.autograd.grad(each, leaves, dout) for each in (out, expected))
-    for name, got, want in zip(arguments, grads, wanted, strict=True):
-        assert_alike(got, want, name=f"d{name}")
-
-
-def everything() -> Tensor:
-    return pairs(B, H, T, S, lambda b, h, i, j: True)
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("operator", "backend"), EAGER)
-def test_masks(operator: str, backend: str, mask: str) -> None:
-    options, sees = masks(B, H, T, S)[mask]
-    arguments = tensors(operator, grad=True)
-    arguments["gate"] = torch.randn(H, dtype=torch.float64, requires_grad=True)
-    check(operator, backend, arguments, pairs(B, H, T, S, sees), **options)
-
-
-# ---------------------------------------------------------------------- to the letter
-
-
-@pytest.mark.parametrize("argument", ["query", "key", "value"])
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_nan_reaches_what_sees_it(operator: str, backend: str, argument: str) -> None:
-    """NaN in row 2 of one tensor, causal: in outputs and gradients that touch it, in no others."""
-    arguments = tensors(operator, T=S, dtype=torch.float32)
-    arguments[argument][1, ..., 2, :] = NAN
+@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_masks(operator: str, mask: str) -> None:
+    """Output and the gradient of every argument of eager equal those of the plain formula under a dense mask."""
+    attn_mask, sees = masks()[mask]
+    pairs = [sees(*pair) for pair in product(*map(range, (B, H, T, S)))]
+    visible = torch.tensor(pairs).reshape(B, H, T, S)
+    arguments = tensors(operator) | {"gate": torch.randn(H, dtype=torch.float64)}
     leaves = {name: tensor.requires_grad_() for name, tensor in arguments.items()}
-    out = call(operator, backend, **leaves, is_causal=True)
-    rows = torch.zeros(B, S, dtype=torch.bool)
-    rows[1, 2 : 3 if argument == "query" else S] = True
-    assert torch.equal(out.isnan(), rows[:, None, :, None].expand_as(out))
-    (dquery,) = torch.autograd.grad(out.sum(), leaves["query"], retain_graph=True)
-    per_row = dquery.isnan().any(-1)
-    assert torch.equal(per_row, (rows[:, None] if per_row.dim() == 3 else rows).expand_as(per_row))
-    (dvalue,) = torch.autograd.grad(out.sum(), leaves["value"])
-    if argument == "query":  # row 2 reads values 0 to 2
-        assert dvalue[1, :, :3].isnan().all()
-        assert not dvalue[1, :, 3:].isnan().any()
-    assert not dvalue[0].isnan().any()
+    expected = plain(parsed(operator, **leaves, attn_mask=visible)).out
+    dout = torch.randn_like(expected)
+    grads = torch.autograd.grad(expected, list(leaves.values()), dout)
+    want = {"out": expected.detach(), **dict(zip(leaves, grads, strict=True))}
+    assert_alike(run(operator, "eager", dout, **arguments, attn_mask=attn_mask), want)
 
 
+# ---------------------------------------------------------------------- exact zeros
 @pytest.mark.parametrize("backend", NAMES)
 def test_closed_grad_of_mixing(backend: str) -> None:
     """With closed_grad=False the zeros of mixing report no slope; all others keep theirs."""
-    arguments = tensors("collaborative_attention", D=64, grad=True)
-    with torch.no_grad():
-        arguments["mixing"][0, :32] = 0.0
-        arguments["mixing"][2, 16:] = 0.0
-        arguments["mixing"][3, ::2] = 0.0
+    arguments = tensors("collaborative_attention", D=64)
+    arguments["mixing"][0, :32] = 0.0
+    arguments["mixing"][2, 16:] = 0.0
+    arguments["mixing"][3, ::2] = 0.0
     zero = arguments["mixing"] == 0
-    check("collaborative_attention", backend, arguments, everything())
-    out = call("collaborative_attention", backend, **arguments)
-    part = call("collaborative_attention", backend, **arguments, closed_grad=False)
-    assert_same_bits(backend, part, out)
-    dout = torch.randn_like(out)
-    full = torch.autograd.grad(out, list(arguments.values()), dout)
-    less = torch.autograd.grad(part, list(arguments.values()), dout)
-    for name, want, got in zip(arguments, full, less, strict=True):
-        if name == "mixing":
-            assert want[zero].all()
-            want = want.masked_fill(zero, 0.0)
-        assert_alike(got, want)
+    full = run("collaborative_attention", backend, **arguments)
+    less = run("collaborative_attention", backend, **arguments, closed_grad=False)
+    assert_same_bits(backend, less["out"], full["out"])
+    assert full["mixing"][zero].all()
+    full["mixing"].masked_fill_(zero, 0.0)
+    assert_alike(less, full)
 
 
 @pytest.mark.parametrize(
@@ -127,15 +107,14 @@ def test_zero_is_judged_in_its_own_dtype(operator: str, backend: str, name: str)
         arguments["mixing"][3] = small.repeat_interleave(16)  # a chunk each
     else:
         arguments["gate"] = small
-    grads = []
-    for closed_grad in (True, False):
-        leaves = {key: t.detach().requires_grad_() for key, t in arguments.items()}
-        out = call(operator, backend, **leaves, closed_grad=closed_grad)
-        grads += torch.autograd.grad((out + 1).square().sum(), leaves[name])
+    grads = [
+        run(operator, backend, **arguments, closed_grad=closed_grad)[name]
+        for closed_grad in (True, False)
+    ]
     zero = arguments[name] == 0
     assert grads[0].all()
     assert not grads[1][zero].any()
-    torch.testing.assert_close(grads[1][~zero], grads[0][~zero], rtol=1e-5, atol=1e-5)
+    assert_alike(grads[1][~zero], grads[0][~zero])
 
 
 @pytest.mark.parametrize("T", [5, 40])

@@ -26,11 +26,6 @@ def gated(**options: Any) -> Call:
     return parsed("gated_attention", *sizes, gate=gate, **options)
 
 
-def collaborative(mixing: torch.Tensor, **options: Any) -> Call:
-    shared = torch.empty(B, T, Ds), torch.empty(B, S, Ds), torch.empty(B, H, S, Dv)
-    return parsed("collaborative_attention", *shared, mixing, **options)
-
-
 def counted(run: Any) -> int:
     with FlopCounterMode(display=False) as counter:
         run()
@@ -109,32 +104,22 @@ def test_executed_by_asking_every_pair(case: Case) -> None:
     assert 0 <= p.flops(backward=True) <= p.flops(backward=True, dense=True)
 
 
-# ---------------------------------------------------------------------- closed formulas
-def test_scores_and_values() -> None:
-    """Scores 2 N M D_k in all (H heads of D), P V 2 N M D_v in all; per batch element."""
-    assert gated().flops() == B * (2 * T * S * (H * D) + 2 * T * S * (H * Dv))
-    assert gated().flops() == forward_flops(B * H * T * S, D, Dv)
-
-
-def test_a_chunk_counts_whole_and_the_last_may_be_narrow() -> None:
-    mixing = torch.zeros(3, 40)
-    mixing[0, 17], mixing[1, 39], mixing[2] = 1.0, torch.nan, 1.0
-    shared = torch.empty(1, 2, 40), torch.empty(1, 3, 40), torch.empty(1, 3, 3, 5)
-    assert parsed("collaborative_attention", *shared, mixing).score_widths().tolist() == [16, 8, 40]
-
-
 # ---------------------------------------------------------------------- gates and gradients
-def test_gates_count_open_heads() -> None:
-    gate = torch.tensor([0.5, 0.0, -1.0, 0.0])
-    assert gated(gate=gate).flops() == gated().flops() // 2
+def test_what_closes_a_head() -> None:
+    """Scores 2 N M D_k in all (H heads of D), P V 2 N M D_v in all; per batch element."""
+    every = B * (2 * T * S * (H * D) + 2 * T * S * (H * Dv))
     per_batch = torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 1.0]])
-    assert gated(gate=per_batch).flops() * 8 == gated().flops() * 3
     assert gated(gate=per_batch).open_heads().tolist() == (per_batch != 0).tolist()
-    assert gated(gate=torch.zeros(1)).flops() == 0
-    assert gated(gate=torch.zeros(1, H, 1, 1)).flops() == 0
-    # Zeros that close no head: logits, and gates of tokens.
-    assert gated(gate=torch.zeros(H), gate_activation="sigmoid").flops() == gated().flops()
-    assert gated(gate=torch.zeros(B, H, T)).flops() == gated().flops()
+    for gate, part in (
+        (None, 1),
+        (torch.tensor([0.5, 0.0, -1.0, 0.0]), 1 / 2),
+        (per_batch, 3 / 8),
+        (torch.zeros(1), 0),
+        (torch.zeros(1, H, 1, 1), 0),
+        (torch.zeros(B, H, T), 1),  # zeros of tokens close no head
+    ):
+        assert gated(gate=gate).flops() == every * part
+    assert gated(gate=torch.zeros(H), gate_activation="sigmoid").flops() == every
 
 
 @pytest.mark.parametrize("closed_grad", [True, False])
@@ -156,7 +141,9 @@ def test_backward_of_mixing(learned: bool, closed_grad: bool) -> None:
     """The gradient of mixing needs `dS K` at full width, also where mixing is zero."""
     mixing = torch.zeros(H, Ds)
     mixing[:, :16] = 1.0
-    problem = collaborative(mixing.requires_grad_(learned), closed_grad=closed_grad)
+    shared = torch.empty(B, T, Ds), torch.empty(B, S, Ds), torch.empty(B, H, S, Dv)
+    mixing.requires_grad_(learned)
+    problem = parsed("collaborative_attention", *shared, mixing, closed_grad=closed_grad)
     wide = Ds if learned and closed_grad else 16
     assert problem.flops(backward=True) == backward_flops(B * H * T * S, 16, Dv, wide)
 

@@ -13,10 +13,10 @@ from heads_kernels.mask import Mask
 from heads_kernels.testing import (
     Case,
     CollaborativeCase,
-    EntmaxCase,
     GatedCase,
     Inputs,
     check,
+    find,
     masks,
 )
 from tests.ops.calls import assert_same_bits, inputs_of
@@ -47,20 +47,16 @@ REAL: tuple[Case, ...] = (
         closed=0.34),
     CollaborativeCase("512_padded", 2, 3, 2048, 2048, Ds=512, Dv=64, mask=masks.padded(2048, 1111)),
     CollaborativeCase("768", 1, 4, 2048, 2048, Ds=768, Dv=64, is_causal=True),
-    EntmaxCase("64", 1, 6, 2048, 2048, D=64, Dv=64, gate="H", closed=0.34),
-    EntmaxCase("128", 1, 4, 2048, 2048, D=128, Dv=128, alpha=(1.1, 2.0), is_causal=True),
 )  # fmt: skip
+#: Named cases whose gate or mixing may close other heads.
 CAPTURED: tuple[Case, ...] = (
-    GatedCase("heads", 2, 8, 300, 300, D=64, Dv=64, gate="H", closed=0.5, is_causal=True),
-    GatedCase("batch_heads", 3, 8, 200, 257, D=64, Dv=64, Hk=2, gate="BH", closed=0.5),
-    GatedCase("padded", 3, 4, 256, 256, D=128, Dv=128, gate="H", closed=0.25,
-        mask=masks.padded(256, 77, 130)),
-    GatedCase("elements", 1, 4, 256, 256, D=128, Dv=128, gate="BHTD", gate_activation="sigmoid"),
-    EntmaxCase("entmax", 2, 4, 256, 256, D=64, Dv=64, gate="H", closed=0.5, is_causal=True),
-    CollaborativeCase("mixing", 2, 6, 200, 200, Ds=256, Dv=64, gate="H", closed=0.5,
-        mixing="chunks", content_bias=True),
-    CollaborativeCase("ragged", 1, 6, 200, 200, Ds=256, Dv=64, mixing="ragged", is_causal=True),
-)  # fmt: skip
+    find("gated_attention", "closed_heads"),
+    find("gated_attention", "closed_batch_heads"),
+    find("gated_attention", "padded"),
+    find("gated_attention", "gate_bhtd_sigmoid"),
+    find("collaborative_attention", "grouped_zero_chunks"),
+    find("collaborative_attention", "ragged"),
+)
 
 
 def ids(case: Case) -> str:

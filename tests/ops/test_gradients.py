@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,7 @@ from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase
 from tests.ops.calls import NAMES, assert_same_bits, serve
 from tests.support.alike import assert_alike
 
-EVERY = [
-    (operator, name)
-    for operator in ("gated_attention", "collaborative_attention", "entmax_attention")
-    for name in NAMES
-]
+EVERY = list(product(("gated_attention", "collaborative_attention", "entmax_attention"), NAMES))
 #: Each kind of gate, beside a dense bias or a table of offsets.
 TERMS: dict[str, dict[str, Any]] = {
     "no gate": {"bias": "BHTS"},
@@ -36,14 +33,13 @@ def _memory_starts_as_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make(operator: str, sizes: dict[str, int], **terms: Any) -> Case:
-    B, H, T, S, D, Dv = (sizes[name] for name in ("B", "H", "T", "S", "D", "Dv"))
-    if operator == "collaborative_attention":
-        return CollaborativeCase(
-            "made", B, H, T, S, Ds=D, Dv=Dv, content_bias=True, sinks=True, **terms
-        )
+    *lengths, D, Dv = (sizes[name] for name in ("B", "H", "T", "S", "D", "Dv"))
     if operator == "entmax_attention":
-        return EntmaxCase("made", B, H, T, S, D=D, Dv=Dv, **terms)
-    return GatedCase("made", B, H, T, S, D=D, Dv=Dv, sinks=True, **terms)
+        return EntmaxCase("made", *lengths, D=D, Dv=Dv, **terms)
+    terms["sinks"] = True
+    if operator == "gated_attention":
+        return GatedCase("made", *lengths, D=D, Dv=Dv, **terms)
+    return CollaborativeCase("made", *lengths, Ds=D, Dv=Dv, content_bias=True, **terms)
 
 
 @pytest.mark.parametrize("terms", TERMS)
@@ -72,8 +68,7 @@ def test_sizes_of_0_and_1(operator: str, backend: str, size: str, number: int) -
             continue
         inputs = make(operator, sizes, scale=0.5, **terms).make()
         serve(operator, backend, **inputs.arguments())
-        out, grads = inputs.backward(backend)
-        want, want_grads = inputs.to(torch.float64).backward("eager")
-        assert_alike(out.double(), want, dtype=torch.float32)
-        for name, grad in grads.items():
-            assert_alike(grad.double(), want_grads[name], dtype=torch.float32, name=f"d{name}")
+        found, want = inputs.backward(backend), inputs.to(torch.float64).backward("eager")
+        assert_alike(found[0].double(), want[0], dtype=torch.float32)
+        for name, grad in found[1].items():
+            assert_alike(grad.double(), want[1][name], dtype=torch.float32, name=f"d{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,19 +10,16 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.ops.calls import DIFFERENTIABLE, NAMES, call, tensors
+from tests.ops.calls import NAMES, call, run, tensors
 from tests.support.alike import assert_alike
 
 LEAST, MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 INF = torch.inf
-EVERY = [
-    *DIFFERENTIABLE,
-    *(
-        (operator, name)
-        for operator in ("entmax_attention", "attention_statistics")
-        for name in NAMES
-    ),
-]
+#: The operators that have sinks, and all of them.
+WITH_SINKS = list(
+    product(("gated_attention", "collaborative_attention", "attention_statistics"), NAMES)
+)
+EVERY = [*WITH_SINKS, *product(("entmax_attention",), NAMES)]
 #: Two tiles of keys; one row of them may be split.
 S = 70
 
@@ -64,33 +62,29 @@ def operands(operator: str, T: int, by_head: bool) -> dict[str, Any]:
 
 
 def results(operator: str, backend: str, /, **given: Any) -> dict[str, Tensor]:
-    """The results, and the gradients of all tensors but alpha; lse, where the operator returns it."""
+    """The results, lse too where the operator returns it, and the gradients of query, key, value, mixing and sinks."""
     if operator == "attention_statistics":
         return call(operator, backend, **given, received=True)._asdict()
-    names = ("query", "key", "value", "mixing", "sinks")
-    leaves = {name: given[name].requires_grad_() for name in names if name in given}
-    if operator == "entmax_attention":
-        out = call(operator, backend, **given)
-    else:
-        out, lse = call(operator, backend, **given, return_lse=True)
-    dout = torch.ones_like(out).cumsum(-1)
-    if operator != "entmax_attention" and out.shape[1:3].count(ROWS):
+    heads, T, Dv = given["value"].shape[1], given["query"].shape[-2], given["value"].shape[-1]
+    dout = torch.ones(1, heads, T, Dv).cumsum(-1)
+    has_lse = operator != "entmax_attention"
+    if has_lse and ROWS in (heads, T):
         # Softmax keeps one number of a row, in which the sum of several large scores is lost: docs/limits.md.
-        dout *= RANDOM[:, None, None] if out.shape[1] == ROWS else RANDOM[:, None]
-    grads = torch.autograd.grad(out, list(leaves.values()), dout)
-    found = {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
-    if operator != "entmax_attention":
-        found["lse"] = lse.detach()
+        dout *= RANDOM[:, None, None] if heads == ROWS else RANDOM[:, None]
+    found = run(operator, backend, dout, **given)
+    for name in ("alpha", "bias", "content_bias"):
+        found.pop(name, None)
+    if has_lse:
+        found["lse"] = call(operator, backend, **given, return_lse=True)[1]
     return found
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any], added: Tensor) -> None:
-    """`added` broadcasts to rows: what the lse of a large bias has beside that of a small one."""
-    if "lse" in found:
-        size = added.abs().clamp(min=1.0)
-        assert_alike(found["lse"] / size, (expected["lse"] + added) / size)
-    rest = [name for name, value in expected.items() if name != "lse" and value is not None]
-    assert_alike({n: found[n] for n in rest}, {n: expected[n] for n in rest})
+def compare(found: dict[str, Tensor], expected: dict[str, Tensor], **added: Tensor) -> None:
+    """`added` broadcasts to rows: what a result has with a large bias beside that with a small one."""
+    for name, more in added.items():
+        size = more.abs().clamp(min=1.0)
+        assert_alike(found.pop(name) / size, (expected.pop(name) + more) / size, name=name)
+    assert_alike(found, expected)
 
 
 #: The lse of a large bias less that of the small one.
@@ -112,25 +106,22 @@ def test_a_large_bias(operator: str, backend: str, place: str) -> None:
         large, small = LARGE.clone(), small.clone()
         large[-1], small[-1] = 0.0, 0.0  # kernels bound what is this large: none is larger
         found = results(operator, backend, **given, content_bias=large[None])
-        found.pop("lse")
+        del found["lse"]
     elif place == "offsets":  # T is 1: the table is a row of the bias
         found = results(operator, backend, **given, bias=hk.OffsetBias(LARGE, first=0))
     else:
         found = results(operator, backend, **given, bias=large)
     expected = results(operator, "eager", **given, bias=small)
-    if operator == "attention_statistics":  # the largest score has the bias too
-        size = added.abs().clamp(min=1.0)
-        assert_alike(found.pop("max_score") / size, (expected.pop("max_score") + added) / size)
-    compare(found, expected, added)
+    expected = {name: expected[name] for name in found}
+    rows = found.keys() & {"lse", "max_score"}
+    compare(found, expected, **dict.fromkeys(rows, added))
 
 
 SINKS = torch.tensor([1e20, MOST, -INF, -1e20, LEAST])
 
 
 @pytest.mark.parametrize("keys", [0, S])
-@pytest.mark.parametrize(
-    ("operator", "backend"), [each for each in EVERY if each[0] != "entmax_attention"]
-)
+@pytest.mark.parametrize(("operator", "backend"), WITH_SINKS)
 def test_a_large_sink(operator: str, backend: str, keys: int) -> None:
     heads = len(SINKS)
     given: dict[str, Any] = tensors(
@@ -143,7 +134,7 @@ def test_a_large_sink(operator: str, backend: str, keys: int) -> None:
     if keys == 0:  # lse is the sink
         expected["lse"] = SINKS[:, None].expand_as(expected["lse"])
         added = torch.zeros_like(added)
-    compare(results(operator, backend, **given, sinks=SINKS.clone()), expected, added)
+    compare(results(operator, backend, **given, sinks=SINKS), expected, lse=added)
 
 
 @pytest.mark.parametrize("length", [1, 3])

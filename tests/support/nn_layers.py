@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from tests.support import reference
+from heads_kernels.parse import parse
+from tests.support.plain import plain
 
 B, T, S, E, H = 2, 5, 7, 24, 4
 PADDED = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])  # [B, S]: the keys that are hidden
@@ -53,24 +54,14 @@ def formula(
     visible: Tensor | None = None,
     gates: Tensor | None = None,
     bias: Tensor | None = None,
-    kept: Tensor | None = None,
 ) -> Tensor:
     """The layer by its weights; `visible` `[B, H, T, S]`, `gates` of any shape that broadcasts to `[B, H, T, Dv]`,
-    `bias` of any that broadcasts to `visible`; `kept` as in `reference.attention`."""
-    D, Dv, Hk = layer.head_dim, layer.value_dim, layer.num_key_heads
-    shape = x.shape[0], layer.num_heads, x.shape[1], y.shape[1]
-    added = {} if bias is None else {"bias": bias}
-    heads = reference.attention(
-        added
-        | {
-            "query": layer.q_proj(x).unflatten(2, (layer.num_heads, D)).transpose(1, 2),
-            "key": layer.k_proj(y).unflatten(2, (Hk, D)).transpose(1, 2),
-            "value": layer.v_proj(y).unflatten(2, (Hk, Dv)).transpose(1, 2),
-        },
-        torch.ones(shape, dtype=torch.bool) if visible is None else visible,
-        layer.scale,
-        kept=kept,
-    )
+    `bias` of any that broadcasts to `visible`."""
+    query = layer.q_proj(x).unflatten(2, (layer.num_heads, layer.head_dim)).transpose(1, 2)
+    key = layer.k_proj(y).unflatten(2, (layer.num_key_heads, layer.head_dim)).transpose(1, 2)
+    value = layer.v_proj(y).unflatten(2, (layer.num_key_heads, layer.value_dim)).transpose(1, 2)
+    terms = {"attn_mask": visible, "bias": bias, "scale": layer.scale}
+    heads = plain(parse("gated_attention", query, key, value, **terms)[0]).out
     heads = heads if gates is None else heads * gates
     return layer.out_proj(heads.transpose(1, 2).flatten(2))
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call
 from heads_kernels.offset_bias import diagonals
-from heads_kernels.ops.philox import keep_mask
 
 
 class Plain(NamedTuple):
@@ -25,8 +24,8 @@ class Plain(NamedTuple):
     probabilities: Tensor
 
 
-def plain(call: Call, seed: Tensor | None = None) -> Plain:
-    """The formula of a parsed call, differentiable; `seed` is for dropout."""
+def plain(call: Call, kept: Tensor | None = None) -> Plain:
+    """The formula of a parsed call, differentiable. Dropout: `kept` `[B, H, T, S]` is 0, or 1 over the share kept."""
     p = call
     if p.mixing is None:
         group = p.H // max(p.Hk, 1)
@@ -53,11 +52,8 @@ def plain(call: Call, seed: Tensor | None = None) -> Plain:
         probabilities, lse = entmax(scores[..., :-1], (p.alpha - 1)[:, None, None])
     if p.value is None:
         return Plain(scores.new_empty(0), lse, probabilities)
-    kept = probabilities
-    if seed is not None:
-        keep = keep_mask(seed, p.dropout_p, p.B, p.H, p.T, p.S, scores.device)
-        kept = probabilities * keep / (1 - p.dropout_p)
-    out = kept @ p.value.repeat_interleave(p.H // max(p.value.shape[1], 1), 1)
+    weights = probabilities if kept is None else probabilities * kept
+    out = weights @ p.value.repeat_interleave(p.H // max(p.value.shape[1], 1), 1)
     if p.gate is not None:
         gate = {"identity": lambda g: g, "sigmoid": torch.sigmoid, "softplus": F.softplus}[
             p.gate_activation

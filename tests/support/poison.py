@@ -26,9 +26,9 @@ def dirty_allocator(like: Tensor, largest: int = 1 << 20) -> None:
 
 
 def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
-    """Write `bad` into every key and value that no row sees and every row that sees no key, its gate and dout too.
+    """Write `bad` into every key and value that no row sees and every row that sees no key.
 
-    Also returns which elements those are, by argument.
+    Into the gate, dout and dlse of such a row too. Also returns which elements those are, by argument.
     """
     p = inputs.parsed()
     masked = p.intervals.to_dense(p.T, p.S, p.query.device).expand(p.B, p.H, p.T, p.S)
@@ -54,7 +54,8 @@ def hide(inputs: Inputs, bad: float) -> tuple[Inputs, dict[str, Tensor]]:
         read = (~fully_masked).int().sum_to_size(shape[:3])
         unread = (read == 0).reshape(*shape[:3], *(1,) * (len(shape) - 3))
         tensors["gate"] = tensors["gate"].masked_fill(unread, bad)
-    poisoned = replace(
-        inputs, tensors=tensors, dout=inputs.dout.masked_fill(fully_masked[..., None], bad)
-    )
+    dout, dlse = inputs.dout.masked_fill(fully_masked[..., None], bad), inputs.dlse
+    if dlse is not None and p.sinks is None:  # else the lse of such a row is its sink
+        dlse = dlse.masked_fill(fully_masked, bad)
+    poisoned = replace(inputs, tensors=tensors, dout=dout, dlse=dlse)
     return poisoned, {name: places[name] for name in tensors if name in places}

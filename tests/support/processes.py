@@ -7,12 +7,13 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from types import ModuleType
 from typing import Any
+
+import torch
+from torch import distributed
 
 #: Imported once, by the server that ranks are forked from.
 _PRELOADED = [
@@ -27,38 +28,30 @@ class Processes:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self._ranks: list[tuple[Any, Connection]] = []
+        self._ranks: list[ProcessPoolExecutor] = []
 
     def run(self, function: Callable[..., object], *args: object, limit: float = 120) -> None:
-        """Call `function(*args)` in every rank; raises what the first of them to fail raised.
+        """Call `function(*args)` in every rank; raises AssertionError from what one of them raised.
 
         `function` is importable by its name. Raises TimeoutError if a rank takes more than `limit` seconds.
         """
         if not self._ranks:
             self._start()
-        for _, pipe in self._ranks:
-            pipe.send((function, args))
-        end = time.monotonic() + limit
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
-        while waiting:
-            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
-            if not ready:
+        calls = [rank.submit(_call, function, *args) for rank in self._ranks]
+        done, waiting = wait(calls, limit, FIRST_EXCEPTION)
+        for rank, call in enumerate(calls):
+            if call in done and (error := call.exception()):
                 self.close()
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not end in {limit} s")
-            for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
-                try:
-                    failed = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
-                    failed = "the process ended"
-                if failed:
-                    self.close()
-                    raise AssertionError(f"rank {rank} of {self.world}: {failed}")
+                raise AssertionError(f"rank {rank} of {self.world}: {error}") from error
+        if waiting:
+            self.close()
+            raise TimeoutError(f"{len(waiting)} ranks did not end in {limit} s")
 
     def close(self) -> None:
-        for process, _ in self._ranks:
-            process.kill()
-            process.join()
+        for rank in self._ranks:
+            for process in rank._processes.values():
+                process.kill()
+            rank.shutdown()
         self._ranks = []
 
     def _start(self) -> None:
@@ -67,14 +60,10 @@ class Processes:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         store = os.path.join(tempfile.mkdtemp(), "store")
-        for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.world, store, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+        self._ranks = [
+            ProcessPoolExecutor(1, context, _join, (rank, self.world, store))
+            for rank in range(self.world)
+        ]
 
 
 def whole(tensor: Any) -> Any:
@@ -82,10 +71,7 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
-    import torch
-    from torch import distributed
-
+def _join(rank: int, world: int, store: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     distributed.init_process_group(
@@ -95,12 +81,8 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
         world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )
-    while True:
-        function, args = pipe.recv()
-        failed = None
-        try:
-            torch.manual_seed(0)
-            function(*args)
-        except BaseException:
-            failed = traceback.format_exc()
-        pipe.send(failed)
+
+
+def _call(function: Callable[..., object], *args: object) -> None:
+    torch.manual_seed(0)
+    function(*args)

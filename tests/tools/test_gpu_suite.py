@@ -51,7 +51,7 @@ def test_every_stage_in_the_simulators(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_crashes_or_hangs_is_recorded_and_the_next_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = {
         "doctor": python("os.kill(os.getpid(), signal.SIGSEGV)"),
@@ -69,12 +69,9 @@ def test_a_stage_that_crashes_or_hangs_is_recorded_and_the_next_runs(
     assert record["stages"]["doctor"]["status"] == -11
     assert "begun" in (tmp_path / "tests.txt").read_text()
     assert {"device", "commit", "versions"} <= record.keys()
-    assert "no-such-tool is not on PATH" in record["stages"]["memcheck"]["output"]
-    assert capsys.readouterr().out.splitlines()[-2].split()[:2] == ["tuner", "passed"]
 
-    made.update(
-        dict.fromkeys(made, PASSES)
-    )  # the same command continues: what ended is not run again
+    # The same command continues: what ended is not run again.
+    made.update(dict.fromkeys(made, PASSES))
     status, record = run(tmp_path)
     assert (status, outcomes(record)["racecheck"]) == (1, "failed")
     assert outcomes(record)["doctor"] == outcomes(record)["tests"] == "passed"

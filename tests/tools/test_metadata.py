@@ -1,4 +1,4 @@
-"""What a distribution declares: version, types, public names, the command, and no addresses."""
+"""What the repository declares: version, data, public names, targets of make, notes of a release, no addresses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 from setuptools import Distribution
 
 import heads_kernels as hk
+from csrc import hub
+from tests.support.alike import assert_alike
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,3 +86,46 @@ def test_no_address_of_an_index_or_machine() -> None:
         text = (ROOT / name).read_text()
         assert "://" not in text, name
         assert "index-url" not in text, name
+
+
+@pytest.mark.skipif(shutil.which("awk") is None, reason="needs awk")
+def test_notes_of_a_release(tmp_path: Path) -> None:
+    """The section of one version, without its heading."""
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    command = re.search(r"^ +(awk .+)$", text, re.MULTILINE)
+    assert command is not None
+
+    def notes(version: str) -> list[str]:
+        environment = {"GITHUB_REF_NAME": f"v{version}", "PATH": "/bin:/usr/bin"}
+        subprocess.run(["bash", "-c", command[1]], cwd=tmp_path, env=environment, check=True)
+        return (tmp_path / "notes.md").read_text(encoding="utf-8").splitlines()
+
+    changelog = tmp_path / "CHANGELOG.md"
+    changelog.write_text("# Log\n\n## 1.2.0 - today\n- a\n### Fixed\n- b\n\n## 1.1.0\n- c\n")
+    assert notes("1.2.0") == ["- a", "### Fixed", "- b", ""]
+    assert notes("1.1.0") == ["- c"]
+    assert notes("1.2") == []
+    shutil.copy(ROOT / "CHANGELOG.md", changelog)
+    assert len(notes(hk.__version__)) > 2
+
+
+def test_a_kernel_of_the_hub_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = pytest.importorskip("kernels")  # which a development environment has
+    monkeypatch.chdir(ROOT)
+    hub.write(tmp_path, hk.__version__, "0123456789")
+    kernel = kernels.get_local_kernel(tmp_path, backend="cpu")
+    assert kernel.__name__ == "_heads_kernels_cpu_0123456"
+    assert set(kernel.__all__) < set(hk.__all__)
+    assert kernel.Mask is not hk.Mask
+
+    query, key, value = torch.randn(3, 2, 4, 16, 8, requires_grad=True)
+    gate = torch.tensor([1.0, 0.0, 0.5, 2.0])
+    results = []
+    for package in (hk, kernel):
+        mask = package.Mask(key_lengths=torch.tensor([16, 9]))
+        out = package.gated_attention(query, key, value, mask, gate=gate, backend="eager")
+        results.append((out, *torch.autograd.grad(out.square().sum(), (query, key, value))))
+    assert torch.ops._heads_kernels_cpu_0123456.attention != torch.ops.heads_kernels.attention
+    assert_alike(*results)

@@ -1,8 +1,7 @@
-"""Programs of csrc/selftest/ for the CUDA kernels that need no GPU: layouts as CuTe's, the guard of the current device.
+"""What the CUDA kernels show without a GPU: their resources, layouts as CuTe's, the guard of the current device.
 
-CuTe is NVIDIA's own description of the instructions: fragments of `mma`, rows of `ldmatrix`
-(cute.cpp). It needs no nvcc: its headers come from PyPI's nvidia-cutlass, and those of CUDA that they
-include from nvidia-cuda-cccl and Triton.
+CuTe is NVIDIA's own description of the instructions: fragments of `mma`, rows of `ldmatrix` (cute.cpp). It needs no
+nvcc: its headers come from PyPI's nvidia-cutlass, and those of CUDA that they include from nvidia-cuda-cccl and Triton.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from pathlib import Path
 import pytest
 from setuptools.errors import PlatformError
 
+import heads_kernels as hk
+from benchmarks.static import cuda_resources
+from benchmarks.static.cuda_resources import Kernel
 from csrc import build
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,36 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.check
 
 
+# ---------------------------------------------------------------------- resources
+@pytest.fixture(scope="module")
+def kernels() -> list[Kernel]:
+    path, tool = cuda_resources.module(), cuda_resources.cuobjdump()
+    if path is None:
+        pytest.skip(f"heads_kernels._cuda is not built: {hk.build_info().get('cuda')}")
+    if tool is None:
+        pytest.skip("no cuobjdump: pip install triton")
+    return cuda_resources.read(path, tool)
+
+
+def test_every_kernel_keeps_to_its_bounds(kernels: list[Kernel]) -> None:
+    broken = [f"{kernel}: {'; '.join(kernel.broken())}" for kernel in kernels if kernel.broken()]
+    assert not broken, "\n".join(broken)
+
+
+def test_every_part_has_every_kernel(kernels: list[Kernel]) -> None:
+    by_part: dict[str, set[tuple[object, ...]]] = {}
+    for kernel in kernels:
+        by_part.setdefault(kernel.part, set()).add((kernel.name, kernel.dtype, kernel.numbers))
+    stated = hk.build_info()["cuda"]["architectures"]
+    assert sorted(by_part) == sorted(part for part in stated if part.startswith("sm_"))
+    assert len(set(map(frozenset, by_part.values()))) == 1
+    assert {name for name, _, _ in next(iter(by_part.values()))} == {
+        "GatedForward", "GatedKeys", "GatedQueries", "GatedDecode", "CollaborativeForward", "CollaborativeKeys",
+        "CollaborativeQueries", "AttentionCombine", "AttentionRows", "BiasGradient", "Received", "Statistics",
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------- layouts
 def of_distribution(name: str, folder: str) -> Path:
     try:
         return Path(importlib.metadata.distribution(name).locate_file(folder))
@@ -63,11 +95,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if nvcc is None:
         pytest.skip(missing)
     output = tmp_path_factory.mktemp("guard") / "guard"
-    sources = (
-        "cuda/launch.cu",
-        "selftest/device_guard.cu",
-        "selftest/recorded_runtime.cpp",
-    )
+    sources = ("cuda/launch.cu", "selftest/device_guard.cu", "selftest/recorded_runtime.cpp")
     flags = "-std=c++17 -arch=sm_80 -cudart none -Icsrc --expt-relaxed-constexpr -ccbin"
     command = [nvcc, *flags.split(), build.cxx()[0], "-o", output]
     subprocess.run([*command, *(f"csrc/{source}" for source in sources)], cwd=ROOT, check=True)
