@@ -214,6 +214,18 @@ inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ra
     query.rest = nullptr;
 }
 
+// pairs[n][m] (+)= sum over k of keys[n][k] * rows[k][m] of the pairs of a tile that intervals
+// leave visible; others are undefined.
+template <typename Real, typename Operand>
+inline void multiply_visible(const VisibleRows<Real>& visible, const KeySpan& tile, int64_t depth,
+                             const Left<Operand, false>& keys, const Operand* rows, Real* pairs,
+                             bool accumulate) {
+  visible.template for_keys<kProductUnit<Operand>>(tile, [&](Range n, Range m) {
+    multiply(n.end - n.begin, m.end - m.begin, depth, rows_of(keys.row(n.begin), keys.stride),
+             rows + m.begin, BLOCK_M, pairs + n.begin * BLOCK_M + m.begin, BLOCK_M, accumulate);
+  });
+}
+
 // Which pairs of a tile the bias leaves visible: none, or all except where `hiding` ([64][64];
 // null: hides none) is -inf. The scores are yet to be multiplied by `factor`, a positive number.
 template <typename Real>
@@ -223,10 +235,10 @@ struct Scored {
   Real factor;
 };
 
-// scratch.scores[n][m] * factor = score of key n of `tile` for row m, before any
-// mask; not computed if the bias hides the whole tile. `key` holds the rows of that tile.
-// `with_slope`: also stores the derivative of the cap in scratch.slope. Only scores of pairs for a
-// softmax leave a factor, which costs nothing in the exponent.
+// scratch.scores[n][m] * factor = score of key n of `tile` for row m, before any mask, undefined
+// where intervals hide a block; not computed if the bias hides the whole tile. `key` holds the rows
+// of that tile. `with_slope`: also stores the derivative of the cap in scratch.slope. Only scores
+// of pairs for a softmax leave a factor, which costs nothing in the exponent.
 template <typename Real, typename Operand>
 inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
                                const VisibleRows<Real>& visible, const KeySpan& tile,
@@ -257,9 +269,9 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
     if (!rows) break;
     for (const Range& range : head.features) {
       const int64_t first = range.begin / kNumbers<Operand>;
-      multiply(tile.count(), columns, ceil_div(range.end, kNumbers<Operand>) - first,
-               rows_of(key.data + first, key.stride), rows + first * BLOCK_M, BLOCK_M, scores,
-               BLOCK_M, started);
+      multiply_visible(visible, tile, ceil_div(range.end, kNumbers<Operand>) - first,
+                       rows_of(key.data + first, key.stride), rows + first * BLOCK_M, scores,
+                       started);
       started = true;
     }
   }
@@ -289,8 +301,14 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
       packed ? scratch.weights
              : right_operand(weights, rows.first, keys.count(), visible.columns, scratch.weights);
   sum += columns.begin * BLOCK_M;
-  multiply(width, visible.columns, ceil_div(rows.first + keys.count(), kNumbers<Operand>),
-           rows.matrix, right, BLOCK_M, sum, BLOCK_M, accumulate);
+  visible.template for_lanes<kProductUnit<Operand>>(keys, [&](Range m, Range n) {
+    const int64_t first = (rows.first + n.begin) / kNumbers<Operand>;
+    const int64_t end = ceil_div(rows.first + n.end, kNumbers<Operand>);
+    Left<Operand, kNumbers<Operand> == 1> matrix = rows.matrix;
+    matrix.data = matrix.depth(first);
+    multiply(width, m.end - m.begin, n.end > n.begin ? end - first : 0, matrix,
+             right + first * BLOCK_M + m.begin, BLOCK_M, sum + m.begin, BLOCK_M, accumulate);
+  });
   for (int64_t key : *rows.aside) {
     const Rows row = source.columns(columns.begin);
     load_row(scratch.row, row.at(key), row.dtype, width, row.step);

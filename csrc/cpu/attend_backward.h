@@ -29,8 +29,12 @@ inline void add_weighted_queries(const Real* weights, const Left<Operand, false>
                                  const VisibleRows<Real>& visible, Real* sum) {
   const int64_t stride = row_stride<Real>(width);
   const int64_t end = round_up(columns.end, kLanes<Real>);
-  multiply(keys.count(), end - columns.begin, visible.columns / kNumbers<Operand>, left,
-           rows + columns.begin, stride, sum + columns.begin, stride, true);
+  visible.template for_keys<kProductUnit<Operand>>(keys, [&](Range n, Range m) {
+    const int64_t first = m.begin / kNumbers<Operand>;
+    multiply(n.end - n.begin, end - columns.begin, (m.end - m.begin) / kNumbers<Operand>,
+             rows_of(left.row(n.begin) + first, left.stride), rows + first * stride + columns.begin,
+             stride, sum + n.begin * stride + columns.begin, stride, true);
+  });
   for (int bad = 0; bad < aside.count; ++bad) {
     const int m = aside.index[bad];
     for (int n = 0; n < keys.count(); ++n)
@@ -181,9 +185,9 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
         Left<Operand, false> probs = rows_of(scratch.probs_packed, BLOCK_M / 2);
         Left<Operand, false> dscores = rows_of(scratch.dscores_packed, BLOCK_M / 2);
         const auto multiply_values = [&] {
-          multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
-                   scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
-                   BLOCK_M, false);
+          multiply_visible(tile.visible, keys, ceil_div(head.Dv, kNumbers<Operand>),
+                           scratch.value.rows(head.value, window, keys), tile.dout, scratch.dprobs,
+                           false);
         };
         const bool at_once = kNumbers<Operand> == 2 && with_raw && !dropout.active && !sloped &&
                              !gradients.bias && head.order == Real(0);

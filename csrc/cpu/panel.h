@@ -8,12 +8,6 @@
 
 namespace hk::HK_LEVEL {
 
-// Features [begin, end) of a row.
-struct Range {
-  int64_t begin;
-  int64_t end;
-};
-
 // Rows of a matrix as the operand of a sum over them: [columns][first + rows]. Nonfinite rows are
 // left out, since a hidden row has weight 0 but 0 * NaN is not 0.
 template <typename Operand>

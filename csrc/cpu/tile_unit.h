@@ -21,6 +21,10 @@ constexpr int64_t whole_tiles(int64_t n) { return n / kTile * kTile; }
 template <typename Operand>
 constexpr bool kTiled = false;
 
+// The steps of keys and query rows in which products leave out what intervals hide (VisibleRows).
+template <typename Operand>
+constexpr int kProductUnit = kTiled<Operand> ? 2 * kTile : kTile;
+
 // Configures the tiles of this thread while the object lives (one at a time); does nothing for
 // operands without tiles.
 template <typename Operand>

@@ -14,6 +14,16 @@ constexpr int BLOCK_M =
 constexpr int BLOCK_N =
     64;  // keys of a tile: scores [64][64] and one key tile of D = 64 fit the first-level cache
 
+// The products of a tile leave out blocks of so many keys and rows that intervals hide.
+constexpr int kUnit = 16;
+
+// [begin, end): features of a row, or keys or lanes of a tile.
+struct Range {
+  int64_t begin;
+  int64_t end;
+  bool operator==(const Range& other) const { return begin == other.begin && end == other.end; }
+};
+
 // Keys [begin, end), and whether every row (which sees any) sees all of them.
 struct KeySpan {
   int64_t begin = 0;
@@ -74,6 +84,7 @@ struct VisibleRows {
   int64_t front = 0;                 // the first keys of the head, at most hull_hi
   const uint8_t* key_visible = nullptr;
   DenseMask dense;
+  Range units[BLOCK_M / kUnit];  // contain the keys that some row of a unit sees, likewise
   alignas(64) Int<Real> lo[BLOCK_M];
   alignas(64) Int<Real> hi[BLOCK_M];
 
@@ -111,6 +122,14 @@ struct VisibleRows {
       core_end = std::min(core_end, visible ? hi[m] : keys);
       rows += visible;
       last = visible ? m : last;
+    }
+    for (int u = 0; u < BLOCK_M / kUnit; ++u) {
+      Int<Real> begin = keys, end = 0;
+      for (int m = u * kUnit; m < (u + 1) * kUnit; ++m) {
+        begin = std::min(begin, lo[m] < hi[m] ? lo[m] : keys);
+        end = std::max(end, hi[m]);
+      }
+      units[u] = {begin, end};
     }
     hull_lo = hull_begin;
     hull_hi = hull_end;
@@ -158,6 +177,50 @@ struct VisibleRows {
       full = full && seen == end - begin;
     }
     return {begin, end, full};
+  }
+
+  // Calls body(keys, lanes) for runs of keys of a tile, counted from its first, with the lanes that
+  // may see some of them; both in steps of `U`, a multiple of kUnit.
+  template <int U, typename Body>
+  void for_keys(const KeySpan& tile, Body body) const {
+    const int64_t count = tile.count();
+    if (tile.full || tile.begin < front) return body(Range{0, count}, Range{0, columns});
+    const auto lanes_of = [&](int64_t n) {
+      Range lanes{columns, 0};
+      for (int m = 0; m < columns; m += kUnit) {
+        const auto [begin, end] = units[m / kUnit];
+        if (std::max(begin, tile.begin + n) >= std::min(end, tile.begin + n + U)) continue;
+        lanes.begin = std::min<int64_t>(lanes.begin, m / U * U);
+        lanes.end = std::min<int64_t>(columns, m / U * U + U);
+      }
+      return lanes;
+    };
+    for (int64_t n = 0, end; n < count; n = end) {
+      const Range lanes = lanes_of(n);
+      for (end = n + U; end < count && lanes_of(end) == lanes;) end += U;
+      if (lanes.begin < lanes.end) body(Range{n, std::min(end, count)}, lanes);
+    }
+  }
+
+  // The same for runs of all lanes, with the keys that they may see.
+  template <int U, typename Body>
+  void for_lanes(const KeySpan& tile, Body body) const {
+    const int64_t count = tile.count();
+    if (tile.full || tile.begin < front) return body(Range{0, columns}, Range{0, count});
+    const auto keys_of = [&](int64_t first) {
+      Range keys{count, 0};
+      for (int64_t m = first; m < std::min<int64_t>(columns, first + U); m += kUnit) {
+        const auto [begin, end] = units[m / kUnit];
+        keys.begin = std::min(keys.begin, std::max<int64_t>(0, begin - tile.begin) / U * U);
+        keys.end = std::max(keys.end, std::min(count, round_up(end - tile.begin, U)));
+      }
+      return keys.begin < keys.end ? keys : Range{0, 0};
+    };
+    for (int64_t m = 0, end; m < columns; m = end) {
+      const Range keys = keys_of(m);
+      for (end = m + U; end < columns && keys_of(end) == keys;) end += U;
+      body(Range{m, std::min<int64_t>(end, columns)}, keys);
+    }
   }
 
   // Lanes [m, m + lanes) that see the key, as a vector mask.
