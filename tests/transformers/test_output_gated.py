@@ -1,8 +1,7 @@
-"""Layers that gate their output: gate and attention are one op, in models that are there and in those made later."""
+"""Layers that gate their output: gate and attention are one op."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,9 @@ from tests.support.alike import assert_alike
 
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
-from transformers.monkey_patching import get_patch_mapping
-
-from heads_kernels.integrations.transformers import (
-    TESTED,
-    attention,
-    register_patches,
-    release,
-    unregister_patches,
-    use,
-)
-from tests.support.tiny_models import batch, build, outputs, with_gradients
+from heads_kernels.integrations.transformers import TESTED, attention, use
+from heads_kernels.integrations.transformers.output_gated import OutputGated
+from tests.support.tiny_models import build, outputs, with_gradients
 
 FUSED = [name for name, family in TESTED.items() if family.fused]
 UNFUSED = [name for name, family in TESTED.items() if family.output_gate and not family.fused]
@@ -43,18 +34,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Tensor | None]]:
     return seen
 
 
-@pytest.fixture
-def patches() -> Iterator[None]:
-    register_patches()
-    yield
-    unregister_patches()
-
-
 def gated_layers(model: Any) -> list[Any]:
-    return [m for m in model.modules() if type(m).__name__.startswith("Fused")]
+    return [m for m in model.modules() if isinstance(vars(m).get("forward"), OutputGated)]
 
 
-# ---------------------------------------------------------------------- models that are there
 @pytest.mark.parametrize("name", FUSED)
 def test_gate_and_attention_are_one_op(name: str, calls: list[tuple[str, Tensor | None]]) -> None:
     """The logits reach the operator as the projection gave them: views, `[B, H, T]` or `[B, H, T, Dv]`."""
@@ -104,55 +87,3 @@ def test_compiles_whole() -> None:
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_alike(outputs(compiled, use_cache=False), expected)
-
-
-# ---------------------------------------------------------------------- models made later
-@pytest.mark.check
-@pytest.mark.parametrize("name", ["afmoe", "bailing_hybrid", "qwen3_next"])
-def test_models_made_under_patches_are_fused(name: str, patches: None) -> None:
-    model = build(name, "heads_kernels")
-    assert gated_layers(model)
-    found = with_gradients(model)
-    model.set_attn_implementation("eager")  # the fused class is its stock class then
-    assert_alike(found, with_gradients(model))
-
-
-def test_saved_models_are_loaded_fused(tmp_path: Any, request: pytest.FixtureRequest) -> None:
-    stock = build("afmoe")
-    stock.save_pretrained(tmp_path)
-    request.getfixturevalue("patches")
-    model = type(stock).from_pretrained(tmp_path, attn_implementation="heads_kernels")
-    assert len(gated_layers(model)) == 2
-    assert_alike(outputs(model), outputs(stock))
-
-
-def test_patches_are_taken_back() -> None:
-    before = get_patch_mapping()
-    register_patches()
-    with pytest.raises(ValueError, match="patches come from register_patches already"):
-        register_patches()
-    unregister_patches()
-    assert get_patch_mapping() == before
-    with pytest.raises(ValueError, match=r"patches are not registered; call register_patches\(\)"):
-        unregister_patches()
-    assert not gated_layers(build("afmoe", "heads_kernels"))
-
-
-def test_outputs_are_recorded_of_stock_and_fused_layers() -> None:
-    """transformers points its recorders at the fused class for good; stock models still have their maps."""
-    register_patches()
-    made = build("afmoe", "heads_kernels")
-    unregister_patches()
-    assert len(made(**batch(made), output_attentions=True).attentions) == 2
-    stock = build("afmoe")
-    maps = stock(**batch(stock), output_attentions=True).attentions
-    assert [rows.shape for rows in maps] == [(3, 8, 9, 9)] * 2
-
-
-def test_use_serves_models_made_under_patches(patches: None) -> None:
-    model = build("qwen3_next", "heads_kernels")
-    expected = outputs(model)
-    assert_alike(outputs(use(model)), expected)
-    outputs(model, head_mask=torch.ones(8))
-    assert not gated_layers(release(model))
-    assert_alike(outputs(model), expected)

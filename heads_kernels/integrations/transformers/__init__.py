@@ -4,17 +4,9 @@ Importing this package registers the attention function and the mask function wi
 `from_pretrained(..., attn_implementation="heads_kernels")` and `model.set_attn_implementation("heads_kernels")` work.
 """
 
-from heads_kernels.integrations.transformers.classes import register_patches, unregister_patches
 from heads_kernels.integrations.transformers.models import from_pretrained, register, release, use
 from heads_kernels.integrations.transformers.tested import TESTED
 
 register()
 
-__all__ = [
-    "TESTED",
-    "from_pretrained",
-    "register_patches",
-    "release",
-    "unregister_patches",
-    "use",
-]
+__all__ = ["TESTED", "from_pretrained", "release", "use"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers.utils import TransformersKwargs
 
 from heads_kernels.checks import GateActivation, refuse
 from heads_kernels.dtensor import is_sharded, local_part, summed_gradient
@@ -22,7 +22,12 @@ from heads_kernels.integrations.transformers.head_masks import (
     head_mask_row,
     requests_statistics,
 )
-from heads_kernels.integrations.transformers.masks import PreparedMask, RelativeBias, whole_mask
+from heads_kernels.integrations.transformers.masks import (
+    COMPUTE_WITH_MASKS,
+    PreparedMask,
+    RelativeBias,
+    whole_mask,
+)
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall, visible_under
@@ -34,13 +39,8 @@ from heads_kernels.ops.statistics import AttentionStatistics
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Arguments of attention functions that the operator does not support.
-_UNSERVED: Final = {
-    "sinks": "attention sinks by row",
-    "indices": "keys chosen by index",
-    "block_indices": "keys chosen by index",
-    "cache": "a paged cache of generate_batch",
-}
+#: Arguments that the operator does not need: of packed sequences, which the mask describes too, and of models.
+_UNREAD: Final = {*TransformersKwargs.__annotations__, "deterministic", "return_dict", "use_cache"}
 
 
 def attention_forward(
@@ -89,8 +89,8 @@ def attention_forward(
         probabilities, the `hk.AttentionStatistics` of the layer.
 
     Raises:
-        ValueError: sinks by row, sparse indices, a paged cache; a mask of another length than the keys; a head mask
-            that does not fit, or that is given to a model without `use(model)`.
+        ValueError: an argument that nothing reads, such as sinks by row, sparse indices, a paged cache; a mask of
+            another length than the keys; a head mask that does not fit, or that is given to a model not in use.
     """
     _check_served(module, kwargs)
     output_attentions = output_attentions or requests_statistics(module)
@@ -158,19 +158,18 @@ def attention_forward(
 
 
 def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
-    for name, what in _UNSERVED.items():
-        if arguments.get(name) is not None:
-            was = f"is given by {type(module).__name__} ({what})"
-            instead = "the operator has none; use attn_implementation='sdpa' or 'eager'"
-            if name == "cache":  # another implementation would ignore gates and head masks
-                instead = "call generate, which keeps gates and head masks"
-            refuse(name, was, instead)
+    """Refuse arguments that nothing reads, such as sinks by row and keys chosen by index, and masks that are lost."""
+    if (what := COMPUTE_WITH_MASKS.get(type(module).__name__)) is not None:
+        was = f"is given to {type(module).__name__}, which {what}"
+        refuse("attention_mask", was, "load the model with attn_implementation='eager' or 'sdpa'")
     for name, each in arguments.items():
-        if isinstance(each, Cache):
-            was = (
-                f"is given to the attention of {type(module).__name__}, which has no such argument"
-            )
-            refuse(name, was, "pass the argument that its stock forward has for caches")
+        if each is None or name in _UNREAD or name.endswith("head_mask"):
+            continue
+        was = f"is given to the attention of {type(module).__name__} and is not supported"
+        instead = "leave it out, or use attn_implementation='sdpa' or 'eager'"
+        if name == "cache":  # another implementation would ignore gates and head masks
+            instead = "call generate, which keeps gates and head masks"
+        refuse(name, was, instead)
 
 
 def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Replacements for classes of transformers whose scores have a bias.
+"""Replacements for forwards of transformers whose scores have a bias.
 
 Those that compute attention themselves call the operator. T5 and its relatives hand on what is small, not `[H, T, S]`.
 
@@ -42,7 +42,8 @@ class Biased(Replacement):
     def is_reason(self, argument: str, holds: bool) -> bool:
         """`holds`, which makes the stock forward run."""
         if holds and getattr(self, "head_gate", None) is not None:
-            was = f"makes stock {self.stock.__name__} run, which ignores the gates of its heads"
+            stock = type(self.module).__name__
+            was = f"makes stock {stock} run, which ignores the gates of its heads"
             instead = "pass padding as [B, S], or remove the gates: hk.heads.ungate(model)"
             refuse(argument, was, instead)
         return holds
@@ -66,7 +67,7 @@ class Biased(Replacement):
     ) -> tuple[Tensor, AttentionStatistics | None]:
         """The attention output `[B, T, H * Dv]`, and its statistics where they are requested."""
         out, statistics = attention_forward(
-            self,
+            self.module,
             query,
             key,
             value,
@@ -86,58 +87,59 @@ class OwnRelativePositions(Replacement):
     UMT5's stock forward takes no bias of another layer: it adds zeros in cross-attention, where it has no embedding.
     """
 
+    beside = ("compute_bias",)
+
     def compute_bias(
         self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
     ) -> RelativeBias | Tensor:
         """What the stock forward adds to the scores. While decoding with a static cache, whose length is a tensor, it
         is the stock tensor of one row."""
         if self.config._attn_implementation != NAME or isinstance(past_seen_tokens, Tensor):
-            return self._stock_bias(query_length, key_length, device, past_seen_tokens)
+            bias: Tensor = self.stock(
+                "compute_bias", query_length, key_length, device, past_seen_tokens
+            )
+            return bias
         return RelativeBias(self, past_seen_tokens)
-
-    def _stock_bias(self, *args: Any) -> Tensor:
-        stock: Any = super()
-        bias: Tensor = stock.compute_bias(*args)
-        return bias
 
     def offset_table(self, T: int, S: int, start: int) -> Tensor:
         """The bias at every offset of keys from T rows that start at position `start`, `[H, T + S - 1]`: that of the
         last row and as many more keys."""
-        row = self._stock_bias(1, max(T + S - 1, 1), None, start + T - 1)  # [1, H, 1, T + S - 1]
-        return row[0, :, 0]
+        row: Tensor = self.stock("compute_bias", 1, max(T + S - 1, 1), None, start + T - 1)
+        return row[0, :, 0]  # of [1, H, 1, T + S - 1]
 
 
 class RelativePositions(OwnRelativePositions):
     """Layers that take the bias of the first. In cross-attention nothing is added in the place of zeros."""
 
-    def forward(
+    def __call__(
         self, hidden_states: Tensor, *args: Any, position_bias: Any = None, **kwargs: Any
     ) -> Any:
         is_ours = self.config._attn_implementation == NAME
         if is_ours and position_bias is None and not self.has_relative_attention_bias:
             position_bias = RelativeBias(None)
-        return super().forward(hidden_states, *args, position_bias=position_bias, **kwargs)
+        return super().__call__(hidden_states, *args, position_bias=position_bias, **kwargs)
 
 
 class PaddedRelativePositions(RelativePositions):
     """Switch Transformers', whose encoder makes a mask of floats `[B, 1, 1, S]` of its padding: 0 where visible."""
 
-    def forward(self, hidden_states: Tensor, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, hidden_states: Tensor, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.config._attn_implementation == NAME and isinstance(mask, Tensor):
             mask = mask == 0
-        return super().forward(hidden_states, mask, *args, **kwargs)
+        return super().__call__(hidden_states, mask, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------- MPNet
 class MPNetBias(Replacement):
     """The encoder, which computes the bias of all layers: per offset instead of `[B, H, T, T]`."""
 
+    beside = ("compute_position_bias",)
+
     def compute_position_bias(
         self, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
     ) -> RelativeBias | Tensor:
         if self.config._attn_implementation != NAME or position_ids is not None:
-            stock: Any = super()
-            bias: Tensor = stock.compute_position_bias(x, position_ids, num_buckets)
+            bias: Tensor = self.stock("compute_position_bias", x, position_ids, num_buckets)
             return bias
         return RelativeBias(self)
 
@@ -172,6 +174,7 @@ class Bloom(Biased):
     """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`, the same for all rows."""
 
     unread = frozenset({"use_cache", "output_attentions"})
+    beside = ("is_causal",)
     is_causal = True
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
@@ -200,6 +203,7 @@ class Bloom(Biased):
 class Mpt(Biased):
     """ALiBi by the distance of the key from the last one, `[H, 1, positions]`, the same for all rows."""
 
+    beside = ("is_causal",)
     is_causal = True
 
     def fused(
@@ -306,23 +310,23 @@ class Swinv2(Biased):
         return (out, statistics) if output_attentions else (out,)
 
 
-#: Stock class -> its replacement, and the file of the stock class in transformers.models.
-BIASED: Final[dict[str, tuple[type[Replacement], str]]] = {
-    "BloomAttention": (Bloom, "bloom"),
-    "Data2VecVisionSdpaSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
-    "Data2VecVisionSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
-    "LayoutLMv3SelfAttention": (LayoutLMv3, "layoutlmv3"),
-    "LongT5Attention": (RelativePositions, "longt5"),
-    "MPNetEncoder": (MPNetBias, "mpnet"),
-    "MPNetSelfAttention": (MPNet, "mpnet"),
-    "MT5Attention": (RelativePositions, "mt5"),
-    "MptAttention": (Mpt, "mpt"),
-    "Pix2StructTextAttention": (RelativePositions, "pix2struct"),
-    "Pop2PianoAttention": (RelativePositions, "pop2piano"),
-    "Swin2SRSelfAttention": (Swinv2, "swin2sr"),
-    "Swinv2SelfAttention": (Swinv2, "swinv2"),
-    "SwitchTransformersAttention": (PaddedRelativePositions, "switch_transformers"),
-    "T5Attention": (RelativePositions, "t5"),
-    "UMT5Attention": (OwnRelativePositions, "umt5"),
-    "UdopAttention": (RelativePositions, "udop"),
+#: By the name of the stock class.
+BIASED: Final[dict[str, type[Replacement]]] = {
+    "BloomAttention": Bloom,
+    "Data2VecVisionSdpaSelfAttention": Data2VecVision,
+    "Data2VecVisionSelfAttention": Data2VecVision,
+    "LayoutLMv3SelfAttention": LayoutLMv3,
+    "LongT5Attention": RelativePositions,
+    "MPNetEncoder": MPNetBias,
+    "MPNetSelfAttention": MPNet,
+    "MT5Attention": RelativePositions,
+    "MptAttention": Mpt,
+    "Pix2StructTextAttention": RelativePositions,
+    "Pop2PianoAttention": RelativePositions,
+    "Swin2SRSelfAttention": Swinv2,
+    "Swinv2SelfAttention": Swinv2,
+    "SwitchTransformersAttention": PaddedRelativePositions,
+    "T5Attention": RelativePositions,
+    "UMT5Attention": OwnRelativePositions,
+    "UdopAttention": RelativePositions,
 }

@@ -1,6 +1,6 @@
 """Attention layers that gate their output, with gate and attention as one op.
 
-A fused layer is the stock layer with its forward replaced. Families differ in how they compute query, key, value and
+Families differ in how they compute query, key, value and
 the logits of the gate: each variant is a small class below.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads_kernels.checks import GateActivation
 from heads_kernels.integrations.transformers.attention import attention_forward
@@ -36,10 +36,9 @@ class OutputGated(Replacement):
     rotary = "apply_rotary_pos_emb"
     rotate: Callable[..., Positions]
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "stock" in vars(cls):
-            cls.rotate = staticmethod(getattr(sys.modules[cls.stock.__module__], cls.rotary))
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.rotate = getattr(sys.modules[type(module).__module__], self.rotary)
 
     def fused(
         self,
@@ -60,7 +59,7 @@ class OutputGated(Replacement):
             key, value = cache.update(key, value, self.layer_idx + cycle_offset)
         key, value = self.expanded(key, value)
         out, statistics = attention_forward(
-            self,
+            self.module,
             query,
             key,
             value,
@@ -185,17 +184,17 @@ class _Latent(_PerHead):
         return expanded
 
 
-#: Stock class -> its variant, and its folder in transformers.models.
-WAYS: Final[dict[str, tuple[type[OutputGated], str]]] = {
-    "AfmoeAttention": (_Local, "afmoe"),
-    "BailingHybridAttention": (_Latent, "bailing_hybrid"),
-    "BeamAttention": (_Biased, "beam"),
-    "HrmTextAttention": (_Unnormalised, "hrm_text"),
-    "LagunaAttention": (_PerHeadSoftplus, "laguna"),
-    "Lfm3Attention": (_PerHead, "lfm3"),
-    "MuseGlimmerTextAttention": (_OneNorm, "muse_glimmer"),
-    "Qwen3NextAttention": (_QueryHalf, "qwen3_next"),
-    "Qwen3_5Attention": (_QueryHalf, "qwen3_5"),
-    "Qwen3_5MoeAttention": (_QueryHalf, "qwen3_5_moe"),
-    "Step3p7Attention": (_PerHead, "step3p7"),
+#: By the name of the stock class.
+OUTPUT_GATED: Final[dict[str, type[Replacement]]] = {
+    "AfmoeAttention": _Local,
+    "BailingHybridAttention": _Latent,
+    "BeamAttention": _Biased,
+    "HrmTextAttention": _Unnormalised,
+    "LagunaAttention": _PerHeadSoftplus,
+    "Lfm3Attention": _PerHead,
+    "MuseGlimmerTextAttention": _OneNorm,
+    "Qwen3NextAttention": _QueryHalf,
+    "Qwen3_5Attention": _QueryHalf,
+    "Qwen3_5MoeAttention": _QueryHalf,
+    "Step3p7Attention": _PerHead,
 }
