@@ -60,7 +60,6 @@ class Context(Protocol):
     """
 
     mesh: Any
-    length: int | None
 
     def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor: ...
 

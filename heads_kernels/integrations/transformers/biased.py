@@ -237,52 +237,7 @@ class Mpt(Biased):
         return self.out_proj(out), statistics
 
 
-# ---------------------------------------------------------------------- two dimensions
-class LayoutLMv3(Biased):
-    """Biases by position in the text and on the page, `[B, H, T, T]` each, scaled like the scores."""
-
-    def fused(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        rel_pos: Any = None,
-        rel_2d_pos: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
-        bias = None
-        if self.has_relative_attention_bias:
-            bias = rel_pos + rel_2d_pos if self.has_spatial_attention_bias else rel_pos
-            bias = bias * self.attention_head_size**-0.5
-        return self.attend(query, key, value, attention_mask, bias, self.dropout.p)
-
-
-class Data2VecVision(Biased):
-    """A relative position bias `[1, H, T, T]`, per layer or shared by all layers; there is no mask."""
-
-    def runs_stock(self, given: dict[str, Any]) -> bool:
-        return Replacement.runs_stock(self, given)
-
-    def fused(
-        self,
-        hidden_states: Tensor,
-        output_attentions: bool = False,
-        relative_position_bias: Tensor | None = None,
-        interpolate_pos_encoding: bool = False,
-        resolution: Any = None,
-    ) -> Any:
-        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
-        bias = relative_position_bias
-        if self.has_relative_position_bias:
-            window = tuple(size // self.config.patch_size for size in resolution)
-            own = self.relative_position_bias(
-                window, interpolate_pos_encoding, dim_size=hidden_states.shape[1]
-            )
-            bias = own if bias is None else own + bias
-        out, statistics = self.attend(query, key, value, None, bias, self.dropout.p)
-        return (out, statistics) if output_attentions else (out,)
-
-
+# ---------------------------------------------------------------------- Swin v2
 class Swinv2(Biased):
     """Cosine attention with a scale per head and a relative position bias, `[windows or 1, H, T, T]`.
 
@@ -313,9 +268,6 @@ class Swinv2(Biased):
 #: By the name of the stock class.
 BIASED: Final[dict[str, type[Replacement]]] = {
     "BloomAttention": Bloom,
-    "Data2VecVisionSdpaSelfAttention": Data2VecVision,
-    "Data2VecVisionSelfAttention": Data2VecVision,
-    "LayoutLMv3SelfAttention": LayoutLMv3,
     "LongT5Attention": RelativePositions,
     "MPNetEncoder": MPNetBias,
     "MPNetSelfAttention": MPNet,

@@ -11,12 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import attention_function
 from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.integrations.transformers.replacement import Replacement
 
 
 @dataclass(eq=False)
@@ -28,7 +26,7 @@ class HeadMaskPlace:
         holder: what has its config: the module, or else the inmost model that contains it.
         argument: the argument of `model(...)` that is its head mask.
         known: the names of all head masks that its model uses.
-        layer, layers: its row of a mask `[L, H]`, and L; L is 0 where the caller of the module picks the row.
+        layer, layers: its row of a mask `[L, H]`, and L; L is 0 in ALBERT, whose layers run several times.
     """
 
     module: Any
@@ -226,26 +224,3 @@ def _row(model: Any, name: str) -> tuple[int, int]:
             layers = model.get_submodule(".".join(parts[:place]))
             return int(part), sum(child.isdigit() for child, _ in layers.named_children())
     return 0, 1
-
-
-class RowsOfHeadMask(Replacement):
-    """ALBERT's loop over its layers: one layer runs several times, each time with its row of a head mask `[L, H]`."""
-
-    def runs_stock(self, given: dict[str, Any]) -> bool:
-        head_mask = given.get("head_mask")
-        return head_mask is None or head_mask.dim() != 2
-
-    def fused(
-        self, hidden_states: Tensor, head_mask: Tensor, attention_mask: Any = None, **kwargs: Any
-    ) -> Any:
-        layers = self.config.num_hidden_layers
-        if head_mask.shape[0] != layers:
-            was = f"has shape {list(head_mask.shape)}, but the layer runs {layers} times"
-            refuse("head_mask", was, f"pass [H] or [{layers}, H]")
-        hidden_states = self.embedding_hidden_mapping_in(hidden_states)
-        for layer, row in enumerate(head_mask):
-            group = layer * self.config.num_hidden_groups // layers
-            hidden_states = self.albert_layer_groups[group](
-                hidden_states, attention_mask, head_mask=row, **kwargs
-            )
-        return BaseModelOutput(last_hidden_state=hidden_states)

@@ -16,10 +16,14 @@ from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.heads.saving import RECORD, number_heads, restore_shape
 from heads_kernels.integrations.transformers.attention import attention_forward
-from heads_kernels.integrations.transformers.classes import replace_forwards, restore_forward
 from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
-from heads_kernels.integrations.transformers.support import check_model, configs_of
+from heads_kernels.integrations.transformers.support import (
+    check_model,
+    configs_of,
+    replace_forwards,
+    restore_forward,
+)
 from heads_kernels.integrations.transformers.tested import TESTED
 from heads_kernels.integrations.transformers.unpadding import (
     pad_layers,
@@ -116,13 +120,6 @@ def register() -> None:
 
 
 # ---------------------------------------------------------------------- from a checkpoint
-#: Arguments that say where a checkpoint is, and so where its config is.
-_PLACE = (
-    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
-    "trust_remote_code",
-)  # fmt: skip
-
-
 def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any) -> Any:
     """`cls.from_pretrained(path, **kwargs)` for checkpoints whose heads may have been pruned or converted.
 
@@ -163,9 +160,10 @@ def _model_class(path: str | os.PathLike[str], cls: Any, kwargs: dict[str, Any])
 
     if not hasattr(cls, "from_config"):  # no `AutoModel...`
         return cls
-    place = {name: kwargs[name] for name in _PLACE if name in kwargs}
-    config = kwargs.get("config") or AutoConfig.from_pretrained(path, **place)
-    trust = {name: place[name] for name in ("trust_remote_code",) if name in place}
+    config = kwargs.get("config")
+    if config is None:
+        config, _ = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **kwargs)
+    trust = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
     with torch.device("meta"):
         return type(cls.from_config(config, **trust))
 
@@ -190,24 +188,15 @@ def _in_shape(model_class: Any) -> Any:
 # ---------------------------------------------------------------------- what is refused
 def _instead_of(holder: Any) -> str:
     """What to pass for an object that is no model of transformers, but may hold some."""
-    held: dict[str, Any] = {}
-    if isinstance(holder, nn.Module):  # adapters, compiled and distributed models
-        for name, module in holder.named_modules():
-            is_part = any(name.startswith(f"{outer}.") for outer in held)
-            if isinstance(module, PreTrainedModel) and not is_part:
-                held[name] = module
-    elif isinstance(inner := getattr(holder, "model", None), PreTrainedModel):  # a pipeline
-        return f"pass its model, a {type(inner).__name__}, which is changed in place"
+    held: list[str] = []
+    for name, module in holder.named_modules() if isinstance(holder, nn.Module) else ():
+        is_part = any(name.startswith(f"{outer}.") for outer in held)
+        if isinstance(module, PreTrainedModel) and not is_part:
+            held.append(name)
     if not held:
-        if isinstance(holder, str):
-            return "load it first: transformers.AutoModel.from_pretrained(...)"
-        if isinstance(holder, nn.Module) and any(
-            isinstance(module, nn.MultiheadAttention) for module in holder.modules()
-        ):
-            return "call hk.nn.replace_attention_(model) for models of torch.nn.MultiheadAttention"
         return f"pass a transformers PreTrainedModel; tested families: {', '.join(TESTED)}"
-    calls = (f"use(model.get_submodule({n!r})), a {type(m).__name__}" for n, m in held.items())
-    return f"pass the model that it holds, {' and '.join(calls)}: it is changed in place"
+    calls = " and ".join(f"use(model.get_submodule({name!r}))" for name in held)
+    return f"pass the model that it holds, {calls}: it is changed in place"
 
 
 def _check_stock_would_do(model: nn.Module) -> None:

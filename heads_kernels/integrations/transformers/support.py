@@ -1,4 +1,4 @@
-"""Which models of transformers the attention function can serve, and why not the others."""
+"""Which models of transformers can be served, why not the others, and the classes whose forwards are replaced."""
 
 from __future__ import annotations
 
@@ -9,14 +9,52 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.integrations.transformers.classes import replacement
+from heads_kernels.heads.layouts import calls_interface, class_calls_interface
+from heads_kernels.integrations.transformers.biased import BIASED
 from heads_kernels.integrations.transformers.masks import COMPUTE_WITH_MASKS
+from heads_kernels.integrations.transformers.output_gated import OUTPUT_GATED
+from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.tested import TESTED
 
 _ITSELF: Final = "computes its attention itself"
+#: By the name of the class.
+_REPLACED: Final[dict[str, type[Replacement]]] = {**OUTPUT_GATED, **BIASED}
 
 
+def replacement(stock: Any) -> type[Replacement] | None:
+    """What replaces the forward of a class; None where it stays.
+
+    A class that calls the attention function stays, where its forward has arguments that the repeated one does not
+    know, or where it is replaced only because other releases compute attention themselves.
+    """
+    kind = _REPLACED.get(stock.__name__)
+    if kind is None or not stock.__module__.startswith("transformers."):
+        return None
+    stays = class_calls_interface(stock) and (kind.calls_operator or kind.unknown_arguments(stock))
+    return None if stays else kind
+
+
+def replace_forwards(model: nn.Module) -> None:
+    """Replace forwards of a model's modules; with another attention function they run the stock forward.
+
+    A module whose forward somebody else replaced keeps that one.
+    """
+    for module in model.modules():
+        if "forward" not in vars(module) and (kind := replacement(type(module))) is not None:
+            forward = kind(module)
+            for name in kind.beside:
+                setattr(module, name, getattr(forward, name))
+            module.forward = forward
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Undo `replace_forwards` for one module."""
+    if isinstance(forward := vars(module).get("forward"), Replacement):
+        for name in ("forward", *forward.beside):
+            delattr(module, name)
+
+
+# ---------------------------------------------------------------------- which models
 def configs_of(module: nn.Module) -> list[Any]:
     """The configs of a module and those nested in them, in a fixed order."""
     found = [value for value in vars(module).values() if isinstance(value, PreTrainedConfig)]

@@ -26,7 +26,6 @@ from heads_kernels.integrations.transformers.biased import (
     OwnRelativePositions,
     RelativePositions,
 )
-from heads_kernels.integrations.transformers.classes import replacement
 from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
@@ -40,7 +39,7 @@ from heads_kernels.integrations.transformers.packed_check import (
     check_packed,
     filling,
 )
-from heads_kernels.integrations.transformers.support import family
+from heads_kernels.integrations.transformers.support import family, replacement
 
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
 UNPADDED: Final = "_heads_kernels_unpadded"
