@@ -216,8 +216,8 @@ def _padded(layer: nn.Module, mask: PackedMask, output: Any) -> Any:
 
 
 def _check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    states = getattr(output, "hidden_states", None) or ()
-    if any(isinstance(each, Tensor) and len(each) != len(states[0]) for each in states):
+    found = getattr(output, "hidden_states", None) or ()
+    if len({len(each) for each in found if isinstance(each, Tensor)}) > 1:
         was = f"is asked for, but layers of {type(model).__name__} give their own from within, of packed rows"
         refuse("output_hidden_states", was, "call use(model, unpad=False)")
     given = [*args[:1], *(kwargs.get(name) for name in _TOKENS)]
