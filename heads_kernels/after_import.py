@@ -12,6 +12,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Final
+
+#: What is to be called after the import of a module, by its name.
+_WAITING: Final[dict[str, list[Callable[[], object]]]] = {}
 
 
 def after_import(module: str, register: Callable[[], object]) -> None:
@@ -22,35 +26,37 @@ def after_import(module: str, register: Callable[[], object]) -> None:
     if module in sys.modules:
         _try(register, module)
     else:
-        sys.meta_path.insert(0, _Finder(module, register))
+        _WAITING.setdefault(module, []).append(register)
 
 
 class _Finder:
-    """An entry of `sys.meta_path` that stays until the module it waits for has been imported."""
+    """Finds the modules in `_WAITING` by the other finders, and adds a step after their import."""
 
-    def __init__(self, module: str, register: Callable[[], object]) -> None:
-        self.module, self.register = module, register
-
+    @staticmethod
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self.module:
+        if name not in _WAITING:
             return None
-        sys.meta_path.remove(self)  # the other finders locate it
+        waiting = _WAITING.pop(name)
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            sys.meta_path.insert(0, self)
+            _WAITING[name] = waiting
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                sys.meta_path.remove(self)
-                _try(self.register, self.module)
+                for register in _WAITING.pop(name, ()):
+                    _try(register, name)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+# Python has no other hook for a module that is imported later.
+sys.meta_path.insert(0, _Finder)
 
 
 def _try(register: Callable[[], object], module: str) -> None:

@@ -20,7 +20,7 @@ _ABSENT: Final = object()
 
 
 class Snapshot:
-    """The structure of a model: classes, attributes, submodules, parameters, buffers and hooks of its modules.
+    """The structure of a model: attributes, submodules, parameters, buffers and hooks of its modules.
 
     Values are not copied: replacing parameters can be undone, writing into them cannot.
 
@@ -32,14 +32,12 @@ class Snapshot:
         if not isinstance(model, nn.Module):
             refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
         self._modules = {
-            module: (type(module), dict(vars(module)), _registries(module))
-            for module in model.modules()
+            module: (dict(vars(module)), _registries(module)) for module in model.modules()
         }
 
     def restore(self) -> None:
         """Restore the model. Registries stay the same objects, which handles of hooks refer to."""
-        for module, (kind, attributes, registries) in self._modules.items():
-            module.__class__ = kind
+        for module, (attributes, registries) in self._modules.items():
             vars(module).clear()
             vars(module).update(attributes)
             for name, items in registries.items():
@@ -49,12 +47,10 @@ class Snapshot:
 
     def undo(self, later: Snapshot) -> None:
         """Undo the changes between this snapshot and `later`, but not those after `later`."""
-        for module, (kind, attributes, registries) in self._modules.items():
+        for module, (attributes, registries) in self._modules.items():
             if module not in later._modules:
                 continue
-            then, attributes_then, registries_then = later._modules[module]
-            if then is not kind:
-                module.__class__ = kind
+            attributes_then, registries_then = later._modules[module]
             _undo(vars(module), attributes, attributes_then)
             for name in registries.keys() & registries_then.keys() & vars(module).keys():
                 _undo(vars(module)[name], registries[name], registries_then[name])

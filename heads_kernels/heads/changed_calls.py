@@ -145,15 +145,12 @@ def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -
     if layer.is_initialized and layer.keys.dim() == 4 and layer.keys.shape[1] != 1:
         was = f"has keys of {layer.keys.shape[1]} heads in layer {layer_idx}"
         refuse("cache", was, "heads share keys here: pass an empty cache")
-    stock: Any = type(layer)
-    layer.__class__ = _with_shared_keys(stock)
-    layer.places = places
+    past.layers[layer_idx] = _remake(type(layer), vars(layer) | {"places": places})
 
 
 @cache
 def _with_shared_keys(stock: Any) -> Any:
-    """A subclass of the class of a cache's layer, for keys that heads share; it adds no second base class, since the
-    class of an object can only change to one with the same layout."""
+    """A subclass of the class of a cache's layer, for keys that heads share."""
 
     def lazy_initialization(self: Any, key_states: Tensor, value_states: Tensor) -> None:
         stock.lazy_initialization(self, key_states, value_states)

@@ -227,17 +227,13 @@ def form_of(module: nn.Module) -> HeadLayout | None:
 def calls_interface(module: nn.Module) -> bool:
     """Whether a module calls transformers' attention function, or the operator instead of its own code."""
     kind: Any = type(module)
-    return getattr(kind, "calls_operator", False) or class_calls_interface(stock_of(kind))
-
-
-def stock_of(kind: Any) -> Any:
-    """The class of transformers that a class replaces, or the class itself."""
-    return getattr(kind, "stock", kind)
+    forward = getattr(module, "forward", None)
+    return getattr(forward, "calls_operator", False) or class_calls_interface(kind)
 
 
 def stock_arguments(kind: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of the forward of modules of a class, in its stock form."""
-    return _parameters(inspect.unwrap(stock_of(kind).forward))
+    """The parameters of the forward of modules of a class, without `self`."""
+    return _parameters(inspect.unwrap(kind.forward))
 
 
 @cache

@@ -36,7 +36,6 @@ class Context(Protocol):
     """A `ContextParallel` of `hk.integrations.distributed`."""
 
     mesh: Any
-    length: int | None
 
     def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor: ...
 

@@ -42,7 +42,6 @@ OWN, SHARED = "use_relative_position_bias", "use_shared_relative_position_bias"
 BIASES: list[tuple[str, dict[str, Any], bool]] = [
     ("beit", {OWN: True}, False),
     ("beit", {OWN: False, SHARED: True}, False),
-    ("data2vec-vision", {OWN: False, SHARED: True}, False),
     ("layoutlmv3", {f"has_{each}_attention_bias": False for each in ("relative", "spatial")}, True),
     ("swin", {"window_size": 2}, False),
     ("t5", {}, False),

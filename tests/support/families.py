@@ -1,13 +1,8 @@
-"""Families of models that are tested without a row of their own, and what `docs/transformers.md` says of all of them.
-
-`python -m tests.support.families` prints its table.
-"""
+"""Families of models that are tested without a row of their own in `docs/transformers.md`."""
 
 from __future__ import annotations
 
 from typing import Final
-
-from heads_kernels.integrations.transformers import TESTED
 
 #: Others whose attention has one of the forms of `hk.heads` (`FORMS` in heads/layouts.py): tested are outputs under
 #: `use`, gates, closed and pruned heads, saving.
@@ -35,49 +30,3 @@ ATTENTION_ALONE: Final[tuple[str, ...]] = (
     "janus_vision_model", "minicpm3", "minimax_m2", "mistral4", "olmo2", "olmo3",
     "olmo_hybrid", "olmoe", "persimmon", "phi3", "qianfan_ocr_vision", "sam3_vit_model", "wav2vec2-conformer",
 )  # fmt: skip
-
-
-def table() -> str:
-    """`TESTED` in Markdown, a line each."""
-    header = (
-        "family",
-        "tested with",
-        "scores",
-        "output gate",
-        "head masks",
-        "statistics",
-        "pruning",
-        "",
-    )
-    rows = [header, ("---",) * len(header)]
-    for name, tested in TESTED.items():
-        gate = tested.output_gate and f"{tested.output_gate}: {'' if tested.fused else 'not '}fused"
-        rows.append(
-            (
-                f"`{name}`",
-                f"`{tested.model}`",
-                tested.scores,
-                gate,
-                ", ".join(f"`{mask}`" for mask in tested.head_masks),
-                "yes" if tested.statistics else "no",
-                "yes" if tested.pruning else "no",
-                tested.note,
-            )
-        )
-    return "\n".join(
-        f"| {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |") for row in rows
-    )
-
-
-def of_a_form() -> str:
-    """`OF_A_FORM` in Markdown."""
-    return ", ".join(f"`{name}`" for name in OF_A_FORM)
-
-
-def attention_alone() -> str:
-    """`ATTENTION_ALONE` in Markdown."""
-    return ", ".join(f"`{name}`" for name in ATTENTION_ALONE)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -94,7 +94,6 @@ TINY = {
     "albert": Tiny("AlbertModel", PLAIN | {"embedding_size": 16}, "AlbertAttention"),
     "beit": Tiny("BeitModel", IMAGES | {"use_relative_position_bias": True}, "BeitAttention"),
     "bloom": Tiny("BloomForCausalLM", ALIBI),
-    "data2vec-vision": Tiny("Data2VecVisionModel", IMAGES | {"use_relative_position_bias": True}),
     "layoutlmv3": Tiny("LayoutLMv3Model", PLAIN | LAYOUTLM3),
     "mpnet": Tiny("MPNetModel", PLAIN),
     "mpt": Tiny("MptForCausalLM", MPT),

@@ -33,8 +33,6 @@ from tests.support.tiny_models import (
 #: Families whose stock classes may compute attention themselves: the projections of heads, by the end of their name.
 ITSELF = {
     "bloom": "self_attention.dense",
-    "data2vec-vision": "attention.output.dense",
-    "layoutlmv3": "attention.output.dense",
     "mpnet": "attn.o",
     "mpt": "attn.out_proj",
     "swinv2": "attention.output.dense",

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from heads_kernels.batch import unflatten
 from heads_kernels.call import Call
-from heads_kernels.checks import check_choice, check_flag, check_size, refuse
+from heads_kernels.checks import check_choice, check_flag, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.dtensor import is_sharded, of_first
 from heads_kernels.functional import collaborative_attention, gated_attention
@@ -41,7 +41,6 @@ def context_parallel(
     method: Method = "all_gather",
     *,
     balanced: bool = False,
-    length: int | None = None,
 ) -> Module:
     """Let the attention of `module` attend to whole sequences, of which every process has a part.
 
@@ -65,7 +64,7 @@ def context_parallel(
         module: contains attention of `hk.nn`, or is a model of transformers in use. Each layer gets the attribute
             `context`, a `ContextParallel`; set it to None to undo. A model of transformers is called twice with a few
             tokens: what it gives for parts must be what it gives for whole sequences.
-        mesh, method, balanced, length: as in `ContextParallel`.
+        mesh, method, balanced: as in `ContextParallel`.
 
     Returns:
         `module`.
@@ -73,7 +72,7 @@ def context_parallel(
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
-    context = ContextParallel(mesh, method, balanced=balanced, length=length)
+    context = ContextParallel(mesh, method, balanced=balanced)
     layers: list[Any] = [each for each in module.modules() if isinstance(each, Multihead)]
     transformers: Any = sys.modules.get("transformers")
     if transformers is not None and isinstance(module, transformers.PreTrainedModel):
@@ -102,20 +101,13 @@ class ContextParallel:
             from process to process, so that none has them all.
         balanced: a sequence is cut into 2 W blocks, of which process r has r and 2 W - 1 - r, so that all have the same
             work under a causal mask; not with dropout or bias. False: it is cut into W parts.
-        length: tokens of every sequence, if not all processes have equally many: all but the last ones have
-            `ceil(length / W)`.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        method: Method = "all_gather",
-        *,
-        balanced: bool = False,
-        length: int | None = None,
+        self, mesh: DeviceMesh, method: Method = "all_gather", *, balanced: bool = False
     ) -> None:
         names = mesh.mesh_dim_names
         if mesh.ndim > 2 or (mesh.ndim == 2 and names is None):
@@ -123,12 +115,9 @@ class ContextParallel:
             refuse("mesh", f"has {mesh.ndim} dimensions, named {names}", instead)
         check_choice("method", method, METHODS)
         check_flag("balanced", balanced)
-        if length is not None:
-            check_size("length", length)
         self.mesh = mesh
         self.method = method
         self.balanced = balanced
-        self.length = length
         self._count = mesh.size(mesh.ndim - 1)  # W
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._heads = mesh[names[0]] if names is not None and mesh.ndim == 2 else None
@@ -136,16 +125,16 @@ class ContextParallel:
     # ------------------------------------------------------------------ sequences
     def split(self, sequence: Tensor, dim: int) -> Tensor:
         """This process's part of what all processes have, such as tokens, labels or positions."""
-        length = sequence.shape[dim]
-        if self.length not in (None, length):
-            refuse("sequence", f"has {length} tokens", f"length is {self.length}")
-        return sequence.index_select(dim, self.positions(length, sequence.device))
+        return sequence.index_select(dim, self.positions(sequence.shape[dim], sequence.device))
 
     def join(self, part: Tensor, dim: int) -> Tensor:
         """The whole sequence, of which every process has a part. Its gradients on all processes are summed."""
         length = self.whole_length(part.shape[dim])
         split = self._placements_of_heads(part)
-        whole = self._shard(part, dim, length).redistribute(placements=[*split, Replicate()])
+        local = (part.to_local() if isinstance(part, DTensor) else part).contiguous()
+        shards = [*split, Shard(dim % part.dim())]
+        sharded = DTensor.from_local(local, self.mesh, shards, run_check=False)
+        whole = sharded.redistribute(placements=[*split, Replicate()])
         joined = whole.to_local(grad_placements=[*split, Partial()])
         if self.balanced:
             joined = joined.index_select(dim, self._order(length, part.device).argsort())
@@ -159,25 +148,17 @@ class ContextParallel:
 
     def _positions_of(self, rank: int, length: int, device: torch.device | str) -> Tensor:
         """Those of the tokens of process `rank`."""
-        W = self._count
-        if length % (2 * W) if self.balanced else self.length is None and length % W:
-            was = f"has {length} tokens, which {W} processes cannot share evenly"
-            instead = f"pad it to a multiple of {2 * W}" if self.balanced else f"pass {length=}"
-            refuse("sequence", was, instead)
-        step = -(-length // W)
+        blocks = 2 * self._count if self.balanced else self._count
+        if length % blocks:
+            was = f"has {length} tokens, which {self._count} processes cannot share evenly"
+            refuse("sequence", was, f"pad it to a multiple of {blocks}")
+        step = length // self._count
         return self._order(length, device)[rank * step : (rank + 1) * step]
-
-    def _first(self, length: int) -> int:
-        """The position of this process's first token, where they follow each other."""
-        return self._rank * -(-length // self._count)
 
     def whole_length(self, part: int) -> int:
         """Tokens of a sequence of which this process has `part`."""
-        length = part * self._count if self.length is None else self.length
-        if part != (expected := self.positions(length).numel()):
-            was = f"has {part} tokens, but this process has {expected} of {length}"
-            refuse("sequence", was, "pass what split() returns")
-        return length
+        self.positions(part * self._count)
+        return part * self._count
 
     def _order(self, length: int, device: torch.device | str) -> Tensor:
         """All positions in the order of the processes."""
@@ -217,7 +198,7 @@ class ContextParallel:
         T, S = call.T, call.S
         if self.method == "ring":
             S = self.whole_length(S)
-        device, first = call.query.device, self._first(self.whole_length(T))
+        device, first = call.query.device, self._rank * T  # unless it is balanced
         call = call.under(mask.intervals(call.B, call.H, T, S, device))
         if (bias := given.get("bias")) is not None:
             call = call._replace(offset_bias=bias.starting_at(first).table(T, S))
@@ -271,25 +252,8 @@ class ContextParallel:
             refuse("dropout_p", was, "pad sequences so that they have a multiple of 4")
         return Ring(self.mesh.get_group(self.mesh.ndim - 1), positions)
 
-    def _shard(self, part: Tensor, dim: int, length: int) -> DTensor:
-        """A part as a DTensor of the whole."""
-        dim %= part.dim()
-        shape = torch.Size((*part.shape[:dim], length, *part.shape[dim + 1 :]))
-        return DTensor.from_local(
-            _local(part).contiguous(),
-            self.mesh,
-            [*self._placements_of_heads(part), Shard(dim)],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-
     def _placements_of_heads(self, operand: Tensor) -> list[Placement]:
         """How an operand is split by tensor parallelism; empty if the mesh has no dimension for it."""
         if isinstance(operand, DTensor):
             return list(operand.placements)
         return [Replicate()] * (self.mesh.ndim - 1)
-
-
-def _local(operand: Tensor) -> Tensor:
-    return operand.to_local() if isinstance(operand, DTensor) else operand

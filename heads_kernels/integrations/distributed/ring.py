@@ -34,17 +34,12 @@ class Ring(NamedTuple):
         """The process whose keys this one has at `step`: its own at first, then those of the one before."""
         return (distributed.get_rank(self.group) - step) % len(self.positions)
 
-    def shift(self, step: int, tensors: Tensors) -> Shift:
-        """Begin to send `tensors`, of the keys at `step`, on, and to receive those of the next step."""
+    def shift(self, tensors: Tensors) -> Shift:
+        """Begin to send `tensors`, of the keys of one step, on, and to receive those of the next step."""
         W, rank = len(self.positions), distributed.get_rank(self.group)
         after, before = (distributed.get_global_rank(self.group, (rank + n) % W) for n in (1, -1))
-        count = len(self.positions[self.source(step + 1)])
         sent = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        received = {}
-        for name, tensor in sent.items():
-            shape = list(tensor.shape)
-            shape[OF_KEYS[name]] = count
-            received[name] = tensor.new_empty(shape)
+        received = {name: torch.empty_like(tensor) for name, tensor in sent.items()}
         transfers = [
             distributed.P2POp(operation, tensor, peer, self.group)
             for operation, parts, peer in (
@@ -154,7 +149,7 @@ class _Blocks(torch.autograd.Function):
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         for step in range(W):
-            shift = ring.shift(step, keys) if step + 1 < W else None
+            shift = ring.shift(keys) if step + 1 < W else None
             out, _, lse = attention_op(*of.block(step, keys), True, of.backend)
             both = merge_attention([*outs, out.to(dtype)], [*lses, lse])
             outs, lses = [both[0]], [both[1]]
@@ -183,7 +178,7 @@ class _Blocks(torch.autograd.Function):
         sums: Tensors = {}
         W, own, gradients = len(ring.positions), {}, None
         for step in range(W):
-            shift = ring.shift(step, keys) if step + 1 < W else None
+            shift = ring.shift(keys) if step + 1 < W else None
             parts = backward_op(*saved, *of.block(step, keys), needs, of.backend)
             found = dict(zip(names, parts, strict=True))
             for name in needed - keys.keys():
@@ -194,7 +189,7 @@ class _Blocks(torch.autograd.Function):
             if step == 0:
                 own = of_keys
             else:
-                gradients = ring.shift(step, of_keys)
+                gradients = ring.shift(of_keys)
             keys = {} if shift is None else shift.wait()
         if gradients is not None:
             own = {name: sum_ + own[name] for name, sum_ in gradients.wait().items()}

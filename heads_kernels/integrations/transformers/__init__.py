@@ -4,17 +4,15 @@ Importing this package registers the attention function and the mask function wi
 `from_pretrained(..., attn_implementation="heads_kernels")` and `model.set_attn_implementation("heads_kernels")` work.
 """
 
-from heads_kernels.integrations.transformers.classes import register_patches, unregister_patches
-from heads_kernels.integrations.transformers.models import from_pretrained, register, release, use
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from heads_kernels.heads.configs import NAME
+from heads_kernels.integrations.transformers.attention import attention_forward
+from heads_kernels.integrations.transformers.masks import prepare_mask
+from heads_kernels.integrations.transformers.models import from_pretrained, release, use
 from heads_kernels.integrations.transformers.tested import TESTED
 
-register()
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, prepare_mask)
 
-__all__ = [
-    "TESTED",
-    "from_pretrained",
-    "register_patches",
-    "release",
-    "unregister_patches",
-    "use",
-]
+__all__ = ["TESTED", "from_pretrained", "release", "use"]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers.utils.generic import TransformersKwargs
 
-from heads_kernels.checks import GateActivation, refuse
+from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded, local_part, summed_gradient
 from heads_kernels.functional import (
     attention_statistics,
@@ -22,25 +22,24 @@ from heads_kernels.integrations.transformers.head_masks import (
     head_mask_row,
     requests_statistics,
 )
-from heads_kernels.integrations.transformers.masks import PreparedMask, RelativeBias, whole_mask
+from heads_kernels.integrations.transformers.masks import (
+    COMPUTE_WITH_MASKS,
+    PreparedMask,
+    RelativeBias,
+    whole_mask,
+)
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall, visible_under
 from heads_kernels.nn.gates import check_one_noise
 from heads_kernels.offset_bias import OffsetBias
-from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.statistics import AttentionStatistics
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Arguments of attention functions that the operator does not support.
-_UNSERVED: Final = {
-    "sinks": "attention sinks by row",
-    "indices": "keys chosen by index",
-    "block_indices": "keys chosen by index",
-    "cache": "a paged cache of generate_batch",
-}
+#: Arguments that the operator does not need: of packed sequences, which the mask describes too, and of models.
+_UNREAD: Final = {*TransformersKwargs.__annotations__, "deterministic", "return_dict", "use_cache"}
 
 
 def attention_forward(
@@ -58,8 +57,6 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     output_attentions: bool | None = None,
-    output_gate: Tensor | None = None,
-    gate_activation: GateActivation = "identity",
     **kwargs: Any,
 ) -> tuple[Tensor, AttentionStatistics | None]:
     """The operators as an attention function of transformers (`AttentionInterface`).
@@ -82,15 +79,14 @@ def attention_forward(
         is_causal, sliding_window: used only without a mask; `is_causal=None` means `module.is_causal`.
         position_bias: added to the scores; a tensor that broadcasts to `[B, H, T, S]`.
         softcap, s_aux: `softcap` and `sinks` of the operators.
-        output_gate: logits `[B, H, T]` or `[B, H, T, Dv]` of an output-gated layer, under `gate_activation`.
 
     Returns:
         `[B, T, H, Dv]`, contiguous; and with `output_attentions=True`, in the place of the `[B, H, T, S]` map of
         probabilities, the `hk.AttentionStatistics` of the layer.
 
     Raises:
-        ValueError: sinks by row, sparse indices, a paged cache; a mask of another length than the keys; a head mask
-            that does not fit, or that is given to a model without `use(model)`.
+        ValueError: an argument that nothing reads, such as sinks by row, sparse indices, a paged cache; a mask of
+            another length than the keys; a head mask that does not fit, or that is given to a model not in use.
     """
     _check_served(module, kwargs)
     output_attentions = output_attentions or requests_statistics(module)
@@ -102,9 +98,6 @@ def attention_forward(
     gate, closed_grad = _head_gate(module, (B, H, T), kwargs)
     if is_shared:
         closed_grad = not module.ragged
-    activation = "identity"
-    if gate is None and output_gate is not None:
-        gate, activation, output_gate = output_gate, gate_activation, None
 
     S = operands["key"].shape[-2]
     context = getattr(module, "context", None)
@@ -140,7 +133,6 @@ def attention_forward(
         **scores,
         gate=gate,
         attn_mask=mask,
-        gate_activation=activation,
         closed_grad=closed_grad,
         dropout_p=dropout,
     )
@@ -149,28 +141,24 @@ def attention_forward(
     if output_attentions:
         del operands["value"]
         statistics = attention_statistics(**operands, **scores, attn_mask=mask)
-    if output_gate is not None:  # the operator's gate is the head gate
-        wide = output_gate.to(torch.promote_types(output_gate.dtype, torch.float32))
-        out = out * as_4d(activate(wide, gate_activation)).transpose(1, 2).to(out.dtype)
     if edit is not None:
         out = edit(out, call)
     return out, statistics
 
 
 def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
-    for name, what in _UNSERVED.items():
-        if arguments.get(name) is not None:
-            was = f"is given by {type(module).__name__} ({what})"
-            instead = "the operator has none; use attn_implementation='sdpa' or 'eager'"
-            if name == "cache":  # another implementation would ignore gates and head masks
-                instead = "call generate, which keeps gates and head masks"
-            refuse(name, was, instead)
+    """Refuse arguments that nothing reads, such as sinks by row and keys chosen by index, and masks that are lost."""
+    if (what := COMPUTE_WITH_MASKS.get(type(module).__name__)) is not None:
+        was = f"is given to {type(module).__name__}, which {what}"
+        refuse("attention_mask", was, "load the model with attn_implementation='eager' or 'sdpa'")
     for name, each in arguments.items():
-        if isinstance(each, Cache):
-            was = (
-                f"is given to the attention of {type(module).__name__}, which has no such argument"
-            )
-            refuse(name, was, "pass the argument that its stock forward has for caches")
+        if each is None or name in _UNREAD or name.endswith("head_mask"):
+            continue
+        was = f"is given to the attention of {type(module).__name__} and is not supported"
+        instead = "leave it out, or use attn_implementation='sdpa' or 'eager'"
+        if name == "cache":  # another implementation would ignore gates and head masks
+            instead = "call generate, which keeps gates and head masks"
+        refuse(name, was, instead)
 
 
 def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:

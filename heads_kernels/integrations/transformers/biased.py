@@ -1,4 +1,4 @@
-"""Replacements for classes of transformers whose scores have a bias.
+"""Replacements for forwards of transformers whose scores have a bias.
 
 Those that compute attention themselves call the operator. T5 and its relatives hand on what is small, not `[H, T, S]`.
 
@@ -8,19 +8,84 @@ function of the distance, exact if padding has holes.
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
+from heads_kernels.heads.layouts import stock_arguments
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.masks import RelativeBias
-from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.statistics import AttentionStatistics
+
+
+class Replacement:
+    """The forward of one module of transformers: `module.forward`, in the place of the method of its class.
+
+    It reads the attributes of the module as its own. A subclass that repeats the stock forward defines `fused`, whose
+    arguments have the names of the stock ones, but for `cache`. The others add to the stock forward.
+
+    Attributes:
+        module: the module.
+        names: the arguments of the stock forward.
+        cache_name: the one that is a cache; releases name it differently.
+        calls_operator: whether it calls the operator and the class of the module computes attention itself.
+        unread: the arguments of the stock forward that `fused` need not read.
+        beside: other attributes that it gives to the module.
+    """
+
+    calls_operator = False
+    fused: Callable[..., Any] | None = None
+    unread: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        arguments = stock_arguments(type(module))
+        self.names = tuple(arguments)
+        caches = (n for n, each in arguments.items() if "Cache" in str(each.annotation))
+        self.cache_name = next(caches, "")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # of an object that a pickle or a copy has not filled yet
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if self.fused is None or self.runs_stock(given):
+            return self.stock("forward", *args, **kwargs)
+        if self.cache_name in given:
+            given["cache"] = given.pop(self.cache_name)
+        return self.fused(**given)
+
+    def stock(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the class of the module."""
+        return getattr(type(self.module), method)(self.module, *args, **kwargs)
+
+    def runs_stock(self, given: dict[str, Any]) -> bool:
+        """Whether a call with these arguments runs the stock forward: the config names another attention function."""
+        return bool(self.config._attn_implementation != NAME)
+
+    @classmethod
+    def unknown_arguments(cls, stock: type[nn.Module]) -> list[str]:
+        """The arguments of the forward of a class that `fused` has not."""
+        if cls.fused is None:
+            return []
+        known = {*inspect.signature(cls.fused).parameters, *cls.unread}
+        return [
+            name
+            for name, each in inspect.signature(stock.forward).parameters.items()
+            if name not in known
+            and each.kind is not inspect.Parameter.VAR_KEYWORD
+            and "Cache" not in str(each.annotation)
+        ]
 
 
 class Biased(Replacement):
@@ -42,7 +107,8 @@ class Biased(Replacement):
     def is_reason(self, argument: str, holds: bool) -> bool:
         """`holds`, which makes the stock forward run."""
         if holds and getattr(self, "head_gate", None) is not None:
-            was = f"makes stock {self.stock.__name__} run, which ignores the gates of its heads"
+            stock = type(self.module).__name__
+            was = f"makes stock {stock} run, which ignores the gates of its heads"
             instead = "pass padding as [B, S], or remove the gates: hk.heads.ungate(model)"
             refuse(argument, was, instead)
         return holds
@@ -66,7 +132,7 @@ class Biased(Replacement):
     ) -> tuple[Tensor, AttentionStatistics | None]:
         """The attention output `[B, T, H * Dv]`, and its statistics where they are requested."""
         out, statistics = attention_forward(
-            self,
+            self.module,
             query,
             key,
             value,
@@ -86,58 +152,59 @@ class OwnRelativePositions(Replacement):
     UMT5's stock forward takes no bias of another layer: it adds zeros in cross-attention, where it has no embedding.
     """
 
+    beside = ("compute_bias",)
+
     def compute_bias(
         self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
     ) -> RelativeBias | Tensor:
         """What the stock forward adds to the scores. While decoding with a static cache, whose length is a tensor, it
         is the stock tensor of one row."""
         if self.config._attn_implementation != NAME or isinstance(past_seen_tokens, Tensor):
-            return self._stock_bias(query_length, key_length, device, past_seen_tokens)
+            bias: Tensor = self.stock(
+                "compute_bias", query_length, key_length, device, past_seen_tokens
+            )
+            return bias
         return RelativeBias(self, past_seen_tokens)
-
-    def _stock_bias(self, *args: Any) -> Tensor:
-        stock: Any = super()
-        bias: Tensor = stock.compute_bias(*args)
-        return bias
 
     def offset_table(self, T: int, S: int, start: int) -> Tensor:
         """The bias at every offset of keys from T rows that start at position `start`, `[H, T + S - 1]`: that of the
         last row and as many more keys."""
-        row = self._stock_bias(1, max(T + S - 1, 1), None, start + T - 1)  # [1, H, 1, T + S - 1]
-        return row[0, :, 0]
+        row: Tensor = self.stock("compute_bias", 1, max(T + S - 1, 1), None, start + T - 1)
+        return row[0, :, 0]  # of [1, H, 1, T + S - 1]
 
 
 class RelativePositions(OwnRelativePositions):
     """Layers that take the bias of the first. In cross-attention nothing is added in the place of zeros."""
 
-    def forward(
+    def __call__(
         self, hidden_states: Tensor, *args: Any, position_bias: Any = None, **kwargs: Any
     ) -> Any:
         is_ours = self.config._attn_implementation == NAME
         if is_ours and position_bias is None and not self.has_relative_attention_bias:
             position_bias = RelativeBias(None)
-        return super().forward(hidden_states, *args, position_bias=position_bias, **kwargs)
+        return super().__call__(hidden_states, *args, position_bias=position_bias, **kwargs)
 
 
 class PaddedRelativePositions(RelativePositions):
     """Switch Transformers', whose encoder makes a mask of floats `[B, 1, 1, S]` of its padding: 0 where visible."""
 
-    def forward(self, hidden_states: Tensor, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, hidden_states: Tensor, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.config._attn_implementation == NAME and isinstance(mask, Tensor):
             mask = mask == 0
-        return super().forward(hidden_states, mask, *args, **kwargs)
+        return super().__call__(hidden_states, mask, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------- MPNet
 class MPNetBias(Replacement):
     """The encoder, which computes the bias of all layers: per offset instead of `[B, H, T, T]`."""
 
+    beside = ("compute_position_bias",)
+
     def compute_position_bias(
         self, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
     ) -> RelativeBias | Tensor:
         if self.config._attn_implementation != NAME or position_ids is not None:
-            stock: Any = super()
-            bias: Tensor = stock.compute_position_bias(x, position_ids, num_buckets)
+            bias: Tensor = self.stock("compute_position_bias", x, position_ids, num_buckets)
             return bias
         return RelativeBias(self)
 
@@ -172,6 +239,7 @@ class Bloom(Biased):
     """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`, the same for all rows."""
 
     unread = frozenset({"use_cache", "output_attentions"})
+    beside = ("is_causal",)
     is_causal = True
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
@@ -200,6 +268,7 @@ class Bloom(Biased):
 class Mpt(Biased):
     """ALiBi by the distance of the key from the last one, `[H, 1, positions]`, the same for all rows."""
 
+    beside = ("is_causal",)
     is_causal = True
 
     def fused(
@@ -233,52 +302,7 @@ class Mpt(Biased):
         return self.out_proj(out), statistics
 
 
-# ---------------------------------------------------------------------- two dimensions
-class LayoutLMv3(Biased):
-    """Biases by position in the text and on the page, `[B, H, T, T]` each, scaled like the scores."""
-
-    def fused(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        rel_pos: Any = None,
-        rel_2d_pos: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
-        bias = None
-        if self.has_relative_attention_bias:
-            bias = rel_pos + rel_2d_pos if self.has_spatial_attention_bias else rel_pos
-            bias = bias * self.attention_head_size**-0.5
-        return self.attend(query, key, value, attention_mask, bias, self.dropout.p)
-
-
-class Data2VecVision(Biased):
-    """A relative position bias `[1, H, T, T]`, per layer or shared by all layers; there is no mask."""
-
-    def runs_stock(self, given: dict[str, Any]) -> bool:
-        return Replacement.runs_stock(self, given)
-
-    def fused(
-        self,
-        hidden_states: Tensor,
-        output_attentions: bool = False,
-        relative_position_bias: Tensor | None = None,
-        interpolate_pos_encoding: bool = False,
-        resolution: Any = None,
-    ) -> Any:
-        query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
-        bias = relative_position_bias
-        if self.has_relative_position_bias:
-            window = tuple(size // self.config.patch_size for size in resolution)
-            own = self.relative_position_bias(
-                window, interpolate_pos_encoding, dim_size=hidden_states.shape[1]
-            )
-            bias = own if bias is None else own + bias
-        out, statistics = self.attend(query, key, value, None, bias, self.dropout.p)
-        return (out, statistics) if output_attentions else (out,)
-
-
+# ---------------------------------------------------------------------- Swin v2
 class Swinv2(Biased):
     """Cosine attention with a scale per head and a relative position bias, `[windows or 1, H, T, T]`.
 
@@ -306,23 +330,20 @@ class Swinv2(Biased):
         return (out, statistics) if output_attentions else (out,)
 
 
-#: Stock class -> its replacement, and the file of the stock class in transformers.models.
-BIASED: Final[dict[str, tuple[type[Replacement], str]]] = {
-    "BloomAttention": (Bloom, "bloom"),
-    "Data2VecVisionSdpaSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
-    "Data2VecVisionSelfAttention": (Data2VecVision, "data2vec.modeling_data2vec_vision"),
-    "LayoutLMv3SelfAttention": (LayoutLMv3, "layoutlmv3"),
-    "LongT5Attention": (RelativePositions, "longt5"),
-    "MPNetEncoder": (MPNetBias, "mpnet"),
-    "MPNetSelfAttention": (MPNet, "mpnet"),
-    "MT5Attention": (RelativePositions, "mt5"),
-    "MptAttention": (Mpt, "mpt"),
-    "Pix2StructTextAttention": (RelativePositions, "pix2struct"),
-    "Pop2PianoAttention": (RelativePositions, "pop2piano"),
-    "Swin2SRSelfAttention": (Swinv2, "swin2sr"),
-    "Swinv2SelfAttention": (Swinv2, "swinv2"),
-    "SwitchTransformersAttention": (PaddedRelativePositions, "switch_transformers"),
-    "T5Attention": (RelativePositions, "t5"),
-    "UMT5Attention": (OwnRelativePositions, "umt5"),
-    "UdopAttention": (RelativePositions, "udop"),
+#: By the name of the stock class.
+BIASED: Final[dict[str, type[Replacement]]] = {
+    "BloomAttention": Bloom,
+    "LongT5Attention": RelativePositions,
+    "MPNetEncoder": MPNetBias,
+    "MPNetSelfAttention": MPNet,
+    "MT5Attention": RelativePositions,
+    "MptAttention": Mpt,
+    "Pix2StructTextAttention": RelativePositions,
+    "Pop2PianoAttention": RelativePositions,
+    "Swin2SRSelfAttention": Swinv2,
+    "Swinv2SelfAttention": Swinv2,
+    "SwitchTransformersAttention": PaddedRelativePositions,
+    "T5Attention": RelativePositions,
+    "UMT5Attention": OwnRelativePositions,
+    "UdopAttention": RelativePositions,
 }

@@ -3,7 +3,7 @@ what the forward pass in progress gives to its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,12 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import attention_function
 from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.integrations.transformers.replacement import Replacement
 
 
 @dataclass(eq=False)
@@ -28,7 +26,7 @@ class HeadMaskPlace:
         holder: what has its config: the module, or else the inmost model that contains it.
         argument: the argument of `model(...)` that is its head mask.
         known: the names of all head masks that its model uses.
-        layer, layers: its row of a mask `[L, H]`, and L; L is 0 where the caller of the module picks the row.
+        layer, layers: its row of a mask `[L, H]`, and L; L is 0 in ALBERT, whose layers run several times.
     """
 
     module: Any
@@ -67,18 +65,24 @@ class PassState:
         outer: the pass within which it runs.
         masks: the names of its head masks.
         asks: whether it requests statistics.
+        collects: the outputs that it is asked for, such as `output_hidden_states`.
         given: the head masks by place; one that a module is called with takes precedence.
         statistics: the places of the modules that return statistics.
         read: the places whose head mask was read; passes within a pass share it.
+        runs_again: whether gradient checkpointing runs its layers again, when the pass is over.
+        has_begun: whether a layer that can be packed has run.
     """
 
     owner: Any
     outer: PassState | None = None
     masks: tuple[str, ...] = ()
     asks: bool = False
+    collects: frozenset[str] = frozenset()
     given: dict[HeadMaskPlace, Tensor] = field(default_factory=dict)
     statistics: dict[HeadMaskPlace, bool] = field(default_factory=dict)
     read: dict[HeadMaskPlace, bool] = field(default_factory=dict)
+    runs_again: bool = False
+    has_begun: bool = False
 
 
 class _Traced:
@@ -100,24 +104,10 @@ def pass_state() -> PassState | None:
 
 def set_pass_state(state: PassState | None) -> None:
     """Make this the pass in progress."""
-    _TRACED.state = state if state is not None and (state.given or state.statistics) else None
+    is_read = state is not None and (state.given or state.statistics or state.collects)
+    _TRACED.state = state if is_read else None
     if not torch.compiler.is_compiling():
         _EAGER.set(state)
-
-
-def in_pass(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as a part of the pass in progress, whenever and in whichever thread it is called."""
-    state = pass_state()
-
-    def run_in_pass(*args: Any, **kwargs: Any) -> Any:
-        before = _EAGER.get()
-        set_pass_state(state)
-        try:
-            return run(*args, **kwargs)
-        finally:
-            set_pass_state(before)
-
-    return run_in_pass
 
 
 def requests_statistics(module: nn.Module) -> bool:
@@ -138,7 +128,8 @@ def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | No
     It is taken from the `arguments` of the attention function, or else from the pass in progress.
 
     Raises:
-        ValueError: a mask that the model does not use; a module without a place.
+        ValueError: a mask that the model does not use, or that a layer would lose when it runs again; a module without
+            a place.
     """
     masks = masks_among(arguments)
     place: HeadMaskPlace | None = getattr(module, PLACE, None)
@@ -151,9 +142,14 @@ def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | No
         if name not in place.known:
             was = f"reaches a {type(module).__name__}, whose model has no use for it"
             refuse(name, was, f"pass {', '.join(place.known)}")
-    state = pass_state()
-    given = None if state is None else state.given.get(place)
-    return masks.get(place.argument, given)
+    if place.argument in masks or (state := pass_state()) is None:
+        return masks.get(place.argument)
+    given = state.given.get(place)
+    if given is not None and state.runs_again:
+        was = f"reaches no {type(module).__name__} as an argument, and gradient checkpointing runs layers without it"
+        instead = "call model.gradient_checkpointing_disable(), or set gates: hk.heads.gate, hk.heads.close"
+        refuse(place.argument, was, instead)
+    return given
 
 
 def head_mask_row(module: nn.Module, H: int, given: Tensor) -> Tensor:
@@ -228,28 +224,3 @@ def _row(model: Any, name: str) -> tuple[int, int]:
             layers = model.get_submodule(".".join(parts[:place]))
             return int(part), sum(child.isdigit() for child, _ in layers.named_children())
     return 0, 1
-
-
-class RowsOfHeadMask(Replacement):
-    """ALBERT's loop over its layers: one layer runs several times, each time with its row of a head mask `[L, H]`."""
-
-    prefix = "Rowwise"
-
-    def runs_stock(self, given: dict[str, Any]) -> bool:
-        head_mask = given.get("head_mask")
-        return head_mask is None or head_mask.dim() != 2
-
-    def fused(
-        self, hidden_states: Tensor, head_mask: Tensor, attention_mask: Any = None, **kwargs: Any
-    ) -> Any:
-        layers = self.config.num_hidden_layers
-        if head_mask.shape[0] != layers:
-            was = f"has shape {list(head_mask.shape)}, but the layer runs {layers} times"
-            refuse("head_mask", was, f"pass [H] or [{layers}, H]")
-        hidden_states = self.embedding_hidden_mapping_in(hidden_states)
-        for layer, row in enumerate(head_mask):
-            group = layer * self.config.num_hidden_groups // layers
-            hidden_states = self.albert_layer_groups[group](
-                hidden_states, attention_mask, head_mask=row, **kwargs
-            )
-        return BaseModelOutput(last_hidden_state=hidden_states)

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import (
-    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
-    or_masks,
     sdpa_mask,
 )
 
 from heads_kernels.checks import refuse
 from heads_kernels.mask import Mask
+from heads_kernels.mask.kept import is_watched
 from heads_kernels.mask.terms import Alignment, Causal, KeyMask, Term, Window
 from heads_kernels.nn.multihead import Context
 from heads_kernels.offset_bias import OffsetBias
@@ -32,14 +31,18 @@ from heads_kernels.offset_bias import OffsetBias
 MaskFunction = Callable[..., Any]
 Shape = tuple[int, int, int, int]
 
-#: Code of the functions that `and_masks` returns: windows, chunks and packed sequences are such functions.
-_ALL_OF: Final = and_masks(causal_mask_function).__code__
+#: Modules that compute with the masks of a pass, which are no tensors, and what they do.
+COMPUTE_WITH_MASKS: Final = {
+    "BigBirdPegasusEncoderAttention": "adds masks to its scores",
+    "DogeAttention": "makes masks of its own and drops those of flex attention",
+    "GitSelfAttention": "adds masks to its scores",
+    "InformerProbSparseAttention": "adds masks to its scores",
+    "T5Gemma2MergedAttention": "is given two masks concatenated",
+}
 _BLOCKS: Final = (
-    "attention_mask has blocks of tokens that see one another, in compiled code without a mask of real "
-    "tokens: pass attention_mask, or use attn_implementation='eager' or 'sdpa'"
+    "attention_mask has blocks of tokens that see one another, in compiled code or in chunks: "
+    "use attn_implementation='eager' or 'sdpa'"
 )
-#: Of those that `or_masks` returns: blocks that see one another.
-_ANY_OF: Final = or_masks(causal_mask_function).__code__
 
 
 class PreparedMask(BlockMask):
@@ -160,7 +163,8 @@ def prepare_mask(
     """The mask of a forward pass: a mask function of transformers (`AttentionMaskInterface`).
 
     What transformers' own functions express (causal, bidirectional, windows, chunks, packed sequences; padding on
-    either side; a growing or sliding cache) becomes an `hk.Mask`. No values are read, so nothing waits for the device.
+    either side; a growing or sliding cache) becomes an `hk.Mask`. Of data on a device no values are read, so nothing
+    waits for it, but where transformers itself has read them, to see that sequences are packed.
 
     Args:
         batch_size, q_length, kv_length: B, T and S.
@@ -177,6 +181,7 @@ def prepare_mask(
     """
     align = _alignment(q_length, kv_length, q_offset, kv_offset)
     sides = "allow_is_bidirectional_skip" in kwargs  # passed for bidirectional masks only
+    chunked = getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
     mask: Mask | None = None
     if use_vmap or align is None:
         pass
@@ -186,17 +191,18 @@ def prepare_mask(
         mask = Mask()
     elif mask_function is causal_mask_function:
         mask = Mask(causal=align)
-    elif getattr(mask_function, "__code__", None) is not _ALL_OF or _has_union(mask_function):
-        pass
     elif sides:  # a window on both sides
         if align == "upper_left" and local_size is not None:
             mask = Mask(window=(local_size, local_size))
-    else:
+    elif local_size is None and attention_mask is not None:
+        pass  # blocks of tokens that see one another
+    elif q_length == 1 or not _has_blocks(
+        mask_function, (batch_size, kv_length, kv_offset), device, chunked
+    ):
         # The window of this size contains the chunk of this size.
         mask = Mask(causal=align, window=None if local_size is None else (local_size - 1, 0))
-        config = kwargs.get("config")
-        if attention_mask is None or getattr(config, "attention_chunk_size", None) is not None:
-            ids = _segments(mask_function, batch_size, kv_length, kv_offset, device)
+        if attention_mask is None or chunked:
+            ids = _segments(mask_function, (batch_size, kv_length, kv_offset), device)
             rows = ids[:, :q_length] if align == "upper_left" else ids[:, kv_length - q_length :]
             mask = mask & Mask(document_ids=(rows, ids))
     if mask is None:
@@ -229,36 +235,41 @@ def _alignment(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> 
     return "lower_right" if q_offset - kv_offset == kv_length - q_length else None
 
 
-def _has_union(mask_function: MaskFunction) -> bool:
-    """Whether a mask function is, or is made of, one that `or_masks` returned.
+def _neighbours(sizes: tuple[int, int, int], device: torch.device | str) -> tuple[Tensor, ...]:
+    """Arguments of mask functions: examples, heads, positions of keys from the second on, and of those before them."""
+    batch_size, kv_length, kv_offset = sizes
+    position = torch.arange(1, kv_length, device=device)[None] + kv_offset
+    batch = torch.arange(batch_size, device=device)[:, None]
+    head = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    return batch, head, position, position - 1
 
-    Dynamo does not trace what a function holds: in compiled code `_segments` asserts that none is.
+
+def _has_blocks(
+    mask_function: MaskFunction,
+    sizes: tuple[int, int, int],
+    device: torch.device | str,
+    chunked: bool,
+) -> bool:
+    """Whether a key is visible to the row before it: in blocks of tokens that see one another.
+
+    It is asked of positions on the CPU, so that a window, which has no data, is known without waiting for the device.
+    Where values cannot be read, and of chunks, which have data, the device asserts that there are no blocks.
     """
-    if torch.compiler.is_compiling():
-        return False
-    if getattr(mask_function, "__code__", None) is _ANY_OF:
-        return True
-    held = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
-    parts = [part for each in held for part in (each if isinstance(each, tuple) else (each,))]
-    return any(_has_union(part) for part in parts if callable(part))
+    unread = chunked or is_watched()
+    batch, head, position, before = _neighbours(sizes, device if unread else "cpu")
+    found = mask_function(batch, head, before, position).any()
+    if not unread:
+        return bool(found)
+    torch._assert_async(~found, _BLOCKS)
+    return False
 
 
 def _segments(
-    mask_function: MaskFunction,
-    batch_size: int,
-    kv_length: int,
-    kv_offset: int,
-    device: torch.device | str,
+    mask_function: MaskFunction, sizes: tuple[int, int, int], device: torch.device | str
 ) -> Tensor:
     """The index of each key's packed sequence or chunk, int64 `[B or 1, S]`: a key that cannot see the one before it
     starts the next."""
-    batch = torch.arange(batch_size, device=device)[:, None]
-    head = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    position = torch.arange(1, kv_length, device=device)[None] + kv_offset
-    ends = ~mask_function(batch, head, position, position - 1)  # [B or 1, S - 1]
-    if torch.compiler.is_compiling():
-        causal = ~mask_function(batch, head, position - 1, position).any()
-        torch._assert_async(causal, _BLOCKS)
+    ends = ~mask_function(*_neighbours(sizes, device))  # [B or 1, S - 1]
     return torch.nn.functional.pad(ends.cumsum(1), (1, 0))
 
 

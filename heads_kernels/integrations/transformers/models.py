@@ -4,29 +4,23 @@ pruned or converted model."""
 from __future__ import annotations
 
 import os
-from functools import wraps
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from heads_kernels.checks import check_flag, refuse
 from heads_kernels.heads.changed_calls import adds_bias_of_all_heads
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.heads.saving import RECORD, number_heads, restore_shape
-from heads_kernels.integrations.transformers.attention import attention_forward
-from heads_kernels.integrations.transformers.classes import replace_classes
-from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
-from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.support import (
-    check_keywords,
     check_model,
-    check_named,
     configs_of,
-    family,
+    replace_forwards,
+    restore_forward,
 )
 from heads_kernels.integrations.transformers.tested import TESTED
 from heads_kernels.integrations.transformers.unpadding import (
@@ -37,14 +31,6 @@ from heads_kernels.integrations.transformers.unpadding import (
 from heads_kernels.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
-
-#: Modules that compute with the masks of a pass, which are no tensors, and what they do.
-_COMPUTE_WITH_MASKS: Final = {
-    "BigBirdPegasusEncoderAttention": "adds masks to its scores",
-    "GitSelfAttention": "adds masks to its scores",
-    "InformerProbSparseAttention": "adds masks to its scores",
-    "T5Gemma2MergedAttention": "is given two masks concatenated",
-}
 
 
 def use(model: Model, *, unpad: bool = False) -> Model:
@@ -76,7 +62,6 @@ def use(model: Model, *, unpad: bool = False) -> Model:
         refuse("model", f"is a {type(model).__name__}", _instead_of(model), TypeError)
     check_flag("unpad", unpad)
     check_model(model)
-    _check_masks_are_passed_on(model)
     layers = unpaddable_layers(model) if unpad else {}
     with kept_on_error(model):  # with the old configs, which are not written to
         own_configs(model)
@@ -89,7 +74,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             vars(module).setdefault(BEFORE, implementations)
             for config in configs_of(module):
                 config._attn_implementation = NAME
-        replace_classes(model)
+        replace_forwards(model)
         watch(model)
         pad_layers(model)
         unpad_layers(model, layers)
@@ -99,7 +84,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
 def release(model: Model) -> Model:
     """Undo `use` for a model or a part of one, which is then a stock model.
 
-    Layers fused by `register_patches` become stock layers too. A head mask for a released part of a model in use raises
+    A head mask for a released part of a model in use raises
     an error, since no layer reads it.
 
     Args:
@@ -119,61 +104,13 @@ def release(model: Model) -> Model:
             before = vars(module).pop(BEFORE, [])
             for config, implementation in zip(configs_of(module), before, strict=False):
                 config._attn_implementation = {"": implementation}  # not of those nested in it
-            if isinstance(module, Replacement):
-                module.__class__ = module.stock  # type: ignore[assignment]
+            restore_forward(module)
         unwatch(model)
         pad_layers(model)
-        if any(config._attn_implementation == NAME for config in configs_of(model)):
-            watch(model)  # it was made with this name
     return model
 
 
-# ---------------------------------------------------------------------- by name
-def register() -> None:
-    """Make `attn_implementation="heads_kernels"` known to transformers, and refuse it where it cannot be served.
-
-    transformers accepts any registered name for any model, so two methods of `PreTrainedModel` are wrapped: the one
-    that checks the name, and the one that finishes construction. Other names are not affected.
-    """
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, prepare_mask)
-    check: Any = PreTrainedModel.get_correct_attn_implementation
-    finish: Any = PreTrainedModel.post_init
-
-    @wraps(check)
-    def get_correct_attn_implementation(
-        self: PreTrainedModel,
-        requested_attention: str | None,
-        is_init_check: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if requested_attention == NAME:
-            check_named(self, is_made=not is_init_check)
-            if not is_init_check:
-                watch(self)
-        return check(self, requested_attention, is_init_check, *args, **kwargs)
-
-    @wraps(finish)
-    def post_init(self: PreTrainedModel) -> None:
-        finish(self)
-        if self.config._attn_implementation == NAME:
-            check_keywords(self)
-            watch(self)
-
-    stock: Any = PreTrainedModel
-    stock.get_correct_attn_implementation = get_correct_attn_implementation
-    stock.post_init = post_init
-
-
 # ---------------------------------------------------------------------- from a checkpoint
-#: Arguments that say where a checkpoint is, and so where its config is.
-_PLACE = (
-    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
-    "trust_remote_code",
-)  # fmt: skip
-
-
 def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any) -> Any:
     """`cls.from_pretrained(path, **kwargs)` for checkpoints whose heads may have been pruned or converted.
 
@@ -201,7 +138,6 @@ def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any
     model_class = _model_class(path, AutoModel if cls is None else cls, kwargs)
     with_info = kwargs.pop("output_loading_info", False)
     model, info = _in_shape(model_class).from_pretrained(path, output_loading_info=True, **kwargs)
-    model.__class__ = model_class
     if gates := sorted(key for key in info["unexpected_keys"] if ".head_gate." in key):
         instead = "keep such models by hk.heads.save and load, or fold the gates in first by hk.heads.prune"
         refuse("path", f"is a checkpoint with learned gates, {gates[0]} the first", instead)
@@ -215,58 +151,43 @@ def _model_class(path: str | os.PathLike[str], cls: Any, kwargs: dict[str, Any])
 
     if not hasattr(cls, "from_config"):  # no `AutoModel...`
         return cls
-    place = {name: kwargs[name] for name in _PLACE if name in kwargs}
-    config = kwargs.get("config") or AutoConfig.from_pretrained(path, **place)
-    trust = {name: place[name] for name in ("trust_remote_code",) if name in place}
+    config = kwargs.get("config")
+    if config is None:
+        config, _ = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **kwargs)
+    trust = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
     with torch.device("meta"):
         return type(cls.from_config(config, **trust))
 
 
 def _in_shape(model_class: Any) -> Any:
-    """A subclass whose models get, when they are made, the shape that their config says."""
+    """What transformers makes a model of `model_class` by, in the shape that the config says."""
 
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __new__(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         record = getattr(config, RECORD, {})
         if "converted" in record and config._attn_implementation is None:
             config._attn_implementation = NAME
-        model_class.__init__(self, config, *args, **kwargs)
+        model = model_class(config, *args, **kwargs)
         if record:
-            replace_classes(self)  # heads of some families are known in their replacements alone
-        restore_shape(self.base_model, record, partly=True)
+            replace_forwards(model)  # heads of some families are known by their replacements alone
+        restore_shape(model.base_model, record, partly=True)
+        return model
 
-    members = {"__init__": __init__, "__module__": model_class.__module__}
+    members = {"__new__": __new__, "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), members)
 
 
 # ---------------------------------------------------------------------- what is refused
 def _instead_of(holder: Any) -> str:
     """What to pass for an object that is no model of transformers, but may hold some."""
-    held: dict[str, Any] = {}
-    if isinstance(holder, nn.Module):  # adapters, compiled and distributed models
-        for name, module in holder.named_modules():
-            is_part = any(name.startswith(f"{outer}.") for outer in held)
-            if isinstance(module, PreTrainedModel) and not is_part:
-                held[name] = module
-    elif isinstance(inner := getattr(holder, "model", None), PreTrainedModel):  # a pipeline
-        return f"pass its model, a {type(inner).__name__}, which is changed in place"
+    held: list[str] = []
+    for name, module in holder.named_modules() if isinstance(holder, nn.Module) else ():
+        is_part = any(name.startswith(f"{outer}.") for outer in held)
+        if isinstance(module, PreTrainedModel) and not is_part:
+            held.append(name)
     if not held:
-        if isinstance(holder, str):
-            return "load it first: transformers.AutoModel.from_pretrained(...)"
-        if isinstance(holder, nn.Module) and any(
-            isinstance(module, nn.MultiheadAttention) for module in holder.modules()
-        ):
-            return "call hk.nn.replace_attention_(model) for models of torch.nn.MultiheadAttention"
         return f"pass a transformers PreTrainedModel; tested families: {', '.join(TESTED)}"
-    calls = (f"use(model.get_submodule({n!r})), a {type(m).__name__}" for n, m in held.items())
-    return f"pass the model that it holds, {' and '.join(calls)}: it is changed in place"
-
-
-def _check_masks_are_passed_on(model: PreTrainedModel) -> None:
-    """Refuse a model that would fail in its first pass, since its code computes with the masks of the pass."""
-    for name, module in model.named_modules():
-        if (what := _COMPUTE_WITH_MASKS.get(type(module).__name__)) is not None:
-            was = f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}"
-            refuse("model", was, f"it cannot be used; tested families: {', '.join(TESTED)}")
+    calls = " and ".join(f"use(model.get_submodule({name!r}))" for name in held)
+    return f"pass the model that it holds, {calls}: it is changed in place"
 
 
 def _check_stock_would_do(model: nn.Module) -> None:

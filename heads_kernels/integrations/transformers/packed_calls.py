@@ -10,20 +10,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from heads_kernels.integrations.transformers.head_masks import requests_statistics
+from heads_kernels.integrations.transformers.head_masks import pass_state, requests_statistics
 from heads_kernels.integrations.transformers.masks import PreparedMask, RelativeBias
 from heads_kernels.mask import Mask
 from heads_kernels.mask.kept import traced
 from heads_kernels.mask.terms import Causal, KeyMask, Window
 from heads_kernels.nn import FixedGate, HardConcrete
 from heads_kernels.nn.unpadding import Packing
-
-try:
-    from transformers.utils.output_capturing import _active_collector
-
-    active_collector: Any = _active_collector
-except ImportError:  # transformers that collect outputs in another way
-    active_collector = None
 
 
 @dataclass(eq=False)
@@ -307,13 +300,11 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
         or (on_gpu and torch.cuda.is_current_stream_capturing())
     ):
         return True  # what is recorded serves other batches too
-    if any(arguments.get(name) for name in ("output_attentions", "output_router_logits")):
-        return True
-    found = collected() or {}
-    if found.keys() - {"hidden_states", "_hidden_states_layers"}:
-        return True
-    if "hidden_states" in found and not found["hidden_states"]:
-        return True  # transformers takes the embeddings from the arguments of the first layer
+    if (state := pass_state()) is not None and state.collects:
+        is_first, state.has_begun = not state.has_begun, True
+        # transformers takes the embeddings from the arguments of the first layer
+        if is_first or state.collects != {"output_hidden_states"}:
+            return True
     for module in own.attention:
         if getattr(module, "observer", None) is not None or requests_statistics(module):
             return True
@@ -359,9 +350,3 @@ def _why_not(
 
 #: What a packed row takes as it is, or what has a packed form; beside tensors.
 _PLAIN: Final = (bool, int, float, str, type(None), PreparedMask, Cache, RelativeBias)
-
-
-def collected() -> dict[str, Any] | None:
-    """What transformers collects of the pass that runs, by name."""
-    found: dict[str, Any] | None = active_collector.get()
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
-from heads_kernels.integrations.transformers.packed_calls import active_collector
+from heads_kernels.integrations.transformers.head_masks import (
+    PassState,
+    pass_state,
+    set_pass_state,
+)
 from heads_kernels.nn.unpadding import Packing
 
 #: Arguments of a call, by position and by name.
@@ -89,17 +93,11 @@ def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     """
     if "use_cache" in inspect.signature(model.forward).parameters:
         kwargs = {**kwargs, "use_cache": False}
-    device = next(model.parameters()).device
     found: list[list[Tensor]] = []
     for scale in (0.0, 1.0):
         own = Filling(scale)
-        token, collecting = filling.set(own), active_collector.set(None)
-        try:
-            with torch.no_grad(), _evaluating(model), _forked(device):
-                output = model.forward(*args, **kwargs)
-        finally:
-            filling.reset(token)
-            active_collector.reset(collecting)
+        # In an empty context: models around this one do not collect its outputs a second time.
+        output = Context().run(_filled, model, own, pass_state(), args, kwargs)
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         found.append([_of_tokens(each, own) for each in outputs if each.is_floating_point()])
     if not all(map(_is_same, *found)):
@@ -108,6 +106,20 @@ def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
         instead = "pad on the other side, make the model without its pooler, give padding and the token after it "
         instead += "labels of -100, "
         refuse("unpad", was, f"{instead}or call use(model, unpad=False)")
+
+
+def _filled(
+    model: PreTrainedModel,
+    own: Filling,
+    state: PassState | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What a model gives in this pass with a filling."""
+    filling.set(own)
+    set_pass_state(state)
+    with torch.no_grad(), _evaluating(model), _forked(next(model.parameters()).device):
+        return model.forward(*args, **kwargs)
 
 
 def _of_tokens(output: Tensor, own: Filling) -> Tensor:

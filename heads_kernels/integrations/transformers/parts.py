@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any, Final
 
 import torch
@@ -45,10 +44,8 @@ def split_attention(model: PreTrainedModel, context: Context) -> list[nn.Module]
         was = f"is a {family(model)} with DTensors, or mesh has two dimensions"
         instead = "pass mesh['cp'], without tensor parallelism and before fully_shard"
         refuse("module", was, instead)
-    trial = copy(context)
-    trial.length = None
-    with _under(attention, trial):
-        _try(model, attention, trial)
+    with _under(attention, context):
+        _try(model, attention, context)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
     return attention
 

@@ -9,9 +9,7 @@ this package.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,18 +23,11 @@ from heads_kernels.integrations.transformers.head_masks import (
     PLACE,
     HeadMaskPlace,
     PassState,
-    in_pass,
     is_pair,
     masks_among,
     pass_state,
     places,
     set_pass_state,
-)
-from heads_kernels.integrations.transformers.support import (
-    INSTEAD,
-    ITSELF,
-    computes_itself,
-    family,
 )
 from heads_kernels.ops.statistics import AttentionStatistics
 
@@ -55,8 +46,6 @@ class Pass:
         is_one_stack: for each of these names, and "" for all layers, whether the layers form one stack. An image
             tower and a text tower are two stacks: the submodels that receive the mask set it for their own.
         takes_any: whether the model's forward takes arguments of any name.
-        computes_itself: whether the model has attention, but none that goes through the attention function.
-        is_part: whether another model contains this one.
         parts: the hooks of the models that this one contains.
         handles: of the hooks.
     """
@@ -64,8 +53,6 @@ class Pass:
     arguments: dict[str, list[HeadMaskPlace]]
     is_one_stack: dict[str, bool]
     takes_any: bool
-    computes_itself: bool
-    is_part: bool = False
     parts: list[Pass] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
 
@@ -87,7 +74,6 @@ def watch(model: nn.Module) -> None:
             for outer, each in passes.items():
                 if not outer or name.startswith(f"{outer}."):
                     each.parts.append(own)
-                    own.is_part = True
             passes[name] = own
             own.handles = [
                 part.register_forward_pre_hook(_begin, with_kwargs=True),
@@ -103,8 +89,6 @@ def unwatch(model: nn.Module) -> None:
         vars(module).pop(PLACE, None)
         for handle in getattr(vars(module).pop(PASS, None), "handles", ()):
             handle.remove()
-        if _keeps_pass(function := vars(module).get(_CHECKPOINT)):
-            setattr(module, _CHECKPOINT, function.args[0])
 
 
 def _pass_of(model: PreTrainedModel) -> Pass:
@@ -119,7 +103,6 @@ def _pass_of(model: PreTrainedModel) -> Pass:
         arguments=arguments,
         is_one_stack={name: len(kinds) == 1 for name, kinds in stacks.items()},
         takes_any=any(each.kind is each.VAR_KEYWORD for each in parameters),
-        computes_itself=computes_itself(model),
     )
 
 
@@ -143,23 +126,21 @@ def _begin(
     if (interrupted := _state_of(own, outer)) is not None:
         outer = interrupted.outer
     is_outermost = outer is None or own not in outer.owner.parts
-    if own.computes_itself and not own.is_part and model.config._attn_implementation == NAME:
-        refuse("attn_implementation", f"is {NAME!r} for a {family(model)}, which {ITSELF}", INSTEAD)
     if is_outermost:
         for layer in own.layers:
             if layer.runs != NAME and getattr(layer.module, "head_gate", None) is not None:
                 refuse_ignored_gates(f"a {type(layer.module).__name__}", layer.runs)
     masks = masks_among(kwargs)
-    asks = kwargs.get("output_attentions")
-    asks = bool(getattr(model.config, "output_attentions", False) if asks is None else asks)
+    collects = _collected(model, kwargs)
+    asks = "output_attentions" in collects
     if is_outermost:
         for name, mask in masks.items():
             _check(model, own, name, mask)
     _check_runs(model, own, masks, asks)
     asks = asks and any(layer.runs == NAME for layer in own.layers)
-    if torch.compiler.is_compiling() and not (masks or asks):
+    if torch.compiler.is_compiling() and not (masks or collects):
         return None
-    state = PassState(own, outer, tuple(masks), asks)
+    state = PassState(own, outer, tuple(masks), asks, collects)
     if outer is not None and not is_outermost:
         state.given, state.statistics = dict(outer.given), dict(outer.statistics)
         state.read = outer.read
@@ -173,12 +154,25 @@ def _begin(
     if asks and own.is_one_stack[""]:
         for layer in own.layers:
             state.statistics[layer] = True
-    if (state.given or state.statistics) and model.training and not torch.compiler.is_compiling():
-        _keep_for_checkpoints(model)
+    if state.given and model.training and torch.is_grad_enabled():
+        state.runs_again = not torch.compiler.is_compiling() and model.is_gradient_checkpointing
     set_pass_state(state)
     if own.takes_any or not masks:
         return None
     return args, {name: value for name, value in kwargs.items() if name not in masks}
+
+
+def _collected(model: Any, arguments: dict[str, Any]) -> frozenset[str]:
+    """The outputs that a pass is asked for, by an argument or else by the config: `output_attentions` and the like."""
+    of_config = ("output_attentions", "output_hidden_states", "output_router_logits")
+    names = {*of_config, *(name for name in arguments if name.startswith("output_"))}
+    asked = set()
+    for name in names:
+        value = arguments.get(name)
+        value = getattr(model.config, name, False) if value is None else value
+        if value is not None and value is not False:
+            asked.add(name)
+    return frozenset(asked)
 
 
 def _state_of(own: Pass, state: PassState | None) -> PassState | None:
@@ -248,29 +242,3 @@ def _has_statistics(output: Any) -> bool:
     if isinstance(output, dict):
         return any(map(_has_statistics, output.values()))
     return isinstance(output, (tuple, list)) and any(map(_has_statistics, output))
-
-
-# ---------------------------------------------------------------------- gradient checkpointing
-#: The attribute with the function that a module is checkpointed by. It is private, but the arguments that
-#: `gradient_checkpointing_enable` was given are kept nowhere else, and no hook runs where a layer is recomputed.
-_CHECKPOINT: Final = "_gradient_checkpointing_func"
-
-
-def _keep_for_checkpoints(model: nn.Module) -> None:
-    """Let layers that are recomputed in the backward pass, perhaps by another thread, be a part of their pass."""
-    module: Any
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            function = getattr(module, _CHECKPOINT)
-            if not _keeps_pass(function):
-                setattr(module, _CHECKPOINT, partial(_checkpoint, function))
-
-
-def _keeps_pass(function: Any) -> bool:
-    return isinstance(function, partial) and function.func is _checkpoint
-
-
-def _checkpoint(
-    function: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    return function(run if torch.compiler.is_compiling() else in_pass(run), *args, **kwargs)

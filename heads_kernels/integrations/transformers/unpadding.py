@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
@@ -27,13 +26,10 @@ from heads_kernels.integrations.transformers.biased import (
     OwnRelativePositions,
     RelativePositions,
 )
-from heads_kernels.integrations.transformers.classes import replacement
 from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
     UnpaddedLayer,
-    active_collector,
-    collected,
     has_tokens,
     packed_call,
     without_cache,
@@ -43,7 +39,7 @@ from heads_kernels.integrations.transformers.packed_check import (
     check_packed,
     filling,
 )
-from heads_kernels.integrations.transformers.support import family
+from heads_kernels.integrations.transformers.support import family, replacement
 
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
 UNPADDED: Final = "_heads_kernels_unpadded"
@@ -75,9 +71,6 @@ def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     Raises:
         ValueError: there are none.
     """
-    if active_collector is None:
-        was = f"is True, but transformers {transformers.__version__} collects outputs within layers"
-        refuse("unpad", was, "install a later version")
     layers = dict(_layers(model))
     if not layers:
         was = f"is True for a {family(model)}, none of whose layers takes a mask of padded tokens"
@@ -89,7 +82,8 @@ def unpad_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     """Let layers of a model run on real tokens alone, by hooks; others check the outputs of the models with them."""
     for name, layer in layers.items():
         modules = list(layer.modules())
-        biased = [each for each in modules if isinstance(each, OwnRelativePositions)]
+        forwards = [vars(each).get("forward") for each in modules]
+        biased = [each for each in forwards if isinstance(each, OwnRelativePositions)]
         own = UnpaddedLayer(
             name,
             attention=[each for each in modules if calls_interface(each)],
@@ -211,9 +205,6 @@ def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 def _padded(layer: nn.Module, mask: PackedMask, output: Any) -> Any:
     is_packed = partial(_is_packed, N=mask.sizes[3])
     packing, own = mask.padding.packing, filling.get()
-    if any(map(is_packed, (collected() or {}).get("hidden_states", ()))):
-        was = f"is asked for, but {type(layer).__name__} gives its own from within, of packed rows"
-        refuse("output_hidden_states", was, "call use(model, unpad=False)")
 
     def pad_back(each: Any) -> Any:
         if not is_packed(each):
@@ -225,6 +216,10 @@ def _padded(layer: nn.Module, mask: PackedMask, output: Any) -> Any:
 
 
 def _check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    found = getattr(output, "hidden_states", None) or ()
+    if len({len(each) for each in found if isinstance(each, Tensor)}) > 1:
+        was = f"is asked for, but layers of {type(model).__name__} give their own from within, of packed rows"
+        refuse("output_hidden_states", was, "call use(model, unpad=False)")
     given = [*args[:1], *(kwargs.get(name) for name in _TOKENS)]
     lengths = [each.shape[1] for each in given if has_tokens(each)]
     if not lengths or max(lengths) > 1:  # a step of decoding is compiled as a whole
