@@ -153,7 +153,7 @@ LATE = {
     "collaborate": ("convert.collaborate.record_in_config", "convert.collaborate.Conversion"),
     "use unpadded": tuple(
         f"integrations.transformers.models.{step}"
-        for step in ("own_configs", "replace_classes", "watch", "unpad_layers")
+        for step in ("own_configs", "replace_forwards", "watch", "unpad_layers")
     ),
     "use padded again": ("integrations.transformers.models.pad_layers",),
     "release": ("integrations.transformers.models.pad_layers",),
