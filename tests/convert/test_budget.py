@@ -164,10 +164,3 @@ def test_a_feature_that_costs_more_has_to_bring_more() -> None:
 def test_a_layer_without_weights_keeps_one_feature() -> None:
     nothing = Heads(torch.zeros(H, D, D_in), torch.zeros(H, D, D_in_k), 1.0)
     assert solved([nothing, random_heads()], error=0.0) == [1, H * D]
-
-
-def test_too_few_parameters() -> None:
-    with pytest.raises(
-        ValueError, match=r"^params is 113; pass at least 114: one feature for each"
-    ):
-        solved([random_heads()] * 2, params=113)
