@@ -103,10 +103,10 @@ def _gathered(
             run(model, batch)
             inputs.clear()
             for name, moments in sums.items():
-                if not moments.finite:
-                    was = f"gives layer {name!r} NaN or infinity in batch {number}"
-                    instead = "look for them in the batch and in the weights before the layer"
-                    refuse("calibration", was, instead)
+                if moments.count > 0:
+                    moments.check(
+                        moments.widths, f"calibration of layer {name!r} in batch {number}"
+                    )
     return {layer.name: _fitting(layer, sums) for layer in layers}
 
 
@@ -146,16 +146,14 @@ def _moments(
 
 def _fitting(layer: ProjectedLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:
     """Those of this layer."""
-    if layer.name not in moments or not moments[layer.name].count > 0:
+    if layer.name not in moments:
         refuse("calibration", f"brings no token to {layer}", "add batches that do, or leave it out")
     found = moments[layer.name]
+    widths: tuple[int, ...] = (layer.query.inputs, layer.key.inputs)
+    if layer.layout.rotary:
+        widths = (layer.head_dim // 2, layer.num_heads, layer.num_heads)
+    found.check(widths, f"calibration of {layer}")
     if not found.key_outer.any():
         was = f"has keys of {layer} that never vary within what a row sees"
         refuse("calibration", was, "add batches of longer sentences, or leave the layer out")
-    expected: tuple[int, ...] = (layer.query.inputs, layer.key.inputs)
-    if layer.layout.rotary:
-        expected = (layer.head_dim // 2, layer.num_heads, layer.num_heads)
-    if found.widths != expected:
-        was = f"has moments of widths {found.widths} for {layer}"
-        refuse("calibration", was, f"the layer has widths {expected}: calibrate this model")
     return found

@@ -150,14 +150,7 @@ class Heads:
         squared norm is the mean square of its scores; without moments the rows do not change."""
         if moments is None:
             return query, key
-        widths = self.query.shape[2], self.key.shape[2]
-        if moments.widths != widths:
-            was = f"are of inputs of widths {moments.widths}"
-            refuse("moments", was, f"those of the layer are {widths}")
-        if not moments.count > 0:
-            refuse("moments", "are of no tokens", "add a batch with real tokens")
-        if not moments.finite:
-            refuse("moments", "hold NaN or infinity", "look for them in the calibration inputs")
+        moments.check((self.query.shape[2], self.key.shape[2]))
         return query @ moments.query_root, key @ moments.key_root
 
     def _content_weights(self, moments: Moments | None) -> Tensor:

@@ -36,9 +36,14 @@ class Sums:
         """Equal for moments that can be added."""
         return *self.query_outer.shape[:-1], self.key_outer.shape[-1]
 
-    @property
-    def finite(self) -> bool:
-        return all(bool(each.isfinite().all()) for each in (self.query_outer, self.key_outer))
+    def check(self, widths: tuple[int, ...], argument: str = "moments") -> None:
+        """Refuse moments of no tokens, of other widths, or that are not finite."""
+        if self.widths != widths:
+            refuse(argument, f"has widths {self.widths}", f"those of the layer are {widths}")
+        if not self.count > 0:
+            refuse(argument, "has no tokens", "add a batch with real tokens")
+        if not all(bool(each.isfinite().all()) for each in (self.query_outer, self.key_outer)):
+            refuse(argument, "holds NaN or infinity", "look for them in the batch and the weights")
 
     def __add__(self: _Own, other: _Own) -> _Own:
         if other.widths != self.widths:

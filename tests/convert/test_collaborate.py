@@ -17,10 +17,8 @@ from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.call import active_widths
-from heads_kernels.convert import Conversion, Curves, calibrate, collaborate, curves, plot
+from heads_kernels.convert import Conversion, Curves, collaborate, curves, plot
 from heads_kernels.convert.counts import Sizes
-from heads_kernels.convert.dims import allot
-from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import projected_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from tests.convert.converted_models import torch_encoder
@@ -158,16 +156,12 @@ def test_the_average_is_kept(name: str, method: str) -> None:
 def test_budget_of_error(method: str, calibrated: bool) -> None:
     model = build("bert")
     data = [batch(model)] if calibrated else None
-    heads = [read_heads(layer) for layer in projected_layers(model)]
-    moments: list[Any] = list(calibrate(model, data).values()) if calibrated else [None] * 2
-    spectra = [each.spectrum(own) for each, own in zip(heads, moments, strict=True)]
     found = collaborate(model, error=0.2, method=method, calibration=data)
+    squares = found.curves.squares
+    cuts = sum(q * e**2 for q, e in zip(squares, found.errors, strict=True))
+    assert found.error == pytest.approx(math.sqrt(cuts / sum(squares)))
     assert found.error <= 0.2
-    assert list(found.dims) == allot(heads, spectra, None, 0.2)
-    if method == "ragged":
-        cuts = sum(q * e**2 for q, e in zip(found.curves.squares, found.errors, strict=True))
-        assert found.error == pytest.approx(math.sqrt(cuts / sum(found.curves.squares)))
-        assert found.error > 0.17
+    assert method == "cp" or found.error > 0.17
 
 
 def test_ragged_heads_get_groups() -> None:

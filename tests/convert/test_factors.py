@@ -161,6 +161,11 @@ def test_errors_are_those_of_weights_and_scores(method: str) -> None:
     assert len(weights) == len(scores) == H * D + 1
     assert weights[0] == 1
     assert weights[-1] == scores[-1] == 0
+    assert heads.spectrum().square == pytest.approx(float(np.square(dense(heads)).sum()))
+    centred = torch.stack([scores_before(heads, x.flatten(0, 1), keys) for keys in y])
+    centred = centred - centred.mean(-1, keepdim=True)
+    square = float(centred.square().mean((0, 2, 3)).sum())
+    assert heads.scale**2 * heads.spectrum(moments).square == pytest.approx(square, rel=1e-4)
     for dim in range(1, H * D, 3):
         plain, calibrated = heads.fit(dim, method=method), heads.fit(dim, moments, method=method)
         assert plain.error == pytest.approx(relative(dense(heads), dense_after(plain)))
