@@ -216,9 +216,9 @@ def pooled(settings: Settings, attention: Any, share: float, *, values: bool) ->
 def score_error(moments: Any, kept: Tensor) -> float:
     """The relative error of the scores where the heads' keys are products of theirs with `kept`, `[..., H, H]`."""
     missing = torch.eye(kept.shape[-1], dtype=kept.dtype) - kept
-    missing = missing.to(moments.key.dtype)
-    key = missing @ moments.key @ missing.mT
-    lost = (moments.query * key.conj()).real.diagonal(dim1=1, dim2=2).sum()
+    missing = missing.to(moments.key_outer.dtype)
+    key = missing @ moments.key_outer @ missing.mT
+    lost = (moments.query_outer * key.conj()).real.diagonal(dim1=1, dim2=2).sum()
     return sqrt(float(lost / (2 * moments.count**2) / moments.squares.sum()))
 
 

@@ -28,7 +28,6 @@ from heads_kernels.convert.conversion import Conversion, Report, plot
 from heads_kernels.convert.curves import Curves, curves
 from heads_kernels.convert.heads import Factors, Heads
 from heads_kernels.convert.moments import Moments
-from heads_kernels.convert.rotary import RotaryFactors, RotaryHeads, RotaryMoments
 
 __all__ = [
     "Conversion",
@@ -37,9 +36,6 @@ __all__ = [
     "Heads",
     "Moments",
     "Report",
-    "RotaryFactors",
-    "RotaryHeads",
-    "RotaryMoments",
     "calibrate",
     "collaborate",
     "curves",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from operator import length_hint
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import refuse
 from heads_kernels.convert.install import prepare
-from heads_kernels.convert.moments import Moments
+from heads_kernels.convert.moments import Moments, Sums
 from heads_kernels.convert.rotary import AnyMoments, RotaryMoments
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.weights import ProjectedLayer
@@ -66,14 +66,12 @@ def moments_of(
     calibration: Iterable[Any] | Mapping[str, AnyMoments] | None,
     progress: bool,
 ) -> list[Any]:
-    """Moments of these layers: those that `calibrate` returned, or computed from batches; Nones without calibration.
-
-    Raises:
-        TypeError, ValueError: as `calibrate`; moments of a layer are missing, or have other input widths.
-    """
+    """Moments of these layers: those that `calibrate` returned, or computed from batches; Nones without calibration."""
     if calibration is None:
         return [None] * len(layers)
-    if isinstance(calibration, Mapping) and _all_moments(calibration):
+    if isinstance(calibration, Mapping) and all(
+        isinstance(each, Sums) for each in calibration.values()
+    ):
         if missing := [layer.name for layer in layers if layer.name not in calibration]:
             theirs, ours = (", ".join(map(repr, names)) for names in (calibration, missing))
             was = f"has moments of {theirs or 'no layer'}"
@@ -82,26 +80,38 @@ def moments_of(
     return list(_gathered(model, layers, calibration, progress).values())
 
 
-def _all_moments(calibration: Mapping[str, Any]) -> TypeGuard[Mapping[str, AnyMoments]]:
-    return all(isinstance(each, (Moments, RotaryMoments)) for each in calibration.values())
-
-
 def _gathered(
     model: nn.Module, layers: list[ProjectedLayer], data: Iterable[Any], progress: bool
 ) -> dict[str, AnyMoments]:
+    """All layers are observed: the rows of cross-attention are those of the self-attention before it."""
+    chosen = {layer.name: layer for layer in layers}
     sums: dict[str, Any] = {}
-    with evaluation(model), torch.no_grad():
+    inputs: dict[tuple[str, str], Tensor] = {}
+
+    def look(layer: AttentionLayer, call: AttentionCall) -> None:
+        if layer.name in chosen:
+            query, key = (inputs.pop((layer.name, role), None) for role in ("query", "key"))
+            found = _moments(chosen[layer.name], call, query, key)
+            sums[layer.name] = sums[layer.name] + found if layer.name in sums else found
+
+    there = [layer.name for layer in attention_layers(model) if layer.runs_operators]
+    with evaluation(model), torch.no_grad(), ExitStack() as block:
+        for layer in layers:
+            for role in ("query", "key"):
+                hook = partial(_keep, inputs, (layer.name, role))
+                handle = getattr(layer, role).linear.register_forward_pre_hook(hook)
+                block.callback(handle.remove)
+        block.enter_context(observe(model, look, there))
         batches = each_batch(data, "calibration")
         total = length_hint(data) or None
         for number, batch in enumerate(tracked(batches, "Calibration", progress, total)):
-            with _summed(model, layers) as found:
-                run(model, batch)
-            for name, moments in found.items():
-                if not all(bool(each.isfinite().all()) for each in moments.sums):
-                    was = f"gives layer {name!r} NaN or infinity in batch {number}"
-                    instead = "look for them in the batch and in the weights before the layer"
-                    refuse("calibration", was, instead)
-                sums[name] = sums[name] + moments if name in sums else moments
+            run(model, batch)
+            inputs.clear()
+            for name, moments in sums.items():
+                if moments.count > 0:
+                    moments.check(
+                        moments.widths, f"calibration of layer {name!r} in batch {number}"
+                    )
     return {layer.name: _fitting(layer, sums) for layer in layers}
 
 
@@ -117,34 +127,6 @@ def tracked(
     console = Console(stderr=True)
     hidden = not (shown and (console.is_terminal or console.is_jupyter))
     return track(items, title, total, console=console, transient=True, disable=hidden)
-
-
-@contextmanager
-def _summed(model: nn.Module, layers: list[ProjectedLayer]) -> Iterator[dict[str, AnyMoments]]:
-    """In this block the layers' moments are added up, by name.
-
-    All layers are observed: the rows of cross-attention are those of the self-attention before it.
-    """
-    chosen = {layer.name: layer for layer in layers}
-    sums: dict[str, Any] = {}
-    inputs: dict[tuple[str, str], Tensor] = {}
-
-    def look(layer: AttentionLayer, call: AttentionCall) -> None:
-        if layer.name not in chosen:
-            return
-        query, key = (inputs.pop((layer.name, role), None) for role in ("query", "key"))
-        found = _moments(chosen[layer.name], call, query, key)
-        sums[layer.name] = sums[layer.name] + found if layer.name in sums else found
-
-    with ExitStack() as block:
-        for layer in layers:
-            for role in ("query", "key"):
-                hook = partial(_keep, inputs, (layer.name, role))
-                handle = getattr(layer, role).linear.register_forward_pre_hook(hook)
-                block.callback(handle.remove)
-        there = [layer.name for layer in attention_layers(model) if layer.runs_operators]
-        block.enter_context(observe(model, look, there))
-        yield sums
 
 
 def _keep(inputs: dict[Any, Tensor], place: Any, module: nn.Module, arguments: Any) -> None:
@@ -183,16 +165,14 @@ def _moments(
 
 def _fitting(layer: ProjectedLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:
     """Those of this layer."""
-    if layer.name not in moments or not moments[layer.name].count > 0:
+    if layer.name not in moments:
         refuse("calibration", f"brings no token to {layer}", "add batches that do, or leave it out")
     found = moments[layer.name]
-    if not found.sums[1].any():
+    widths: tuple[int, ...] = (layer.query.inputs, layer.key.inputs)
+    if layer.layout.rotary:
+        widths = (layer.head_dim // 2, layer.num_heads, layer.num_heads)
+    found.check(widths, f"calibration of {layer}")
+    if not found.key_outer.any():
         was = f"has keys of {layer} that never vary within what a row sees"
         refuse("calibration", was, "add batches of longer sentences, or leave the layer out")
-    expected: tuple[int, int] = (layer.query.inputs, layer.key.inputs)
-    if layer.layout.rotary:
-        expected = (layer.num_heads, layer.head_dim // 2)
-    if found.widths != expected:
-        was = f"has moments of widths {found.widths} for {layer}"
-        refuse("calibration", was, f"the layer has widths {expected}: calibrate this model")
     return found

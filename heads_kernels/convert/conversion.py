@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+#: Below it a relative error is rounding: of a difference of squares in float64, and of weights in float32.
+_ROUNDING: Final = 1e-7
+
+
 @dataclass(frozen=True)
 class Report:
     """One layer before and after.
@@ -23,7 +27,7 @@ class Report:
         dim: Ds.
         features: number of features that each head uses.
         executed_features: features that the scores of all heads use, in whole chunks; `H D` before conversion.
-        weight_error, score_error: `Heads.error` without moments and with them; `score_error` is None without moments.
+        error: relative error of the scores on the calibration inputs, or of the weights without calibration.
         parameters_before, parameters: of queries and keys, content weights and mixing.
         length: input length for which FLOPs are counted.
         flops_before, flops: of the forward pass of its self-attention, 2 per multiply-add, with values as wide as keys;
@@ -35,8 +39,7 @@ class Report:
     dim: int
     features: tuple[int, ...]
     executed_features: int
-    weight_error: float
-    score_error: float | None
+    error: float
     parameters_before: int
     parameters: int
     length: int
@@ -45,24 +48,15 @@ class Report:
     break_even: float
 
     @classmethod
-    def of(
-        cls,
-        heads: Any,
-        factors: Any,
-        moments: Any = None,
-        *,
-        Hk: int | None = None,
-        length: int = 128,
-    ) -> Report:
-        """The report of `factors` of `heads`, with errors under `moments`; Hk key heads, None means H."""
+    def of(cls, heads: Any, factors: Any, *, Hk: int | None = None, length: int = 128) -> Report:
+        """The report of `factors` of `heads`; Hk key heads, None means H."""
         sizes = replace(heads.sizes, Hk=Hk)
         Ds, used = factors.dim, factors.executed_features
         return cls(
             dim=Ds,
             features=tuple(factors.features),
             executed_features=used,
-            weight_error=heads.error(factors),
-            score_error=None if moments is None else heads.error(factors, moments),
+            error=factors.error,
             parameters_before=sizes.parameters(),
             parameters=sizes.parameters(Ds),
             length=length,
@@ -71,10 +65,24 @@ class Report:
             break_even=sizes.break_even(Ds, used),
         )
 
+    @property
+    def exact(self) -> bool:
+        """Whether the layer computes the same as before, up to rounding of its weights."""
+        return self.error < _ROUNDING
 
-#: A relative error that is nothing but rounding in float64, also of moments whose smallest directions weigh a
-#: thousandth of the largest.
-_ROUNDING: Final = 1e-9
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Of the table, with the number of features per head, or its range."""
+        fewest, most = min(self.features), max(self.features)
+        return (
+            str(self.dim),
+            str(most) if fewest == most else f"{fewest} to {most}",
+            str(self.executed_features),
+            "exact" if self.exact else f"{self.error:.3f}",
+            f"{self.parameters_before:,} -> {self.parameters:,}",
+            f"{self.flops_before / 1e6:.1f} -> {self.flops / 1e6:.1f}",
+            "always" if math.isinf(self.break_even) else f"{self.break_even:.0f}",
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -102,17 +110,9 @@ class Conversion:
         return tuple(report.dim for report in self.reports)
 
     @property
-    def exact(self) -> tuple[bool, ...]:
-        """Whether each layer computes the same as before, up to rounding of its weights."""
-        return tuple(report.weight_error < _ROUNDING for report in self.reports)
-
-    @property
     def errors(self) -> tuple[float, ...]:
         """Relative error of the scores of each layer, or of the weights without calibration."""
-        return tuple(
-            report.weight_error if report.score_error is None else report.score_error
-            for report in self.reports
-        )
+        return tuple(report.error for report in self.reports)
 
     @property
     def error(self) -> float:
@@ -131,8 +131,7 @@ class Conversion:
         return sum(report.flops for report in self.reports)
 
     def __repr__(self) -> str:
-        length = self.reports[0].length
-        flops = f"MFLOPs at T = {length}"
+        flops = f"MFLOPs at T = {self.reports[0].length}"
         header = (
             "layer",
             "Ds",
@@ -143,29 +142,13 @@ class Conversion:
             flops,
             "fewer below T",
         )
-        rows = [header, *map(_row, self.layers, self.reports, self.exact, self.errors)]
-        of = "weights" if self.reports[0].score_error is None else "scores"
+        rows = [(name, *report.row) for name, report in zip(self.layers, self.reports, strict=True)]
         parameters = f"{self.parameters_before:,} -> {self.parameters:,}"
         spent = f"{self.flops_before / 1e6:.1f} -> {self.flops / 1e6:.1f}"
         return (
-            f"{text_table(rows, left=1)}\n{self.method}, all layers: relative error of the {of} "
+            f"{text_table([header, *rows], left=1)}\n{self.method}, all layers: relative error "
             f"{self.error:.3f}, {flops} {spent}\nparameters of the model: {parameters}"
         )
-
-
-def _row(name: str, report: Report, exact: bool, error: float) -> tuple[str, ...]:
-    """A row of the table, with the number of features per head, or its range."""
-    fewest, most = min(report.features), max(report.features)
-    return (
-        name,
-        str(report.dim),
-        str(most) if fewest == most else f"{fewest} to {most}",
-        str(report.executed_features),
-        "exact" if exact else f"{error:.3f}",
-        f"{report.parameters_before:,} -> {report.parameters:,}",
-        f"{report.flops_before / 1e6:.1f} -> {report.flops / 1e6:.1f}",
-        "always" if math.isinf(report.break_even) else f"{report.break_even:.0f}",
-    )
 
 
 def plot(shown: Curves | Conversion) -> Figure:
@@ -173,8 +156,7 @@ def plot(shown: Curves | Conversion) -> Figure:
 
     The first panel shows the relative errors (`Curves.errors`), with a dot for each converted layer, below
     its curve if features are shared (`cp`). The second shows the captured energy of `W_Q^T W_K` over its dimensions
-    (Cordonnier et al. 2020, figure 1), of all heads together and the mean of single heads. The third, for a
-    conversion, shows the features of every layer next to the number with which it would be exact.
+    (Cordonnier et al. 2020, figure 1), of all heads together and the mean of single heads.
 
     Args:
         shown: the result of `curves` or `collaborate`.
@@ -194,17 +176,16 @@ def plot(shown: Curves | Conversion) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("hk.convert.plot needs matplotlib: pip install matplotlib") from error
-    conversion = shown if isinstance(shown, Conversion) else None
     curves = shown.curves if isinstance(shown, Conversion) else shown
     count = len(curves.layers)
     colors = [colormaps["viridis"](0.9 * place / max(1, count - 1)) for place in range(count)]
-    panels = 2 if conversion is None else 3
-    figure = Figure(figsize=(4.2 * panels, 3.8), layout="constrained")
-    axes = figure.subplots(1, panels)
+    figure = Figure(figsize=(8.4, 3.8), layout="constrained")
+    axes = figure.subplots(1, 2)
     _draw_errors(axes[0], curves, colors)
     _draw_energy(axes[1], curves, colors)
-    if conversion is not None:
-        _draw_choice(axes[0], axes[2], conversion, colors)
+    if isinstance(shown, Conversion):
+        for report, color in zip(shown.reports, colors, strict=True):
+            axes[0].plot(report.dim, report.error, "o", color=color)
     for each in axes:
         each.grid(alpha=0.3)
         each.set_axisbelow(True)
@@ -233,15 +214,3 @@ def _draw_energy(axes: Any, curves: Curves, colors: list[Any]) -> None:
     axes.set(title="captured energy", xlabel="share of the dimensions", ylim=(0, 1.02))
     if any(curves.energy):
         axes.legend(frameon=False)
-
-
-def _draw_choice(errors: Any, axes: Any, conversion: Conversion, colors: list[Any]) -> None:
-    """A dot for every layer among the errors, and its features as bars."""
-    for dim, error, color in zip(conversion.dims, conversion.errors, colors, strict=True):
-        errors.plot(dim, error, "o", color=color)
-    places = range(len(colors))
-    whole = [int((curve > 1e-9).sum()) for curve in conversion.curves.errors]
-    axes.bar(places, whole, color="0.9")
-    axes.bar(places, conversion.dims, color=colors)
-    title = f"{sum(conversion.dims)} of {sum(whole)} features"
-    axes.set(title=title, xlabel="layer", ylabel="features")

@@ -39,10 +39,7 @@ class CapturedEnergy:
 
 
 def captured_energy(heads: Heads) -> CapturedEnergy:
-    """The curves of figure 1 of Cordonnier et al. 2020: single heads are near full rank, all together are not.
-
-    Without calibration: how well a conversion does with so many features, `Curves.errors` says.
-    """
+    """The curves of figure 1 of Cordonnier et al. 2020: single heads are near full rank, all together are not."""
     return CapturedEnergy(
         *_curves(heads.query, heads.key),
         *_curves(heads.query.flatten(0, 1), heads.key.flatten(0, 1)),
@@ -71,9 +68,7 @@ class Curves:
             calibration. It is that of `"ragged"`, and that of `"cp"` is below it; after a conversion with `"cp"` that
             of a layer with rotary positions is the least that any shared features could have.
         squares: per layer, the mean square of the scores of all heads, scale included, that the error is relative to.
-        energy: per layer, the `CapturedEnergy` of the weights: the shares of the squared singular values that the
-            first dimensions hold, of single heads (`query`, `key` and their `product`) and of all together
-            (`stacked_query`, ...); None with rotary positions.
+        energy: per layer, the `CapturedEnergy` of the weights; None with rotary positions.
     """
 
     layers: tuple[str, ...]

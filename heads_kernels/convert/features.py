@@ -9,21 +9,9 @@ import torch
 from torch import Tensor
 
 from heads_kernels.call import MIXING_CHUNK, active_widths
-from heads_kernels.checks import check_size, refuse
+from heads_kernels.checks import check_scale, check_tensor, refuse, shape_of
 
 METHODS: Final = ("cp", "ragged")
-
-
-def check_fit(dim: int, method: str, iterations: int) -> None:
-    """Refuse arguments of `fit` that are invalid."""
-    check_size("dim", dim)
-    check_method(method)
-    check_size("iterations", iterations)
-
-
-def check_method(method: str) -> None:
-    if method not in METHODS:
-        refuse("method", f"is {method!r}", f"use one of {', '.join(map(repr, METHODS))}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,43 +21,61 @@ class Spectrum:
     Attributes:
         values: `[H, R]`, by group and descending: a squared value is what a feature adds to the sum of squares of the
             weights of the scores, or with moments to their mean square, before the scale.
+            0 where it is no more than rounding.
         content: the sum of squares of the heads' content weights, whitened.
-        ranks: `[H]`: number of features with which a group is exact: values above rounding.
     """
 
     values: Tensor
     content: float
-    ranks: Tensor
 
     @property
     def rank(self) -> int:
         """Number of features with which the scores of all heads are exact."""
-        return int(self.ranks.sum())
+        return int(self.values.count_nonzero())
 
     @property
     def square(self) -> float:
         """That of the scores of all heads, before the scale."""
         return float(self.values.square().sum()) + self.content
 
-    def cut(self, dim: int) -> float:
-        """Squared error of the products with the `dim` most important features."""
-        return float(self._cuts()[min(dim, self.values.numel())])
+    def largest(self, dim: int, multiple: int = 1) -> Tensor:
+        """int64 `[H]`: how many of the `dim` most important features each group has, `multiple` of them at a time.
+
+        The last of a group may be fewer. At least one feature is kept in total.
+        """
+        squares = self.values.square()
+        squares = torch.nn.functional.pad(squares, (0, -squares.shape[1] % multiple))
+        parts = squares.view(len(squares), -1, multiple)  # [H, parts, multiple]
+        sizes = parts.count_nonzero(2).flatten()
+        order = (parts.sum(2).flatten() / sizes.clamp(min=1)).argsort(descending=True, stable=True)
+        taken = order[sizes[order].cumsum(0) <= dim]
+        counts = sizes.new_zeros(len(parts)).index_add(0, taken // parts.shape[1], sizes[taken])
+        counts[0] += multiple * (not counts.any())
+        return counts
+
+    def cut(self, counts: Tensor) -> float:
+        """What is lost of the square with so many features of each group."""
+        places = torch.arange(self.values.shape[1], device=self.values.device)
+        return float((self.values.square() * (places >= counts[:, None])).sum())
 
     def errors(self) -> Tensor:
         """`[H R + 1]`: relative error of the scores with the 0, 1, ... most important features."""
-        cuts = self._cuts()
+        rising = self.values.flatten().sort().values.square().cumsum(0)
+        cuts = torch.cat([rising.flip(0), rising.new_zeros(1)])
         whole = (cuts[0] + self.content).clamp(min=torch.finfo(cuts.dtype).tiny)
         return (cuts / whole).sqrt()
 
-    def _cuts(self) -> Tensor:
-        rising = self.values.flatten().sort().values.square().cumsum(0)
-        return torch.cat([rising.flip(0), rising.new_zeros(1)])
 
-
+@dataclass(frozen=True, eq=False)
 class SharedFeatures:
-    """What factors tell of their `mixing` `[H, R]`, each column of which weighs `group` features."""
+    """The projections of a collaborative layer, float64; each column of `mixing` weighs `group` features."""
 
+    query: Tensor
+    key: Tensor
     mixing: Tensor
+    scale: float
+    error: float
+    #: Features that come together.
     group: ClassVar[int] = 1
 
     @property
@@ -87,6 +93,28 @@ class SharedFeatures:
     def executed_features(self) -> int:
         """Features that the scores of all heads use, in whole chunks."""
         return int(active_widths(self.mixing.repeat_interleave(self.group, 1)).sum())
+
+
+def parse_weights(
+    query: Tensor, key: Tensor, scale: float, query_bias: Tensor | None, key_bias: Tensor | None
+) -> list[Tensor | None]:
+    """The query, key and biases of heads, checked, in float64 and without gradient."""
+    check_scale(scale, 1)
+    given = {"query": query, "key": key, "query_bias": query_bias, "key_bias": key_bias}
+    found: list[Tensor | None] = []
+    for name, tensor in given.items():
+        if tensor is None:
+            found.append(None)
+            continue
+        form, rank = ("[H, D]", 2) if "bias" in name else ("[H, D, inputs]", 3)
+        check_tensor(name, tensor, f"pass a floating tensor {form}", (rank,))
+        if not tensor.numel() or tensor.shape[:2] != query.shape[:2]:
+            instead = f"[H, D] of query are {list(query.shape[:2])}; repeat keys that heads share"
+            refuse(name, f"has shape {shape_of(tensor)}", instead)
+        if not bool(torch.isfinite(tensor).all()):
+            refuse(name, "holds NaN or infinity", "correct these weights, or leave the layer out")
+        found.append(tensor.detach().double())
+    return found
 
 
 def chunked(counts: list[int], chunk: int = MIXING_CHUNK) -> list[int]:
@@ -111,13 +139,13 @@ def chunked(counts: list[int], chunk: int = MIXING_CHUNK) -> list[int]:
     return order
 
 
-def separate(counts: list[int], chunk: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def separate(counts: Tensor, chunk: int = MIXING_CHUNK) -> tuple[Tensor, Tensor, Tensor]:
     """So many features of each head, which no other head uses, in the order of `chunked`.
 
     Returns:
         int64 `[R]` the head of each, and which of its head's features it is; mixing `[H, R]`, 1 for its head.
     """
-    owner = torch.tensor(chunked(counts, chunk), device=device)
+    owner = torch.tensor(chunked(counts.tolist(), chunk), device=counts.device)
     own = torch.nn.functional.one_hot(owner, len(counts)).T
     return owner, (own.cumsum(1) * own).sum(0) - 1, own.double()
 
@@ -136,7 +164,5 @@ def balanced(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor
 
 
 def ratio(cut: float, whole: float) -> float:
-    """The relative error of these squares: 0 where there was nothing and nothing was made of it."""
-    if whole == 0:
-        return 0.0 if cut == 0 else float("inf")
-    return float((cut / whole) ** 0.5)
+    """The relative error of these squares; nothing is exact of nothing."""
+    return (cut / whole) ** 0.5 if cut > 0 else 0.0

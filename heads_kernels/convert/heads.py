@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from heads_kernels.call import MIXING_CHUNK
-from heads_kernels.checks import refuse
+from heads_kernels.checks import check_choice, check_size, refuse
 from heads_kernels.convert.counts import Sizes
 from heads_kernels.convert.features import (
+    METHODS,
     SharedFeatures,
     Spectrum,
     balanced,
-    check_fit,
-    check_method,
+    parse_weights,
     ratio,
     separate,
 )
@@ -45,8 +43,7 @@ class Heads:
         query_bias: `[H, D]`, or None.
 
     Raises:
-        TypeError, ValueError: a tensor is not floating, does not fit the others or is not finite; `scale` is not a
-            finite number other than 0.
+        TypeError, ValueError: a tensor is not floating, does not fit the others or is not finite; so is `scale`.
     """
 
     query: Tensor
@@ -58,8 +55,8 @@ class Heads:
     group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        query, key, bias, _ = parse_weights(self.query, self.key, self.scale, self.query_bias)
-        for name, tensor in (("query", query), ("key", key), ("query_bias", bias)):
+        found = parse_weights(self.query, self.key, self.scale, self.query_bias, None)
+        for name, tensor in zip(("query", "key", "query_bias"), found, strict=False):
             object.__setattr__(self, name, tensor)
 
     @property
@@ -74,19 +71,19 @@ class Heads:
         `spectrum.errors()` is the relative error for `dim` 0 to R, where R is at most `H D`: that of the weights, or
         with moments that of the scores.
         """
-        check_method(method)
+        check_choice("method", method, METHODS)
         # Through a QR of either thin factor no product of the inputs' widths is built. With W_Q R = U_q R_q and
         # W_K R = U_k R_k (transposed), the product is U_q (A S B^T) U_k^T, and R_q^T A S^-1 needs no inverse: it is
         # R_k^T B of the other side.
         query, key = self._whiten(moments, self.query, self.key)
         query_r, key_r = (torch.linalg.qr(x.mT, mode="r").R for x in (query, key))
         left, values, right = torch.linalg.svd(query_r @ key_r.mT, full_matrices=False)
+        floor = values.max() * self.query.shape[1] * torch.finfo(values.dtype).eps
+        values = values.where(values > floor, 0.0)
         content = 0.0
         if moments is not None:
             content = float((self._content_weights(moments) @ moments.key_root).square().sum())
-        floor = values.max() * self.query.shape[1] * torch.finfo(values.dtype).eps
-        ranks = (values > floor).sum(1)
-        return HeadSpectrum(values, content, ranks, right @ key_r, left.mT @ query_r)
+        return HeadSpectrum(values, content, right @ key_r, left.mT @ query_r)
 
     def fit(
         self,
@@ -94,7 +91,6 @@ class Heads:
         moments: Moments | None = None,
         *,
         method: str = "cp",
-        iterations: int = 100,
         multiple: int = 1,
         spectrum: HeadSpectrum | None = None,
     ) -> Factors:
@@ -117,84 +113,44 @@ class Heads:
                 many features, and those of `"ragged"`.
             moments: of the inputs of queries and keys; None weights all weights equally.
             method: "cp" or "ragged".
-            iterations: maximum number of iterations of `"cp"`.
             multiple: with `"ragged"` heads get features in groups of this size, at most `dim`. With 1 the error is the
                 smallest for its `dim`; with 16, the chunk of the operator, the smallest for its FLOPs.
             spectrum: that of these moments, if already computed.
 
-        Returns:
-            The same numbers in every call.
-
         Raises:
             TypeError, ValueError: an argument is invalid, or moments do not fit the heads.
         """
-        check_fit(dim, method, iterations)
+        check_size("dim", dim)
+        check_choice("method", method, METHODS)
         if not 1 <= multiple <= dim:
             refuse("multiple", f"is {multiple}", f"pass 1 to {dim}, which is dim")
         spectrum = self.spectrum(moments) if spectrum is None else spectrum
-        if method == "cp":
-            if dim < spectrum.rank:
-                products = self._products(moments)
-                fit = products.fit(spectrum.noisy_features(dim), iterations)
-                if fit.cut <= spectrum.cut(dim):
-                    query, key = (
-                        coefficients.T @ own.flatten(0, 1)
-                        for coefficients, own in ((fit.query, self.query), (fit.key, self.key))
-                    )
-                    return self._factors(moments, query, key, fit.mixing)
-            multiple = 1
-        owner, query, key, mixing = spectrum.own_features(spectrum.largest(dim, multiple))
+        counts = spectrum.largest(dim, 1 if method == "cp" else multiple)
+        cut = spectrum.cut(counts)
+        if method == "cp" and dim < spectrum.rank:
+            rows = self._whiten(moments, self.query.flatten(0, 1), self.key.flatten(0, 1))
+            query, key = (each @ each.T for each in rows)
+            whole = spectrum.square - spectrum.content
+            products = Products(query, key, len(self.query), whole, ridge=1e-12)
+            fit = products.fit(spectrum.noisy_features(counts))
+            if fit.cut <= cut:
+                query, key = (
+                    coefficients.T @ own.flatten(0, 1)
+                    for coefficients, own in ((fit.query, self.query), (fit.key, self.key))
+                )
+                error = ratio(fit.cut, spectrum.square)
+                return self._factors(moments, query, key, fit.mixing, error)
+        owner, query, key, mixing = spectrum.own_features(counts)
         query = torch.einsum("nd,nde->ne", query, self.query[owner])
         key = torch.einsum("nd,nde->ne", key, self.key[owner])
-        return self._factors(moments, query, key, mixing)
-
-    def error(self, factors: Factors, moments: Moments | None = None) -> float:
-        """The relative error of factors of these heads.
-
-        Without moments that of the weights, `||T - T~|| / ||T||` over all heads, where `T_h = W_Q^hT W_K^h`; biases do
-        not count. With moments the root mean square of what scores are off by, relative to the scores, both without
-        what a whole row shares, for queries' inputs that are independent of the keys'.
-        """
-        # In closed form: |C_q^1/2 (T_h - T~_h) C_k^1/2|^2 and the square of the content weights at the mean query.
-        expected = [len(self.query), self.query.shape[2], self.key.shape[2]]
-        found = [len(factors.mixing), factors.query.shape[1], factors.key.shape[1]]
-        if found != expected:
-            was = f"have [H, D_in, D_in_k] = {found}"
-            refuse("factors", was, f"those of the heads have {expected}")
-        query, key = self._whiten(moments, self.query, self.key)
-        shared_query, shared_key = self._whiten(moments, factors.query, factors.key)
-        cut = whole = 0.0
-        for own_query, own_key, mixing in zip(query, key, factors.mixing, strict=True):
-            product = own_query.T @ own_key
-            used = mixing != 0
-            whole += float(product.square().sum())
-            mixed = shared_query[used] * mixing[used, None]
-            cut += float(torch.addmm(product, mixed.T, shared_key[used], alpha=-1).square().sum())
-        if moments is not None:
-            content = self._content_weights(moments)
-            mean = factors.query @ moments.query_mean
-            scored = factors.content + (factors.mixing * mean) @ factors.key
-            cut += float(((content - scored) @ moments.key_root).square().sum())
-            whole += float((content @ moments.key_root).square().sum())
-        return ratio(cut, whole)
+        return self._factors(moments, query, key, mixing, ratio(cut, spectrum.square))
 
     def _whiten(self, moments: Moments | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Weight rows `[..., D_in]` and `[..., D_in_k]` for uncorrelated inputs of variance 1, for which a product's
-        squared norm is the mean square of its scores; without moments the rows do not change.
-
-        Raises:
-            ValueError: the moments have no tokens, other widths or are not finite.
-        """
+        squared norm is the mean square of its scores; without moments the rows do not change."""
         if moments is None:
             return query, key
-        widths = self.query.shape[2], self.key.shape[2]
-        if moments.widths != widths:
-            was = f"are of inputs of widths {moments.widths}"
-            refuse("moments", was, f"those of the layer are {widths}")
-        if not moments.count > 0:
-            refuse("moments", "are of no tokens", "add a batch with real tokens")
-        if not all(bool(each.isfinite().all()) for each in moments.sums):
-            refuse("moments", "hold NaN or infinity", "look for them in the calibration inputs")
+        moments.check((self.query.shape[2], self.key.shape[2]))
         return query @ moments.query_root, key @ moments.key_root
 
     def _content_weights(self, moments: Moments | None) -> Tensor:
@@ -209,15 +165,8 @@ class Heads:
             mean_query = mean_query + self.query @ moments.query_mean
         return torch.einsum("hd,hde->he", mean_query, self.key)
 
-    def _products(self, moments: Moments | None) -> Products:
-        rows = self._whiten(moments, self.query.flatten(0, 1), self.key.flatten(0, 1))
-        query, key = (x @ x.T for x in rows)
-        H, D = self.query.shape[:2]
-        whole = float((query * key).view(H, D, H, D).diagonal(dim1=0, dim2=2).sum())
-        return Products(query, key, H, whole, ridge=1e-12)
-
     def _factors(
-        self, moments: Moments | None, query: Tensor, key: Tensor, mixing: Tensor
+        self, moments: Moments | None, query: Tensor, key: Tensor, mixing: Tensor, error: float
     ) -> Factors:
         """What the features miss of the mean of the queries' inputs is in `content`, so the mean query scores what it
         scored."""
@@ -225,7 +174,7 @@ class Heads:
         content = self._content_weights(moments)
         if moments is not None:
             content = content - (mixing * (query @ moments.query_mean)) @ key
-        return Factors(query, key, mixing, content, self.scale)
+        return Factors(query, key, mixing, self.scale, error, content)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,33 +191,17 @@ class HeadSpectrum(Spectrum):
     query: Tensor
     key: Tensor
 
-    def largest(self, dim: int, multiple: int = 1) -> list[int]:
-        """How many of the `dim` most important features each head has, in groups of `multiple`.
-
-        The last group of a head may be smaller. At least one feature is kept in total.
-        """
-        places = torch.arange(self.values.shape[1], device=self.values.device)
-        squares = self.values.square() * (places < self.ranks[:, None])
-        squares = torch.nn.functional.pad(squares, (0, -len(places) % multiple))
-        groups = squares.reshape(len(squares), -1, multiple)  # [H, groups, multiple]
-        sizes = groups.count_nonzero(2).flatten()
-        order = (groups.sum(2).flatten() / sizes.clamp(min=1)).argsort(descending=True, stable=True)
-        taken = order[sizes[order].cumsum(0) <= dim]
-        head = taken // groups.shape[1]
-        counts: list[int] = sizes.new_zeros(len(groups)).index_add_(0, head, sizes[taken]).tolist()
-        return counts if any(counts) else [1, *counts[1:]]
-
-    def own_features(self, counts: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def own_features(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """So many features of each head, its best: the heads `[Ds]` that they belong to, query and key `[Ds, D]` over
         the head's own weights, and mixing `[H, Ds]`."""
-        owner, place, mixing = separate(counts, MIXING_CHUNK, self.values.device)
+        owner, place, mixing = separate(counts)
         values = self.values[owner, place]
         weight = torch.where(values > 0, values, torch.inf).rsqrt()[:, None]
         return owner, self.query[owner, place] * weight, self.key[owner, place] * weight, mixing
 
-    def noisy_features(self, dim: int) -> tuple[Tensor, Tensor]:
-        """The features of "ragged" with noise, as coefficients `[H D, Ds]` over the weights of all heads."""
-        _, query, key, mixing = self.own_features(self.largest(dim))
+    def noisy_features(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """`own_features` with noise, as coefficients `[H D, Ds]` over the weights of all heads."""
+        _, query, key, mixing = self.own_features(counts)
         generator = torch.Generator().manual_seed(0)
 
         def noisy(own: Tensor) -> Tensor:
@@ -291,51 +224,13 @@ class Factors(SharedFeatures):
         query: `[Ds, D_in]`, shared by all heads, without bias.
         key: `[Ds, D_in_k]`, without bias.
         mixing: `[H, Ds]`; the largest entry of a feature is 1, and its rows of `query` and `key` have equal norms.
-        content: `[H, D_in_k]`: `content_bias` of the operator is `content` times the keys' inputs.
         scale: that of the original layer.
+        error: root mean square of what the scores are off by, relative to the scores, both without what a whole row
+            shares, for the moments of `fit`; without moments `||T - T~|| / ||T||` over all heads, where
+            `T_h = W_Q^hT W_K^h`.
+        content: `[H, D_in_k]`: `content_bias` of the operator is `content` times the keys' inputs.
         dim, features, executed_features: Ds; how many features each head uses; how many the scores of all heads use, in
             whole chunks.
     """
 
-    query: Tensor
-    key: Tensor
-    mixing: Tensor
     content: Tensor
-    scale: float
-
-
-def parse_weights(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    query_bias: Tensor | None = None,
-    key_bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The weights and biases of heads, checked, in float64 and without gradient."""
-    query = _floating("query", query, "[H, D, D_in]", 3)
-    key = _floating("key", key, "[H, D, D_in_k]", 3)
-    H, D = query.shape[:2]
-    if key.shape[:2] != (H, D):
-        was = f"has {key.shape[0]} heads of width {key.shape[1]}"
-        refuse("key", was, f"query has {H} of width {D}; repeat keys that heads share")
-    biases = []
-    for name, bias in (("query_bias", query_bias), ("key_bias", key_bias)):
-        if bias is not None:
-            bias = _floating(name, bias, "[H, D]", 2)
-            if bias.shape != (H, D):
-                refuse(name, f"has shape {list(bias.shape)}", f"pass [H, D] = [{H}, {D}]")
-        biases.append(bias)
-    if not math.isfinite(scale) or scale == 0:
-        refuse("scale", f"is {scale}", "pass the factor of the layer's scores")
-    return query, key, biases[0], biases[1]
-
-
-def _floating(name: str, tensor: Tensor, form: str, rank: int) -> Tensor:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        was = f"has dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"is {tensor!r}"
-        refuse(name, was, f"pass a floating tensor {form}", TypeError)
-    if tensor.dim() != rank or tensor.numel() == 0:
-        refuse(name, f"has shape {list(tensor.shape)}", f"pass {form}")
-    if not bool(torch.isfinite(tensor).all()):
-        refuse(name, "holds NaN or infinity", "correct these weights, or leave the layer out")
-    return tensor.detach().double()

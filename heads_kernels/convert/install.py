@@ -16,20 +16,12 @@ from heads_kernels.heads.reshape import check_can_share, check_has_products, sha
 from heads_kernels.heads.weights import ProjectedLayer, Projection, is_transposed
 
 
-def prepare(
-    model: nn.Module, layers: Iterable[int | str] | None, argument: str = "layers"
-) -> list[ProjectedLayer]:
-    """The layers to convert, in the given order. transformers models that contain them run on the operators afterwards.
+def prepare(model: nn.Module, layers: Iterable[int | str] | None) -> list[ProjectedLayer]:
+    """The layers to convert, in the given order; all that have heads for None, none that cannot be converted.
 
-    Args:
-        model: contains the layers, and is not a layer itself.
-        layers: indices or names of `attention_layers(model)`; None means all that have heads.
-        argument: the name of `layers` in errors.
-
-    Raises:
-        TypeError, ValueError: a layer does not exist, is named twice or cannot be converted; there is no layer.
+    transformers models that contain them run on the operators afterwards.
     """
-    named = choose_layers(attention_layers(model), layers, argument)
+    named = choose_layers(attention_layers(model), layers, "layers")
     _use(model, named)
     chosen = with_projections(model, named)
     if layers is None:
@@ -57,48 +49,36 @@ def _use(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
 
 
 def read_heads(layer: ProjectedLayer) -> AnyHeads:
-    """The query and key projections of a layer, float64, on the device of its weights.
+    """The query and key projections of a layer that has products, float64, on the device of its weights.
 
     Projections may be `nn.Linear`, transformers' `Conv1D`, or fused. Keys that several heads share are repeated.
-
-    Returns:
-        `Heads`; `RotaryHeads` of a layer with rotary positions.
-
-    Raises:
-        ValueError: the scores are not products of weights (norms of queries and keys); the layer is collaborative
-            already, has no heads left, or has logits of an output gate among the rows of its queries; weights are
-            packed or not finite.
     """
     check_has_products(layer)
     assert layer.scale is not None
     group = layer.num_heads // layer.num_key_heads
-    query, key = _rows(layer.query), _rows(layer.key).repeat_interleave(group, 0)
-    query_bias = _bias(layer.query)
+    query, query_bias = _by_head(layer.query)
+    key, key_bias = _by_head(layer.key, group)
+    assert query is not None
+    assert key is not None
     try:
         if layer.layout.rotary:
-            key_bias = _bias(layer.key)
-            if key_bias is not None:
-                key_bias = key_bias.repeat_interleave(group, 0)
             return RotaryHeads.of(query, key, layer.scale, query_bias, key_bias)
         return Heads(query, key, layer.scale, query_bias)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{layer}: {error}") from None
 
 
-def _rows(projection: Projection) -> Tensor:
-    """`[heads, width, D_in]`."""
+def _by_head(projection: Projection, repeats: int = 1) -> list[Tensor | None]:
+    """Weight `[heads, width, D_in]` and bias `[heads, width]`, each head so many times."""
     linear = projection.linear
-    weight: Tensor = linear.weight.T if is_transposed(linear) else linear.weight
-    rows = weight[projection.features(range(projection.heads))]
-    return rows.view(projection.heads, projection.width, -1)
-
-
-def _bias(projection: Projection) -> Tensor | None:
-    """`[heads, width]`."""
-    bias: Tensor | None = projection.linear.bias
-    if bias is None:
-        return None
-    return bias[projection.features(range(projection.heads))].view(projection.heads, -1)
+    weight = linear.weight.T if is_transposed(linear) else linear.weight
+    rows = projection.features(range(projection.heads))
+    return [
+        None
+        if each is None
+        else each[rows].view(projection.heads, -1, *each.shape[1:]).repeat_interleave(repeats, 0)
+        for each in (weight, linear.bias)
+    ]
 
 
 def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, ragged: bool) -> None:
@@ -106,12 +86,7 @@ def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, rag
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
     of transformers keeps its forward: its query and key become `SharedProjection`s, the module gets `mixing`, and the
-    attention function uses them. Its cache then keeps one key and H content biases per token instead of H keys.
-    Values, output, gates, scale, dropout and other attributes are kept. The new parameters have the dtype, device and
-    `requires_grad` of the old projections.
-
-    Args:
-        ragged: whether entries of mixing that are 0 stay 0 in training, and cost nothing.
+    attention function uses them. With `ragged`, entries of mixing that are 0 stay 0 in training, and cost nothing.
     """
     if isinstance(factors, RotaryFactors):
         places, slots = factors.places(layer.head_dim // 2)

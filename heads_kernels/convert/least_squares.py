@@ -9,6 +9,7 @@ from torch import Tensor
 
 #: A step without momentum that reduces the error by less than this share is the last.
 _TOLERANCE = 1e-4
+_ITERATIONS = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +24,6 @@ class Fit:
     scored: Tensor
     mixing: Tensor
     cut: float
-
-    @property
-    def open(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The start of the next sweep."""
-        return self.key, self.scored, self.mixing
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,22 +45,25 @@ class Products:
     whole: float
     ridge: float
 
-    def fit(self, start: tuple[Tensor, Tensor], iterations: int) -> Fit:
-        """The best features from these coefficients of queries and keys on, at most so many sweeps later.
+    def fit(self, start: tuple[Tensor, Tensor]) -> Fit:
+        """The best features from these coefficients of queries and keys on.
 
         Sweeps have Nesterov's momentum, which starts anew after one that gained little or is undone.
         """
         query, asked = _unit(start[0], self.query_gram)
         fit = self._mixed(query, asked, query.mT @ asked, *_unit(start[1], self.key_gram))
         before, momentum = fit, 0
-        for _ in range(iterations):
+        for _ in range(_ITERATIONS):
             ahead = momentum / (momentum + 3)
-            found = self._sweep(
-                *(
-                    now + ahead * (now - then)
-                    for now, then in zip(fit.open, before.open, strict=True)
+            starts = (
+                now + ahead * (now - then)
+                for now, then in (
+                    (fit.key, before.key),
+                    (fit.scored, before.scored),
+                    (fit.mixing, before.mixing),
                 )
             )
+            found = self._sweep(*starts)
             little = found.cut >= (1 - _TOLERANCE) ** 2 * fit.cut
             done = little and momentum == 0
             before, fit = fit, found if found.cut < fit.cut else fit
@@ -88,9 +87,8 @@ class Products:
     ) -> Fit:
         """The best mixing of given features."""
         own = (asked * scored.conj()).real
-        products = own.view(*own.shape[:-2], self.num_heads, -1, own.shape[-1]).sum(
-            -2
-        )  # [..., H, R]
+        by_head = own.view(*own.shape[:-2], self.num_heads, -1, own.shape[-1])
+        products = by_head.sum(-2)  # [..., H, R]
         mixing = self._solve((query_alike * (key.mT @ scored).conj()).real, products)
         cut = self.whole - float((products * mixing).sum())
         return Fit(query, key, scored, mixing, max(cut, 0.0))

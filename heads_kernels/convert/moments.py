@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TypeVar
@@ -16,28 +15,41 @@ from heads_kernels.checks import refuse
 #: weight, and all features together are exact in them (heuristic).
 _FLOOR = 1e-6
 
-
 _Own = TypeVar("_Own", bound="Sums")
 
 
-class Sums(ABC):
-    """Sums over query rows, the fields of a dataclass; `+` adds those of two batches."""
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums over query rows; `+` adds those of two batches.
+
+    Attributes:
+        count: query rows, a scalar.
+        query_outer, key_outer: sums of products of queries, and of the covariances of the keys that a row sees.
+    """
+
+    count: Tensor
+    query_outer: Tensor
+    key_outer: Tensor
 
     @property
-    @abstractmethod
-    def widths(self) -> tuple[int, int]:
-        """Of what they are sums: equal for moments that can be added."""
+    def widths(self) -> tuple[int, ...]:
+        """Equal for moments that can be added."""
+        return *self.query_outer.shape[:-1], self.key_outer.shape[-1]
 
-    @property
-    @abstractmethod
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Of products, of queries and of keys."""
+    def check(self, widths: tuple[int, ...], argument: str = "moments") -> None:
+        """Refuse moments of no tokens, of other widths, or that are not finite."""
+        if self.widths != widths:
+            refuse(argument, f"has widths {self.widths}", f"those of the layer are {widths}")
+        if not self.count > 0:
+            refuse(argument, "has no tokens", "add a batch with real tokens")
+        if not all(bool(each.isfinite().all()) for each in (self.query_outer, self.key_outer)):
+            refuse(argument, "holds NaN or infinity", "look for them in the batch and the weights")
 
     def __add__(self: _Own, other: _Own) -> _Own:
         if other.widths != self.widths:
             was = f"are of widths {other.widths}"
             refuse("moments", was, f"those that they are added to are of {self.widths}")
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(self)]
         return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
@@ -51,15 +63,13 @@ class Moments(Sums):
 
     Attributes:
         count: query rows, a scalar.
-        query_sum: `[D_in]`, the sum of the queries' inputs.
         query_outer: `[D_in, D_in]`, the sum of `x x^T`.
         key_outer: `[D_in_k, D_in_k]`, the sum over rows of the covariance of the inputs of the keys that a row sees.
+        query_sum: `[D_in]`, the sum of the queries' inputs.
+        widths: `(D_in, D_in_k)`.
     """
 
-    count: Tensor
     query_sum: Tensor
-    query_outer: Tensor
-    key_outer: Tensor
 
     @classmethod
     def of(
@@ -97,16 +107,7 @@ class Moments(Sums):
                 refuse("key_inputs", was, f"make its batch {list(query.shape[:-2])}, as queries'")
         covariance = causal_covariance if is_causal else covariance_of_all
         outer = covariance(key, query_real, key_real)
-        return cls(query_real.sum(), query.flatten(0, -2).sum(0), gram(query), outer)
-
-    @property
-    def sums(self) -> tuple[Tensor, Tensor]:
-        return self.query_outer, self.key_outer
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """`(D_in, D_in_k)`."""
-        return self.query_outer.shape[0], self.key_outer.shape[0]
+        return cls(query_real.sum(), gram(query), outer, query.flatten(0, -2).sum(0))
 
     @cached_property
     def query_mean(self) -> Tensor:

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from heads_kernels.call import MIXING_CHUNK
-from heads_kernels.checks import refuse
+from heads_kernels.checks import check_choice, check_size, refuse
 from heads_kernels.convert.counts import Sizes
 from heads_kernels.convert.features import (
+    METHODS,
     SharedFeatures,
     Spectrum,
     balanced,
-    check_fit,
-    check_method,
+    parse_weights,
     ratio,
     separate,
 )
-from heads_kernels.convert.heads import Factors, Heads, parse_weights
+from heads_kernels.convert.heads import Factors, Heads
 from heads_kernels.convert.least_squares import Fit, Products
 from heads_kernels.convert.moments import Moments, Sums, causal_covariance, covariance_of_all, gram
 
@@ -58,23 +58,11 @@ class RotaryHeads:
         query_bias: Tensor | None = None,
         key_bias: Tensor | None = None,
     ) -> RotaryHeads:
-        """Heads whose pairs are features f and f + D/2.
-
-        Args:
-            query, key: weights `[H, D, D_in]` and `[H, D, D_in_k]` by head; D is even.
-            scale: the factor of the scores.
-            query_bias, key_bias: `[H, D]`, or None.
-
-        Raises:
-            TypeError, ValueError: a tensor is not floating, does not fit the others or is not finite; `scale` is not a
-                finite number other than 0.
-        """
-        if isinstance(query, Tensor) and query.dim() == 3 and query.shape[1] % 2:
-            was = f"has heads of width {query.shape[1]}"
-            refuse("query", was, "pass an even width: features rotate in pairs")
+        """Heads `[H, D, inputs]`, with biases `[H, D]`, whose pairs are features f and f + D/2."""
         found = parse_weights(query, key, scale, query_bias, key_bias)
         sides = []
         for weight, bias in zip(found[:2], found[2:], strict=True):
+            assert weight is not None
             column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
             sides.append(torch.complex(*torch.cat((weight, column[..., None]), 2).chunk(2, 1)))
         return cls(sides[0], sides[1], scale)
@@ -91,13 +79,12 @@ class RotaryHeads:
 
         The groups are the frequencies; the two features of a pair have equal values.
         """
-        check_method(method)
+        check_choice("method", method, METHODS)
         moments = RotaryMoments.of_weights(self) if moments is None else moments
         squares = moments.shared_squares
         if method == "ragged":
             squares = moments.squares.sort(descending=True).values
-        ranks = 2 * _above_rounding(squares).sum(1)
-        return Spectrum((squares / 2).sqrt().repeat_interleave(2, 1), 0.0, ranks)
+        return Spectrum((squares / 2).sqrt().repeat_interleave(2, 1), 0.0)
 
     def fit(
         self,
@@ -105,75 +92,44 @@ class RotaryHeads:
         moments: RotaryMoments | None = None,
         *,
         method: str = "cp",
-        iterations: int = 100,
         multiple: int = 1,
         spectrum: Spectrum | None = None,
     ) -> RotaryFactors:
         """The projections of `dim / 2` pairs for all heads, with the smallest error that the method finds.
 
-        `"ragged"` keeps the pairs of all heads with the largest mean squares: no other choice of pairs has a smaller
-        error. Mixing is 1 for a head's own pairs and 0 elsewhere; pairs are ordered so that heads use few chunks of
-        features.
-
-        With `"cp"` all heads share all pairs, each with its own real mixing vector. Frequencies get pairs by
-        `RotaryMoments.shared_squares`. Alternating least squares starts from pairs of heads that differ. All pairs are
-        combinations of the heads' pairs of the same frequency, so all work is on matrices `[H, H]`, of all frequencies
-        at once. The error is at most that of `"ragged"`.
+        `"ragged"` keeps the pairs of all heads with the largest mean squares, which is the best choice of pairs. With
+        `"cp"` all heads share all pairs, each with its own real mixing vector, by alternating least squares from pairs
+        of heads that differ. Pairs are combinations of the heads' pairs of the same frequency, so all work is on
+        matrices `[H, H]`, of all frequencies at once.
 
         Args:
-            dim: Ds, an even number; from `2 H F` on the factors are exact.
-            moments: of the heads' queries and keys; None weights all weights equally.
-            method, iterations: as in `Heads.fit`.
+            dim, moments, method: as in `Heads.fit`; `dim` is even.
             multiple, spectrum: not used; pairs come one by one.
         """
-        check_fit(dim, method, iterations)
+        check_size("dim", dim)
+        if dim % 2:
+            refuse("dim", f"is {dim}", "pass an even number: features rotate in pairs")
+        check_choice("method", method, METHODS)
         moments = RotaryMoments.of_weights(self) if moments is None else moments
-        chosen = _largest(moments.squares, dim)
-        lost = float(moments.squares[~chosen].sum())
+        own = self.spectrum(moments)
+        counts = own.largest(dim, 2)  # [F]
+        cut = own.cut(counts)
         if method == "cp":
-            counts = _largest(moments.shared_squares, dim).sum(1)  # [F]
-            used = torch.arange(int(counts.max()), device=counts.device) < counts[:, None]  # [F, R]
-            fit = moments._shared(used, iterations)
-            if fit.cut / 2 < lost:
+            pairs = self.spectrum(moments, "cp").largest(dim, 2) // 2
+            used = torch.arange(int(pairs.max()), device=pairs.device) < pairs[:, None]  # [F, R]
+            fit = moments._shared(used)
+            if fit.cut / 2 < cut:
                 frequency, place = used.nonzero(as_tuple=True)
                 query, key, mixing = (
                     each[frequency, :, place] for each in (fit.query, fit.key, fit.mixing)
                 )
                 return self._factors(moments, frequency, query, key, mixing.T, fit.cut / 2)
-        owner, place, own = separate(chosen.sum(0).tolist(), MIXING_CHUNK // 2, chosen.device)
+        by_size = moments.squares.argsort(dim=1, descending=True, stable=True)  # [F, H]
+        chosen = by_size.argsort(dim=1) < counts[:, None] // 2
+        owner, place, mixing = separate(chosen.sum(0), MIXING_CHUNK // 2)
         frequency = chosen.T.long().argsort(dim=1, descending=True, stable=True)[owner, place]
-        pairs = own.T.to(self.query.dtype)
-        return self._factors(moments, frequency, pairs, pairs, own, lost)
-
-    def error(self, factors: RotaryFactors, moments: RotaryMoments | None = None) -> float:
-        """The relative error of factors of these heads.
-
-        Without moments `||T - T~|| / ||T||` over all heads and frequencies, where T is the product of the weights of a
-        pair. With the moments that they were made with it is `factors.error`.
-        """
-        if moments is not None:
-            return factors.error
-        query, key = (
-            torch.view_as_complex(rows.view(-1, 2, rows.shape[1]).mT.contiguous())
-            for rows in (factors.query, factors.key)
-        )  # [R, D_in + 1]
-        cut = whole = 0.0
-        for f in range(self.query.shape[1]):
-            shared = factors.frequency == f
-            # Coordinates in a basis of all rows: no product of the inputs' widths is built.
-            sides = [
-                torch.linalg.qr(torch.cat((own[:, f], pairs[shared])).mT, mode="r").R.mT
-                for own, pairs in ((self.query, query), (self.key, key))
-            ]
-            (own_query, query_pairs), (own_key, key_pairs) = (
-                each.tensor_split([len(self.query)]) for each in sides
-            )
-            product = own_query[:, :, None] * own_key.conj()[:, None]
-            whole += float(product.abs().square().sum())
-            mixed = factors.mixing[:, shared, None] * query_pairs
-            product = product - mixed.mT @ key_pairs.conj()
-            cut += float(product.abs().square().sum())
-        return ratio(cut, whole)
+        combined = mixing.T.to(self.query.dtype)
+        return self._factors(moments, frequency, combined, combined, mixing, cut)
 
     def _factors(
         self,
@@ -194,7 +150,7 @@ class RotaryHeads:
             torch.view_as_real(rows).transpose(1, 2).flatten(0, 1) for rows in (query, key)
         )
         error = ratio(cut, float(moments.squares.sum()))
-        return RotaryFactors(frequency, query, key, mixing, self.scale, error)
+        return RotaryFactors(query, key, mixing, self.scale, error, frequency)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,14 +161,11 @@ class RotaryMoments(Sums):
     attention. The products of moments are the mean square of scores for phases that are spread evenly.
 
     Attributes:
-        query: `[F, H, H]`, the sum of `q conj(q)^T`.
-        key: `[F, H, H]`, the sum over rows of the covariance of the keys that a row sees.
         count: query rows.
+        query_outer: `[F, H, H]`, the sum of `q conj(q)^T`.
+        key_outer: `[F, H, H]`, the sum over rows of the covariance of the keys that a row sees.
+        widths: `(F, H, H)`.
     """
-
-    query: Tensor
-    key: Tensor
-    count: Tensor
 
     @classmethod
     def of_weights(cls, heads: RotaryHeads) -> RotaryMoments:
@@ -220,7 +173,7 @@ class RotaryMoments(Sums):
         query, key = (
             torch.einsum("hfe,gfe->fhg", rows, rows.conj()) for rows in (heads.query, heads.key)
         )
-        return cls(query, key, query.new_ones((), dtype=torch.float64))
+        return cls(query.new_ones((), dtype=torch.float64), query, key)
 
     @classmethod
     def of(
@@ -243,26 +196,17 @@ class RotaryMoments(Sums):
         covariance = causal_covariance if is_causal else covariance_of_all
         found = torch.stack([covariance(each, query_mask, key_mask) for each in keys])
         found = found.repeat_interleave(group, 1).repeat_interleave(group, 2)
-        return cls(torch.stack([gram(each) for each in queries]), found, query_mask.sum())
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """`(H, F)`."""
-        return self.query.shape[1], self.query.shape[0]
-
-    @property
-    def sums(self) -> tuple[Tensor, Tensor]:
-        return self.query, self.key
+        return cls(query_mask.sum(), torch.stack([gram(each) for each in queries]), found)
 
     @cached_property
     def products(self) -> Tensor:
         """`[F, H, H]`: the mean product of what two heads' pairs give the scores, without the scale."""
-        return (self.query * self.key.conj()).real / (2 * self.count**2)
+        return (self.query_outer * self.key_outer.conj()).real / (2 * self.count**2)
 
     @cached_property
     def squares(self) -> Tensor:
         """`[F, H]`: the mean square of what each head's pair adds to its scores."""
-        return self.products.diagonal(dim1=1, dim2=2)
+        return _above_rounding(self.products.diagonal(dim1=1, dim2=2))
 
     @cached_property
     def shared_squares(self) -> Tensor:
@@ -271,19 +215,19 @@ class RotaryMoments(Sums):
         R pairs with a mixing vector each span R dimensions of the space of heads: these are its principal ones.
         """
         values: Tensor = torch.linalg.eigvalsh(self.products)
-        return values.flip(1).clamp(min=0.0)
+        return _above_rounding(values.flip(1))
 
-    def _shared(self, used: Tensor, iterations: int) -> Fit:
+    def _shared(self, used: Tensor) -> Fit:
         """Pairs that all heads share, in the places that are `used` `[F, R]`; `cut` is twice the mean square.
 
         They start from own pairs of heads.
         """
-        query, key = (each / self.count for each in (self.query, self.key))
+        query, key = (each / self.count for each in (self.query_outer, self.key_outer))
         H = query.shape[1]
         products = Products(query, key, H, 2 * float(self.squares.sum()), ridge=1e-13)
         own = torch.nn.functional.one_hot(self._different(used.shape[1]), H).mT * used[:, None]
         own = own.to(query.dtype)
-        return products.fit((own, own), iterations)
+        return products.fit((own, own))
 
     def _different(self, count: int) -> Tensor:
         """int64 `[F, count]`: heads of which each adds most to the scores that those before it do not hold."""
@@ -308,22 +252,14 @@ class RotaryFactors(SharedFeatures):
               \overline{key_r(y_s)} e^{i \theta_{f_r} (t - s)}
 
     Attributes:
-        frequency: int64 `[R]`, of each pair.
         query: `[2 R, D_in + 1]`, the two features of each pair one after the other; the last column is the bias.
         key: `[2 R, D_in_k + 1]`.
         mixing: `[H, R]`, the weight of a pair in a head, for both of its features; the largest of a pair is 1.
-        scale: that of the original layer.
         error: root mean square of what the scores are off by, relative to the scores, as `RotaryMoments` counts them.
-        dim, features, executed_features: Ds; how many features each head uses; how many the scores of all heads use, in
-            whole chunks.
+        frequency: int64 `[R]`, of each pair.
     """
 
     frequency: Tensor
-    query: Tensor
-    key: Tensor
-    mixing: Tensor
-    scale: float
-    error: float
 
     group: ClassVar[int] = 2
 
@@ -340,19 +276,10 @@ class RotaryFactors(SharedFeatures):
         return torch.stack((first, first + frequencies), 1).flatten(), slots
 
 
-def _largest(squares: Tensor, dim: int) -> Tensor:
-    """bool like `squares`: the `dim / 2` largest, of those above rounding; at least one."""
-    if dim % 2:
-        refuse("dim", f"is {dim}", "pass an even number: features rotate in pairs")
-    values = squares.flatten()
-    count = max(1, min(dim // 2, int(_above_rounding(squares).sum())))
-    chosen = torch.zeros_like(values, dtype=torch.bool)
-    chosen[values.argsort(descending=True, stable=True)[:count]] = True
-    return chosen.view_as(squares)
-
-
 def _above_rounding(squares: Tensor) -> Tensor:
-    return squares > squares.max() * squares.shape[1] * torch.finfo(squares.dtype).eps
+    """The same, 0 where it is no more than rounding."""
+    floor = squares.max() * squares.shape[1] * torch.finfo(squares.dtype).eps
+    return squares.where(squares > floor, 0.0)
 
 
 AnyHeads: TypeAlias = Heads | RotaryHeads

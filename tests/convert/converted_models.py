@@ -73,8 +73,9 @@ def random_factors(layer: ProjectedLayer, dim: int) -> Factors:
         normal(dim, widths[0]),
         normal(dim, widths[1]),
         normal(layer.num_heads, dim),
-        normal(layer.num_heads, widths[1]),
         layer.scale,
+        0.0,
+        normal(layer.num_heads, widths[1]),
     )
 
 

