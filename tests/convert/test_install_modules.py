@@ -152,7 +152,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     other = Model(**options)
     convert(other, 10)
     before = state(other)
-    message = r"of widths 11 and 6; the model has .* of widths 10 and 6"
+    message = r"'head_dim': 11, .*; the model has .*'head_dim': 10"
     with pytest.raises(ValueError, match=message):
         hk.heads.load(other, tmp_path / "model.safetensors")
     assert state(other) == before
