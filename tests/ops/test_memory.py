@@ -31,5 +31,6 @@ def test_memory_is_linear_in_length(operator: str, backend: str, offsets: bool) 
 
     both()
     peak = peak_memory(both)
-    most = MATRIX / (2 if backend == "eager" else 8)  # eager has 64 rows of each head at a time
+    # Eager has 64 rows of both heads at a time, in several steps: half of what two matrices take.
+    most = MATRIX / (1 if backend == "eager" else 8)
     assert peak.extra < most, f"{peak.extra / 2**20:.1f} MiB ({peak.how})"

