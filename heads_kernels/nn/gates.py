@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class HardConcrete(HeadGate):
 
     Args:
         num_heads: H, at least 1.
-        temperature: above 0. 0.33 as in Voita et al.; Louizos et al. have 2/3.
+        temperature: above 0. 0.33 as in Voita et al.; `louizos` has 2/3.
         stretch: (low, high), low < 0 and high > 1.
         log_alpha: the initial value of the parameter. The default 2.0 (94% of the samples are open, gate 0.957 at
             inference) hardly changes a trained model. "voita" draws from U(-sqrt(3 / H), sqrt(3 / H)), as the code
@@ -170,6 +170,11 @@ class HardConcrete(HeadGate):
             initial.fill_(log_alpha)
         self.log_alpha = nn.Parameter(initial.to(device or torch.get_default_device()))
 
+    @classmethod
+    def louizos(cls, num_heads: int, **options: Any) -> HardConcrete:
+        """Gates with the temperature of Louizos et al. 2018, 2/3; the stretch is the same."""
+        return cls(num_heads, temperature=2 / 3, **options)
+
     @property
     def num_heads(self) -> int:  # type: ignore[override]
         """H."""
@@ -192,6 +197,10 @@ class HardConcrete(HeadGate):
         """`P(gate != 0)`, `[H]`, clipped to [1e-6, 1 - 1e-6]; with gradient."""
         return torch.sigmoid(self._wide() - self._offset_zero).clamp(EPS, 1 - EPS)
 
+    def probability_zero(self) -> Tensor:
+        """`P(gate = 0) = 1 - P(gate != 0)`, `[H]`; with gradient."""
+        return 1 - self.probability_open()
+
     def probability_one(self) -> Tensor:
         """`P(gate = 1)`, `[H]`; with gradient."""
         return torch.sigmoid(self._wide() - self._offset_one)
@@ -211,6 +220,11 @@ class HardConcrete(HeadGate):
         return (self.probability_open() * values.square().flatten(1).sum(1)).sum() / 2
 
     # ------------------------------------------------------------------ inference
+    @property
+    def sparsity(self) -> Tensor:
+        """Share of the heads that are open at inference, a scalar; "sparsity" in the code of Voita et al."""
+        return (self._evaluated() != 0).float().mean()
+
     def export(self) -> Tensor:
         return self._evaluated().detach().clone()
 

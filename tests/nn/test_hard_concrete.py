@@ -56,6 +56,7 @@ def test_defaults_and_initial_values() -> None:
     assert gate.log_alpha.tolist() == [2.0] * 8
     assert gate.closed_grad is False
     assert hk.nn.HardConcrete(8, straight_through=True).closed_grad is True
+    assert hk.nn.HardConcrete.louizos(8).temperature == 2 / 3
     many = hk.nn.HardConcrete(4096, log_alpha="voita").log_alpha
     assert many.abs().max() <= math.sqrt(3 / 4096)
     assert many.std().item() == pytest.approx(math.sqrt(1 / 4096), rel=0.05)
@@ -72,7 +73,7 @@ def test_samples_agree_with_the_closed_form() -> None:
     torch.manual_seed(0)
     sample = gate(draws, 1)
     assert sample.shape == (draws, 6)
-    for value, expected in ((0, 1 - gate.probability_open()), (1, gate.probability_one())):
+    for value, expected in ((0, gate.probability_zero()), (1, gate.probability_one())):
         seen = sample == value
         deviation = (expected * (1 - expected) / draws).sqrt()
         assert ((seen.double().mean(0) - expected).abs() < 4.5 * deviation).all()
@@ -186,13 +187,12 @@ def test_rules_of_evaluation() -> None:
     expected = [min(1, max(0, 1.2 / (1 + math.exp(-a)) - 0.1)) for a in log_alpha]
     assert_alike(mean.export(), torch.tensor(expected, dtype=torch.float64))
     assert binary.export().tolist() == [0, 0, 0, 1, 1, 1]
-    for gate in (mean, binary):
+    for gate, open_heads in ((mean, 5), (binary, 3)):
         assert torch.equal(gate(4, 1), gate.export())
         assert not gate.export().requires_grad
+        assert gate.sparsity.item() == pytest.approx(open_heads / 6)
     skewed = gates_at(*torch.linspace(-4, 4, 81).tolist(), stretch=(-0.4, 1.05), evaluate="binary")
-    assert torch.equal(
-        skewed.export() == 1, skewed.probability_one() > 1 - skewed.probability_open()
-    )
+    assert torch.equal(skewed.export() == 1, skewed.probability_one() > skewed.probability_zero())
 
 
 def test_keep_takes_heads_in_order() -> None:
