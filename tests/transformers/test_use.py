@@ -19,6 +19,7 @@ from tests.support.model_state import state
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
 import transformers
+from transformers.models.laguna import modeling_laguna
 from transformers.models.mpt import modeling_mpt
 
 from heads_kernels.integrations.transformers import release, use
@@ -90,7 +91,7 @@ def test_encoder_is_released_from_a_model_in_use() -> None:
     assert not torch.equal(outputs(model), outputs(model, decoder_head_mask=mask))
 
 
-@pytest.mark.parametrize("name", ["mpnet", "t5"])
+@pytest.mark.parametrize("name", ["afmoe", "mpnet", "t5"])
 def test_models_in_use_are_pickled(name: str) -> None:
     """With forwards that are replaced."""
     model = use(build(name))
@@ -181,14 +182,28 @@ def test_argument_of_attention_that_nothing_reads() -> None:
 
 
 def test_an_argument_that_a_repeated_forward_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    mpt = build("mpt", "eager")
-    stock = modeling_mpt.MptAttention
-    forward = inspect.unwrap(stock.forward)
-    *others, last = inspect.signature(forward).parameters.values()
-    new = inspect.Parameter("new", inspect.Parameter.KEYWORD_ONLY, default=None)
-    signature = inspect.Signature([*others, new, last])
-    monkeypatch.setattr(forward, "__signature__", signature, raising=False)
-    monkeypatch.setattr(stock, "forward", forward)
+    """It is refused by name where stock computes attention itself; else the stock layer stays, and calls ours."""
+
+    def with_argument(stock: Any) -> Any:
+        signature = inspect.signature(stock.forward)
+        new = inspect.Parameter("new", inspect.Parameter.KEYWORD_ONLY, default=None)
+        *others, last = signature.parameters.values()
+        forward = inspect.unwrap(stock.forward)
+        monkeypatch.setattr(
+            forward,
+            "__signature__",
+            signature.replace(parameters=[*others, new, last]),
+            raising=False,
+        )
+        monkeypatch.setattr(stock, "forward", forward)
+
+    mpt, laguna = build("mpt", "eager"), build("laguna", "sdpa")
+    expected = outputs(laguna)
+    with_argument(modeling_mpt.MptAttention)
+    with_argument(modeling_laguna.LagunaAttention)
     with pytest.raises(ValueError, match=r"new is an argument of '.*', a MptAttention, and is not"):
         use(mpt)
     assert mpt.config._attn_implementation == "eager"
+    use(laguna)
+    assert not any("forward" in vars(each) for each in laguna.modules())
+    assert_alike(outputs(laguna), expected)

@@ -4,15 +4,9 @@ Importing this package registers the attention function and the mask function wi
 `from_pretrained(..., attn_implementation="heads_kernels")` and `model.set_attn_implementation("heads_kernels")` work.
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
-
-from heads_kernels.heads.configs import NAME
-from heads_kernels.integrations.transformers.attention import attention_forward
-from heads_kernels.integrations.transformers.masks import prepare_mask
-from heads_kernels.integrations.transformers.models import from_pretrained, release, use
+from heads_kernels.integrations.transformers.models import from_pretrained, register, release, use
 from heads_kernels.integrations.transformers.tested import TESTED
 
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, prepare_mask)
+register()
 
 __all__ = ["TESTED", "from_pretrained", "release", "use"]

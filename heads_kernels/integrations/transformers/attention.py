@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import TransformersKwargs
 
-from heads_kernels.checks import refuse
+from heads_kernels.checks import GateActivation, refuse
 from heads_kernels.dtensor import is_sharded, local_part, summed_gradient
 from heads_kernels.functional import (
     attention_statistics,
@@ -33,6 +33,7 @@ from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall, visible_under
 from heads_kernels.nn.gates import check_one_noise
 from heads_kernels.offset_bias import OffsetBias
+from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.ops.statistics import AttentionStatistics
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     output_attentions: bool | None = None,
+    output_gate: Tensor | None = None,
+    gate_activation: GateActivation = "identity",
     **kwargs: Any,
 ) -> tuple[Tensor, AttentionStatistics | None]:
     """The operators as an attention function of transformers (`AttentionInterface`).
@@ -79,6 +82,7 @@ def attention_forward(
         is_causal, sliding_window: used only without a mask; `is_causal=None` means `module.is_causal`.
         position_bias: added to the scores; a tensor that broadcasts to `[B, H, T, S]`.
         softcap, s_aux: `softcap` and `sinks` of the operators.
+        output_gate: logits `[B, H, T]` or `[B, H, T, Dv]` of an output-gated layer, under `gate_activation`.
 
     Returns:
         `[B, T, H, Dv]`, contiguous; and with `output_attentions=True`, in the place of the `[B, H, T, S]` map of
@@ -98,6 +102,9 @@ def attention_forward(
     gate, closed_grad = _head_gate(module, (B, H, T), kwargs)
     if is_shared:
         closed_grad = not module.ragged
+    activation = "identity"
+    if gate is None and output_gate is not None:
+        gate, activation, output_gate = output_gate, gate_activation, None
 
     S = operands["key"].shape[-2]
     context = getattr(module, "context", None)
@@ -133,6 +140,7 @@ def attention_forward(
         **scores,
         gate=gate,
         attn_mask=mask,
+        gate_activation=activation,
         closed_grad=closed_grad,
         dropout_p=dropout,
     )
@@ -141,6 +149,9 @@ def attention_forward(
     if output_attentions:
         del operands["value"]
         statistics = attention_statistics(**operands, **scores, attn_mask=mask)
+    if output_gate is not None:  # the operator's gate is the head gate
+        wide = output_gate.to(torch.promote_types(output_gate.dtype, torch.float32))
+        out = out * as_4d(activate(wide, gate_activation)).transpose(1, 2).to(out.dtype)
     if edit is not None:
         out = edit(out, call)
     return out, statistics

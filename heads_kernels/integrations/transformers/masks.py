@@ -58,7 +58,7 @@ class PreparedMask(BlockMask):
         device: of the tensors of the call.
 
     Attributes:
-        derived: what layers work out of it, once for the pass.
+        derived: what layers compute from it, once for the pass.
     """
 
     dtype = torch.bool
@@ -331,7 +331,7 @@ class RelativeBias:
     ) -> OffsetBias | None:
         """The bias of a call of sizes (T, S), of these heads or of all of them; None where nothing is added.
 
-        Without gradients it is worked out once for all layers that this object is handed to.
+        Without gradients it is computed once for all layers that this object is handed to.
         """
         if self.module is None or (kept_heads is not None and len(kept_heads) == 0):
             return None

@@ -8,13 +8,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from heads_kernels.checks import check_flag, refuse
 from heads_kernels.heads.changed_calls import adds_bias_of_all_heads
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.heads.saving import RECORD, number_heads, restore_shape
+from heads_kernels.integrations.transformers.attention import attention_forward
+from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
 from heads_kernels.integrations.transformers.support import (
     check_model,
@@ -108,6 +110,13 @@ def release(model: Model) -> Model:
         unwatch(model)
         pad_layers(model)
     return model
+
+
+# ---------------------------------------------------------------------- by name
+def register() -> None:
+    """Make `attn_implementation="heads_kernels"` known to transformers."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, prepare_mask)
 
 
 # ---------------------------------------------------------------------- from a checkpoint

@@ -10,22 +10,28 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layouts import calls_interface, class_calls_interface
-from heads_kernels.integrations.transformers.biased import BIASED, Replacement
+from heads_kernels.integrations.transformers.biased import BIASED
 from heads_kernels.integrations.transformers.masks import COMPUTE_WITH_MASKS
+from heads_kernels.integrations.transformers.output_gated import OUTPUT_GATED
+from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.integrations.transformers.tested import TESTED
 
 _ITSELF: Final = "computes its attention itself"
+#: By the name of the class.
+_REPLACED: Final[dict[str, type[Replacement]]] = {**OUTPUT_GATED, **BIASED}
 
 
 def replacement(stock: Any) -> type[Replacement] | None:
     """What replaces the forward of a class; None where it stays.
 
-    A class stays that is replaced only because it computes attention itself in other releases.
+    A class that calls the attention function stays, where its forward has arguments that the repeated one does not
+    know, or where it is replaced only because other releases compute attention themselves.
     """
-    kind = BIASED.get(stock.__name__)
+    kind = _REPLACED.get(stock.__name__)
     if kind is None or not stock.__module__.startswith("transformers."):
         return None
-    return None if kind.calls_operator and class_calls_interface(stock) else kind
+    stays = class_calls_interface(stock) and (kind.calls_operator or kind.unknown_arguments(stock))
+    return None if stays else kind
 
 
 def replace_forwards(model: nn.Module) -> None:

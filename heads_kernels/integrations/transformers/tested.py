@@ -18,12 +18,19 @@ class Tested:
         head_masks: supported arguments of `model(...)`.
         pruning: whether its heads are known in its weights, so that they can be pruned: a pruned head gives the same
             outputs as a closed one.
+        output_gate: how the family gates the output of attention, or "".
+        fused: whether that gate and attention run as one op.
     """
 
     model: str
     head_masks: tuple[str, ...] = _SELF
     pruning: bool = True
+    output_gate: str = ""
+    fused: bool = True
 
+
+_ELEMENT: Final = "sigmoid, per element"
+_HEAD: Final = "sigmoid, per token and head"
 
 #: By the `model_type` of the config.
 TESTED: Final[dict[str, Tested]] = {
@@ -65,17 +72,19 @@ TESTED: Final[dict[str, Tested]] = {
     "umt5": Tested("UMT5Model", head_masks=_SEQ2SEQ, pruning=False),
     "vaultgemma": Tested("VaultGemmaForCausalLM"),
     "vit": Tested("ViTModel"),
-    "afmoe": Tested("AfmoeForCausalLM"),
-    "bailing_hybrid": Tested("BailingHybridForCausalLM", pruning=False),
-    "beam": Tested("BeamForCausalLM"),
-    "hrm_text": Tested("HrmTextForCausalLM"),
-    "laguna": Tested("LagunaForCausalLM"),
-    "lfm3": Tested("Lfm3ForCausalLM"),
-    "muse_glimmer_text": Tested("MuseGlimmerTextModel"),
-    "qwen3_5_moe_text": Tested("Qwen3_5MoeForCausalLM"),
-    "qwen3_5_text": Tested("Qwen3_5ForCausalLM"),
-    "qwen3_next": Tested("Qwen3NextForCausalLM"),
-    "step3p7_text": Tested("Step3p7TextModel"),
-    "muse_spark_text": Tested("MuseSparkTextModel", pruning=False),
-    "neomme": Tested("NeoMMEModel", pruning=False),
+    "afmoe": Tested("AfmoeForCausalLM", output_gate=_ELEMENT),
+    "bailing_hybrid": Tested("BailingHybridForCausalLM", pruning=False, output_gate=_HEAD),
+    "beam": Tested("BeamForCausalLM", output_gate=_ELEMENT),
+    "hrm_text": Tested("HrmTextForCausalLM", output_gate=_ELEMENT),
+    "laguna": Tested("LagunaForCausalLM", output_gate="softplus, per token and head"),
+    "lfm3": Tested("Lfm3ForCausalLM", output_gate=_HEAD),
+    "muse_glimmer_text": Tested("MuseGlimmerTextModel", output_gate=_ELEMENT),
+    "qwen3_5_moe_text": Tested("Qwen3_5MoeForCausalLM", output_gate=_ELEMENT),
+    "qwen3_5_text": Tested("Qwen3_5ForCausalLM", output_gate=_ELEMENT),
+    "qwen3_next": Tested("Qwen3NextForCausalLM", output_gate=_ELEMENT),
+    "step3p7_text": Tested("Step3p7TextModel", output_gate=_HEAD),
+    "muse_spark_text": Tested(
+        "MuseSparkTextModel", pruning=False, output_gate=_ELEMENT, fused=False
+    ),
+    "neomme": Tested("NeoMMEModel", pruning=False, output_gate=_ELEMENT, fused=False),
 }
