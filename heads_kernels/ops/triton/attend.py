@@ -120,7 +120,7 @@ def no_sums(of_values, ROWS: tl.constexpr, TILE: tl.constexpr):
     if of_values is None:
         sums = RowStatistics(nothing, zeros, zeros, nothing, tl.full((ROWS,), 2147483647, tl.int32))
     else:
-        sums = SoftmaxSums(tl.zeros((ROWS, TILE.block_dv), tl.float32), nothing, zeros)
+        sums = SoftmaxSums(tl.zeros((ROWS, TILE.block_dv), tl.float32), nothing, zeros)  # type: ignore[assignment]
     return sums
 
 

@@ -249,8 +249,8 @@ def sizes_of(call: Call) -> Sizes:
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    of_batch, *of_head, of_row, _ = tensor.stride()
-    return Rows(tensor, of_batch, *(of_head or [0]), of_row)
+    strides = tensor.stride()
+    return Rows(tensor, strides[0], strides[1] if tensor.dim() == 4 else 0, strides[-2])
 
 
 def grouped_heads_of(tensor: Tensor, key_heads: int) -> Rows:

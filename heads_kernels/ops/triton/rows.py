@@ -79,7 +79,8 @@ class RowsRead(NamedTuple):
 
     lse: Tensor | None
     dlse: Tensor | None
-    visible: Visible | None  # None: `lse` says which rows see a key
+    visible: Visible
+    hides: int | None  # not None: `lse` does not say which rows see a key, `visible` does
     end: None = None
 
 
@@ -135,7 +136,7 @@ def _rows_kernel(dout, attended, gate, terms, read, written, sizes, TILE: tl.con
     of_pair = pair.to(tl.int64) * T + rows
     row_lse = tl.load(read.lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
     sees = row_lse != float("-inf")
-    if read.visible is not None:
+    if read.hides is not None:
         sees = sees & _see_a_key(read.visible, terms, b, h, rows, T, sizes.S, BLOCK_M)
     do = load_tile(dout, b, h, first_row, rows < T, TILE.dv, BLOCK_M, TILE.block_dv).to(
         tl.float32
@@ -255,7 +256,7 @@ def first_pass(
     _, _, _, S = call.sizes
     biased = call.bias is not None or call.offset_bias is not None
     hides = call.sinks is not None and (S == 0 or biased or call.intervals.hides)
-    read = RowsRead(of_rows.ptr, saved.dlse, operands.visible if hides else None)
+    read = RowsRead(of_rows.ptr, saved.dlse, operands.visible, 1 if hides else None)
     written = RowsWritten(
         lse, delta, dgate_rows, dattended if gated else None,
         None if dsinks is None or not dsinks.numel() else dsinks,
