@@ -70,13 +70,6 @@ struct Gate {
     return std::all_of(values, values + count, [](double value) { return value == 0; });
   }
 
-  // The distance from head h to the next of H heads that is not closed; 0 if there is none.
-  int64_t to_next_open(int64_t b, int64_t h, int64_t H) const {
-    for (int64_t next = h + 1; next < H; ++next)
-      if (!closed(b, next)) return next - h;
-    return 0;
-  }
-
   // Values of `count` tokens from `first`, whole vectors of storage.
   void tokens(int64_t b, int64_t h, int64_t first, int64_t count, Real* values) const {
     load_row(values, at(b, h, first), dtype, count, stride[2]);
@@ -92,15 +85,21 @@ struct Gate {
   }
 };
 
-// [rows, width] at (b, h / group), and the distance to the next head that is computed: `group`
-// query heads share a head of the tensor.
+// [rows, width] at (b, h / group), and the distance to those of the next head that is computed, of
+// the same batch element or a later one: `group` query heads share a head of the tensor.
 template <typename Operator>
 inline Rows head_rows(const Operator& op, const Tensor& t, int64_t b, int64_t h,
                       int64_t group = 1) {
   Rows rows = rows_at(t, b, h / group);
-  if (!op.skips_closed) return rows;
-  const int64_t last = h / group * group + group - 1;
-  rows.next_head = (last + op.gate.to_next_open(b, last, op.H)) / group - h / group;
+  if (!rows) return rows;
+  const int64_t last = op.B * op.H;
+  int64_t next = b * op.H + (h / group + 1) * group;
+  while (next < last && op.skips_closed && op.gate.closed(next / op.H, next % op.H)) ++next;
+  rows.next =
+      next == last
+          ? 0
+          : ((next / op.H - b) * t.stride[0] + (next % op.H / group - h / group) * t.stride[1]) *
+                element_size(t.dtype);
   return rows;
 }
 

@@ -58,8 +58,10 @@ class Panel {
   // Rows [tile.begin, tile.end), which are in [window.begin, window.end).
   Left<Real, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
     const bool same = source.dtype == kDTypeOf<Real>;
-    if (same && (!shared_ || source.stride == width_))
+    if (same && (!shared_ || source.stride == width_)) {
+      for (int64_t r = tile.begin; r < tile.end; ++r) prefetch_next_head<false>(source, r, width_);
       return rows_of(reinterpret_cast<const Real*>(source.at(tile.begin)), source.stride);
+    }
     if (!held_.replace(source, window))
       for (int64_t r = 0; r < window.count(); ++r)
         read_row(source, window.begin + r, width_, buffer_ + r * stride_);

@@ -24,11 +24,11 @@ struct Rows {
   int64_t stride = 0;  // elements between rows
   int64_t step = 1;    // elements between columns
   DType dtype = DType::kFloat32;
-  int64_t next_head = 1;  // distance in heads to the one processed next; 0: none
+  int64_t next = 0;  // distance in bytes to the same rows of the head processed next; 0: unknown
 
   char* at(int64_t row) const { return data + row * stride * element_size(dtype); }
   Rows columns(int64_t first) const {
-    return {data + first * step * element_size(dtype), stride, step, dtype, next_head};
+    return {data + first * step * element_size(dtype), stride, step, dtype, next};
   }
   explicit operator bool() const { return data != nullptr; }
 };
@@ -38,7 +38,7 @@ inline Rows rows_at(const Tensor& t, int64_t b, int64_t h) {
   char* base = static_cast<char*>(t.data);
   if (!base) return {};
   return {base + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype), t.stride[2],
-          t.stride[3], t.dtype};
+          t.stride[3], t.dtype, t.stride[1] * element_size(t.dtype)};
 }
 
 // [rows, width] of a three-dimensional tensor at b.
@@ -156,8 +156,8 @@ __attribute__((always_inline)) inline void prefetch_next_head(const Rows& rows, 
                                                               int64_t width) {
   constexpr int64_t kLine = 64;
   const int64_t bytes = width * element_size(rows.dtype);
-  if (rows.stride == width || rows.step != 1 || rows.next_head == 0) return;
-  const char* next = rows.at(row) + rows.next_head * bytes;
+  if (rows.stride == width || rows.step != 1 || rows.next == 0) return;
+  const char* next = rows.at(row) + rows.next;
   for (int64_t at = 0; at < bytes; at += kLine)
     __builtin_prefetch(next + at, kWrite, 2);  // 2: into the second-level cache
 }
