@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: accuracy and FLOPs first, then speed, memory, overhead and decoding.
+"""`python -m benchmarks`: accuracy and FLOPs first, then speed, memory and overhead.
 
 With `--device cuda` on a GPU: against each kernel of SDPA, FlexAttention and flash-attn. Where there is no GPU,
 `--device cuda --smoke` shows that all of it runs, on simulated kernels (TRITON_INTERPRET=1,
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         help="all lengths, widths, paddings and models, on all threads and on one, and how far goals "
             "are met (17 minutes on 2 cores)")  # fmt: skip
     form.add_argument("--plot", action="store_true",
-        help="measure nothing: draw the figures of the kept full runs, and that of README")  # fmt: skip
+        help="measure nothing: draw the figure of README from the kept full run")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", metavar="PATTERN",
         help=f"workloads whose name has this in it (* and ? allowed); also {', '.join(run.PARTS)}; and, measured only "
@@ -119,8 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plot() -> int:
     console = make_console()
     try:
-        for path in figures.draw():
-            console.print(f"drawn: {path}")
+        console.print(f"drawn: {figures.draw()}")
     except figures.CannotPlot as error:
         console.print(f"[bold red]no plot[/]: {escape(str(error))}")
         return 1

@@ -18,7 +18,7 @@ from benchmarks.settings import Settings, on_threads
 from benchmarks.workloads import Workload, table
 
 #: Modules with `measure(settings)`, which yields tables. `--only` knows them by name.
-PARTS: Final = ("memory", "overhead", "decoding")
+PARTS: Final = ("memory", "overhead")
 #: Those that a run has only where `--only` is their name: minutes each, and on the CPU.
 ON_REQUEST: Final = ("models", "reading", "conversion")
 

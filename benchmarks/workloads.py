@@ -1,7 +1,7 @@
 """The table of all workloads, by device and form.
 
 On a CPU: BERT-base, lengths, short sentences, real padding, shared widths, bfloat16, models, score terms, entmax. On a
-GPU: the lengths of language models, then score terms and entmax. `goals` has what they should reach.
+GPU: the lengths of language models, then score terms and entmax. On both: decoding. `goals` has what they should reach.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.settings import Settings, word
 from heads_kernels.mask import Mask
 from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs, find
-from heads_kernels.testing.masks import Sizes, by_head, fixed, lower_right, padded
+from heads_kernels.testing.masks import Sizes, by_head, fixed, half_padded, lower_right, padded
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("forward", "backward")
@@ -67,12 +67,6 @@ def drawn(case: Case) -> Make:
     return make
 
 
-def half_padded(sizes: Sizes, device: torch.device) -> Mask:
-    """Half of every sequence is padding, rows and keys; the lengths are on the device."""
-    half = torch.full((sizes.B,), sizes.S // 2, device=device)
-    return Mask(key_lengths=half, query_lengths=half)
-
-
 def variants(prefix: str, table: str, case: Case, closed: tuple[int, ...]) -> list[Workload]:
     """The same call dense, causal, half padded and with parts of the heads closed; `case` is the dense one."""
     dense, case = f"{prefix}_dense", replace(case, gate="H")
@@ -103,16 +97,24 @@ def table(settings: Settings) -> list[Workload]:
                 *_long(32, 64, (16,), (32,)),
                 *_long_shared(32, (32,), (32,), 16),
                 *score_terms(16)[:1],
+                *decoding(settings),
             ]
-        every = [*_long(), *_long_shared(), *_half(), *score_terms(), *entmax()]
-        quick = ("gated_D128_T4096_", "collaborative_Ds256_T4096_")
+        every = [
+            *_long(),
+            *_long_shared(),
+            *_half(),
+            *score_terms(),
+            *entmax(),
+            *decoding(settings),
+        ]
+        quick = ("gated_D128_T4096_", "collaborative_Ds256_T4096_", "decoding_")
         return every if settings.form == "full" else [w for w in every if w.name.startswith(quick)]
     if settings.form == "smoke":
-        return [*standard(64), *score_terms(8), *entmax(8)]
+        return [*standard(64), *score_terms(8), *entmax(8), *decoding(settings)]
     if settings.form == "quick":
-        return [*standard(), short()[0], narrow()[0]]
+        return [*standard(), short()[0], narrow()[0], *decoding(settings)]
     return [*standard(closed=CLOSED_SERIES), *lengths(), *short(), *real_padding(), *shared(),
-        *narrow(), *models(), *score_terms(), *entmax()]  # fmt: skip
+        *narrow(), *models(), *score_terms(), *entmax(), *decoding(settings)]  # fmt: skip
 
 
 # ---------------------------------------------------------------------- on a CPU
@@ -337,6 +339,45 @@ def entmax(part: int = 1) -> list[Workload]:
         words = f"alpha {alpha[0]} to {alpha[1]}" if learned else f"alpha {alpha[0]}"
         result.append(Workload(f"entmax_T{T}{'_learned' if learned else ''}",
             "entmax, B1 D64; eager is bisection", f"H{H} T{L}, {words}", drawn(case)))  # fmt: skip
+    return result
+
+
+#: Larger caches are left out.
+_MOST_CACHE: Final = 1 << 31
+
+
+def decoding(settings: Settings) -> list[Workload]:
+    """One query row against a cache with its heads first, as in transformers, or its tokens first, as in
+    `hk.nn.KeyValueCache`; collaborative attention of the same width where all heads have keys of their own.
+    On a CPU in bfloat16, too."""
+    shapes = [(1, 12, 12, 512, 64), (8, 12, 12, 4096, 64), (1, 16, 4, 4096, 128)]
+    if settings.form == "smoke":
+        shapes = [(2, 12, 12, 32, 64), (2, 16, 4, 32, 64)]
+    elif settings.form == "full":
+        shapes = [
+            (B, *heads, S, D)
+            for heads, D, B, S in product(((12, 12), (16, 4)), (64, 128), (1, 8, 64), (512, 4096))
+        ]
+    result = []
+    for B, H, Hk, S, D in shapes:
+        sizes = f"B{B} H{H} Hk{Hk} S{S} D{D}"
+        table, name = f"decoding, {sizes}", f"decoding_{sizes.replace(' ', '_')}"
+        first = GatedCase(name, B, H, 1, S, D=D, Dv=D, Hk=Hk)
+        cases: dict[str, Case] = {
+            "heads_first": first, "tokens_first": replace(first, layout="transposed"),
+        }  # fmt: skip
+        if Hk == H and D == 64:
+            cases["shared"] = CollaborativeCase(name, B, H, 1, S, Ds=256, Dv=D, scale=D**-0.5,
+                layout="transposed")  # fmt: skip
+        if 2 * B * Hk * S * D * settings.dtype.itemsize > _MOST_CACHE:
+            continue
+        for kind, case in cases.items():
+            label = kind.replace("_", " ")
+            base = Workload(f"{name}_{kind}", table, label, drawn(case), directions=DIRECTIONS[:1])
+            result.append(base)
+            if (settings.device, settings.form) == ("cpu", "full"):
+                narrow = in_dtype(base, torch.bfloat16, table)
+                result.append(replace(narrow, label=f"{label}, bfloat16"))
     return result
 
 

@@ -46,8 +46,9 @@ def padded(*lengths: int, queries: bool = True, causal: bool = False) -> MaskBui
 
 
 def half_padded(sizes: Sizes, device: torch.device) -> Mask:
-    """Half of every sequence is padding, rows and keys."""
-    return Mask(key_lengths=[sizes.S // 2] * sizes.B, query_lengths=[sizes.T // 2] * sizes.B)
+    """Half of every sequence is padding, rows and keys; the lengths are on the device."""
+    keys, rows = (torch.full((sizes.B,), n // 2, device=device) for n in (sizes.S, sizes.T))
+    return Mask(key_lengths=keys, query_lengths=rows)
 
 
 def left_padded(sizes: Sizes, device: torch.device) -> Mask:
