@@ -18,11 +18,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.batch import bias_batches
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import refuse
 from heads_kernels.ops import entmax, formula, scores
-from heads_kernels.ops import gate as gates
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.scores import NEG_INF
 from heads_kernels.ops.statistics import Buffers
@@ -116,11 +114,9 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
                 # The derivatives of a row add up to 0, so that any center may be subtracted.
                 change = (dp - center) * entmax.alpha_derivative(logs, order)
                 gradients.dalpha.copy_(formula.only(inside, change).sum(-1))
-        dscores = formula.only(inside, slopes * (dp - center))  # [B, H, T, S]
+        dscores = formula.score_gradient(slopes, dp, center, inside)  # [B, H, T, S]
         if gradients.dbias.numel():
-            batches = bias_batches(gradients.dbias, call.B)
-            of_batches = dscores.reshape(*batches, *dscores.shape[1:])
-            gradients.dbias.copy_(of_batches.sum_to_size(gradients.dbias.shape))
+            scores.bias_gradient(dscores, gradients.dbias)
         if gradients.doffset_bias.numel():
             scores.offset_gradient(dscores, gradients.doffset_bias)
         draw = call.scale * formula.only(inside, formula.times(dscores, slope_of_cap))
@@ -131,8 +127,8 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
         dvalue = formula.product(weights.mT, dattended, None if touched is None else touched.mT)
         gradients.dvalue.copy_(formula.per_group(dvalue, call.value))
     if gradients.dgate.numel() and gate is not None:
-        rows = formula.only_rows(dout * attended, visible if call.closed_grad else pairs)
-        gradients.dgate.copy_(rows if gates.is_elementwise(gate) else rows.sum(-1))
+        seen = visible if call.closed_grad else pairs
+        gradients.dgate.copy_(formula.gate_rows(dout, attended, gate, seen))
 
 
 def _fill_sinks(

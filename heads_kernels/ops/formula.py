@@ -142,3 +142,14 @@ def contributing(visible: Tensor | None, gate: Tensor | None, activation: str) -
 def only_rows(tensor: Tensor, pairs: Tensor | None) -> Tensor:
     """`tensor` `[B, H, T, W]`, exactly 0 in rows without any of `pairs`."""
     return tensor if pairs is None else tensor.masked_fill(~pairs.any(-1, keepdim=True), 0.0)
+
+
+def score_gradient(slopes: Tensor, dp: Tensor, center: Tensor, inside: Tensor | None) -> Tensor:
+    """`slopes * (dp - center)` `[B, H, T, S]`: the gradient of the scores, exactly 0 outside of `inside`."""
+    return only(inside, slopes * (dp - center))
+
+
+def gate_rows(dout: Tensor, attended: Tensor, gate: Tensor, pairs: Tensor | None) -> Tensor:
+    """`dout * attended` `[B, H, T, Dv]`, or summed over the width, `[B, H, T]`, unless the gate is elementwise."""
+    rows = only_rows(dout * attended, pairs)
+    return rows if gates.is_elementwise(gate) else rows.sum(-1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads_kernels.batch import expand_bias
+from heads_kernels.batch import bias_batches, expand_bias
 from heads_kernels.call import Call
 from heads_kernels.offset_bias import diagonals
 
@@ -101,6 +101,12 @@ def of_heads(call: Call, heads: Sequence[int]) -> Call:
         own["query"] = call.query[:, index]
         own["key"] = call.key[:, index // max(call.H // max(call.Hk, 1), 1)]
     return call._replace(**own)
+
+
+def bias_gradient(dscores: Tensor, grad: Tensor) -> None:
+    """Fill `grad` `[B1, B2, H, T, S]`: `dscores` `[B, H, T, S]` summed over the broadcast dimensions."""
+    batches = bias_batches(grad, dscores.shape[0])
+    grad.copy_(dscores.reshape(*batches, *dscores.shape[1:]).sum_to_size(grad.shape))
 
 
 def offset_gradient(dscores: Tensor, grad: Tensor) -> None:
