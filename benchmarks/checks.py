@@ -2,7 +2,7 @@
 
 Accuracy is the one rule of `heads_kernels.testing` for the output, lse and every gradient; where a
 call has many pairs, those of some heads and batches. FLOPs
-are counted by `torch.utils.flop_counter` on our operator and on plain PyTorch, for the same part, and worked out by
+are counted by `torch.utils.flop_counter` on our operator and on plain PyTorch, for the same part, and computed by
 closed formulas (2 per multiply-add): scores 2 B T S H D (collaborative 2 B T S H Ds), P V
 2 B T S H Dv. Those that masks, closed heads and empty mixing chunks leave are `Call.flops`.
 """

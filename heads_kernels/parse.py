@@ -249,7 +249,7 @@ def _mask(
         mask = as_mask(flat, shape)
     else:
         mask = as_mask(attn_mask, shape)
-    read = mask.intervals if mask is attn_mask else mask.work_out
+    read = mask.intervals if mask is attn_mask else mask.compute_intervals
     intervals = read(*shape, device=query.device)
     return intervals & _CAUSAL if is_causal else intervals
 

@@ -197,11 +197,11 @@ class Mask:
         """
         device = device_of(self._tensors) if device is None else torch.device(device)
         if is_watched():
-            return self.work_out(B, H, T, S, device)
+            return self.compute_intervals(B, H, T, S, device)
         on_cpu = device.type == "cpu"
         state = () if on_cpu and self._is_snapshot else state_of(self._tensors, device)
         if state is None:
-            return self.work_out(B, H, T, S, device)
+            return self.compute_intervals(B, H, T, S, device)
         # A tensor made in inference mode cannot be saved for a backward pass.
         call = B, H, T, S, device, torch.is_inference_mode_enabled(), state
         last = self._last  # read once: another thread may replace it
@@ -209,7 +209,7 @@ class Mask:
             last = _CAPTURED
         elif last is not None and last[0] == call:
             return last[1]
-        intervals = self.work_out(B, H, T, S, device)
+        intervals = self.compute_intervals(B, H, T, S, device)
         self._last = last if last is _CAPTURED else (call, intervals)
         return intervals
 
@@ -236,7 +236,7 @@ class Mask:
             terms += (Dense(dense if dense.shape[2] == 1 else dense[:, :, index]),)
         return Mask.of(terms)
 
-    def work_out(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
+    def compute_intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         """The `Intervals` of the mask, not cached: for a mask that is used once."""
         if not self.terms:
             return Intervals()

@@ -1,4 +1,4 @@
-"""Intervals of a mask: worked out once, waiting for no device, compiled and exported."""
+"""Intervals of a mask: computed once, waiting for no device, compiled and exported."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.mask.masks import all_real, every_kind, longs
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-# ---------------------------------------------------------------------- worked out once
+# ---------------------------------------------------------------------- computed once
 def tensors_on(device: torch.device) -> dict[str, Tensor]:
     """On "meta" nobody can look at their values, as on a GPU."""
     key_mask = torch.ones(2, 5, dtype=torch.bool, device=device)
     return {"key_lengths": torch.tensor([4, 5], device=device), "key_mask": key_mask}
 
 
-#: What happens to the tensors of a mask between two calls, and whether its intervals are worked out again.
+#: What happens to the tensors of a mask between two calls, and whether its intervals are computed again.
 WRITES: dict[str, tuple[Callable[[Tensor, Tensor], object], bool]] = {
     "nothing": (lambda lengths, real: None, False),
     "a write": (lambda lengths, real: lengths.sub_(1), True),
@@ -82,7 +82,7 @@ def bound(intervals: Intervals) -> Tensor:
 def test_intervals_are_equal_to_themselves_alone() -> None:
     """Comparing tensors gives tensors, which are neither true nor false."""
     mask = Mask(key_lengths=longs(4, 5))
-    one, other = (mask.work_out(2, 1, 5, 5, "cpu") for _ in range(2))
+    one, other = (mask.compute_intervals(2, 1, 5, 5, "cpu") for _ in range(2))
     assert one == one
     assert one != other
     assert len({one, other}) == 2
@@ -126,7 +126,7 @@ def test_bounds_are_not_in_the_memory_of_lengths(argument: str) -> None:
 
 # ---------------------------------------------------------------------- streams and graphs of a GPU
 def test_intervals_of_another_stream_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would have to wait for the one that they were worked out on."""
+    """It would have to wait for the one that they were computed on."""
     mask = Mask(**tensors_on(META))
     first, copied = mask.intervals(2, 1, 5, 5), kept.lengths_on(META, (1, 2))
     assert kept.lengths_on(META, (1, 2)) is copied  # a list is copied once

@@ -236,7 +236,7 @@ def test_arithmetic_masks_are_two_integers_and_no_tensor() -> None:
         assert tuple(intervals) == tuple(Intervals(*band))
     wide = Mask(causal="lower_right", window=(UNBOUNDED - 1, UNBOUNDED - 1))
     for rows, keys in ((5, MAX_LENGTH), (MAX_LENGTH, 5)):  # sums with a row fit int32
-        found = wide.work_out(1, 1, rows, keys, "cpu")
+        found = wide.compute_intervals(1, 1, rows, keys, "cpu")
         assert -UNBOUNDED <= found.band_lo <= found.band_hi <= UNBOUNDED
     assert MAX_LENGTH < UNBOUNDED
 

@@ -47,12 +47,12 @@ def long(operator: str, B: int = 1, H: int = 2, T: int = 1, S: int = 1) -> dict[
 def test_sizes_that_int32_can_not_hold(
     operator: str, sizes: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a mask is worked out, which would take 17 GB for 2**30 rows."""
-    work_out = QueryLengths.intervals
+    """Before a mask is computed, which would take 17 GB for 2**30 rows."""
+    compute = QueryLengths.intervals
 
     def intervals(self: QueryLengths, B: int, H: int, T: int, *rest: Any) -> Intervals:
         assert T <= checks.MAX_LENGTH
-        return work_out(self, B, H, T, *rest)
+        return compute(self, B, H, T, *rest)
 
     monkeypatch.setattr(QueryLengths, "intervals", intervals)
     mask = hk.Mask(causal="lower_right", key_lengths=[1], query_lengths=[1])

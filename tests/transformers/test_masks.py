@@ -202,7 +202,7 @@ def test_nobody_looks_at_values(pattern: str) -> None:
 
 
 def test_layers_share_intervals() -> None:
-    """One mask a pass: the intervals are worked out once."""
+    """One mask a pass: the intervals are computed once."""
     model = build("llama", "heads_kernels")
     seen = []
     for layer in model.model.layers:
