@@ -33,6 +33,9 @@ _TOKENS: Final = 4
 #: heads to differ, and few enough for a wide layer to take milliseconds.
 _FEATURES: Final = 8
 
+#: The gate of the heads that are open; its products are exact.
+_GATE: Final = 0.5
+
 #: Results by structure of the module: None, or why its layout does not fit.
 _FOUND: dict[Any, str | None] = {}
 
@@ -40,9 +43,9 @@ _FOUND: dict[Any, str | None] = {}
 def misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
     """Why `layout` does not describe a module, as a phrase that follows its name; None if it does.
 
-    A copy of the module with small random weights runs on random input on the CPU, in float32: once with a head closed
-    (its columns of W_O are 0; and once its gate is 0, where the module calls the operators), and once with that head
-    pruned. The outputs must be equal up to rounding.
+    A copy of the module with small random weights runs on random input on the CPU, in float32, with a head closed (its
+    columns of W_O are 0) and with that head pruned. Where the module calls the operators, it also runs with gates, and
+    with these gates folded into W_O. The outputs of each pair must be equal up to rounding.
 
     Only the structure of the module itself is read: its weights may be on any device, including meta, of any dtype,
     sharded or quantised, and its hooks do not run. Results are cached per class and shape; pruned layers were compared
@@ -127,13 +130,18 @@ def _difference(
             return True
         return not bool((some - other).abs().max() <= tolerance)
 
-    closed_by_gate: Tensor | str | None = None
+    by_gate: Tensor | str | None = None
     if gated:
-        layer.module.head_gate = FixedGate(torch.ones(H).index_fill(0, torch.tensor([head]), 0.0))
-        closed_by_gate = _run(trial, inputs)
+        gates = torch.full((H,), _GATE).index_fill(0, torch.tensor([head]), 0.0)
+        layer.module.head_gate = FixedGate(gates)
+        by_gate = _run(trial, inputs)
         layer.module.head_gate = None
-    layer.output.linear.weight[:, layer.output.features([head])] = 0.0
+    weight = layer.output.linear.weight
+    weight[:, layer.output.features([head])] = 0.0
     closed = _run(trial, inputs)
+    weight *= _GATE
+    folded = _run(trial, inputs)
+    weight /= _GATE
     shrink(layer, left, read_key_heads(layer, left))
     pruned = _run(trial, inputs)
     if not differs(closed, whole):
@@ -142,10 +150,12 @@ def _difference(
         return f"cannot run with a head pruned ({pruned})"
     if differs(pruned, closed):
         return "computes something else with a head pruned than with that head closed"
-    if isinstance(closed_by_gate, str):
-        return f"cannot run with a gate on its heads ({closed_by_gate})"
-    if closed_by_gate is not None and differs(closed_by_gate, closed):
-        return "does not close the head whose gate is 0"
+    if isinstance(by_gate, str):
+        return f"cannot run with a gate on its heads ({by_gate})"
+    if by_gate is not None and differs(by_gate, folded):
+        return (
+            "computes something else with gates than with gates folded into its output projection"
+        )
     return None
 
 

@@ -50,7 +50,7 @@ def test_a_layout_that_fits_is_registered(H: int) -> None:
     ("example", "why"),
     [
         (House(heads_first=False), "computes something else with a head pruned"),
-        (House(gated=False), "does not close the head whose gate is 0"),
+        (House(gated=False), "computes something else with gates than with gates folded"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(example: House, why: str) -> None:
