@@ -21,7 +21,8 @@ from benchmarks.baselines import baselines
 from benchmarks.candidates import RIVALS, NotRun, attention, further_backends
 from benchmarks.settings import Settings, on_threads
 from benchmarks.workloads import Workload, flops
-from heads_kernels import testing
+from heads_kernels import Mask, testing
+from heads_kernels.mask.terms import HeadWindows, Term
 from heads_kernels.testing import Inputs
 
 #: Pairs of a query row and a key, summed over batch and heads, whose oracle takes a second on a CPU: it forms
@@ -124,8 +125,19 @@ def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, ...] | None]:
         if name in ("gate", "content_bias") or tensor.dim() == 4:  # [B, H, ...]
             tensor = tensor[:, ::step]
         tensors[name] = tensor if rows == p.T else tensor[:, :, :rows]
+    options = dict(inputs.options)
+    if isinstance(mask := options.get("attn_mask"), Mask):
+        options["attn_mask"] = Mask.of(tuple(_of_heads(term, step) for term in mask.terms))
     where = slice(None, None, batches), slice(None, None, step), slice(rows)
-    return replace(inputs, tensors=tensors, dout=inputs.dout[where]), where
+    return replace(inputs, tensors=tensors, options=options, dout=inputs.dout[where]), where
+
+
+def _of_heads(term: Term, step: int) -> Term:
+    """A term of the mask of every `step`-th head."""
+    if not isinstance(term, HeadWindows):
+        return term
+    first_keys = None if term.first_keys is None else term.first_keys[::step]
+    return replace(term, sides=term.sides[::step], first_keys=first_keys)
 
 
 def _whole_failures(

@@ -144,6 +144,13 @@ def test_pytest_benchmark_runs_the_same_workloads() -> None:
     assert "3 passed" in done.stdout
 
 
+def test_a_part_of_a_call_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of a call with many pairs: of every workload, those with a mask by head included."""
+    monkeypatch.setattr(checks, "_MOST_PAIRS", {"cpu": 1 << 9})
+    for workload in workloads.score_terms(8):
+        assert checks.check(workload, SMOKE).failures == (), workload.name
+
+
 # ---------------------------------------------------------------------- what is wrong is not timed
 @pytest.mark.parametrize("broken", ["kernel", "flops", "baseline"])
 def test_failed_check_is_said_and_not_timed(
