@@ -354,9 +354,11 @@ def decoding(settings: Settings) -> list[Workload]:
     if settings.form == "smoke":
         shapes = [(2, 12, 12, 32, 64), (2, 16, 4, 32, 64)]
     elif settings.form == "full":
+        # On a CPU memory is the bound from batches of 8 on.
+        batches = (1, 8) if settings.device == "cpu" else (1, 8, 64)
         shapes = [
             (B, *heads, S, D)
-            for heads, D, B, S in product(((12, 12), (16, 4)), (64, 128), (1, 8, 64), (512, 4096))
+            for heads, D, B, S in product(((12, 12), (16, 4)), (64, 128), batches, (512, 4096))
         ]
     result = []
     for B, H, Hk, S, D in shapes:
