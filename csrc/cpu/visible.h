@@ -14,7 +14,7 @@ constexpr int BLOCK_M =
 constexpr int BLOCK_N =
     64;  // keys of a tile: scores [64][64] and one key tile of D = 64 fit the first-level cache
 
-// The products of a tile leave out blocks of so many keys and rows that intervals hide.
+// Products of a tile leave out blocks of this many keys and rows where intervals hide all of them.
 constexpr int kUnit = 16;
 
 // [begin, end): features of a row, or keys or lanes of a tile.

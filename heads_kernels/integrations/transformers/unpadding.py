@@ -198,11 +198,11 @@ def _packed(
 
 def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     masks = [each for each in (*args, *kwargs.values()) if isinstance(each, PackedMask)]
-    return _padded(layer, masks[0], output) if masks else output
+    return _padded(masks[0], output) if masks else output
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _padded(layer: nn.Module, mask: PackedMask, output: Any) -> Any:
+def _padded(mask: PackedMask, output: Any) -> Any:
     is_packed = partial(_is_packed, N=mask.sizes[3])
     packing, own = mask.padding.packing, filling.get()
 
