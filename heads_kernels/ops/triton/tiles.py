@@ -328,9 +328,15 @@ _OTHER: Final = (
     Row("collaborative_attention.queries", 64, Tiles(32, 32, block_d=32, block_slice=64,
         num_warps=4, num_stages=1), "wide"),
 )  # fmt: skip
-#: An accumulator of 128 keys and 256 features, in a loop for each width, compiles to a trap for sm_100.
+#: An accumulator of 128 keys and 256 features, in a loop for each width, compiles to a trap for sm_100, and rows of 256
+#: features for statistics spill.
 _SM_100: Final = (
-    *(row for row in _SM_90 if row.kernel != "collaborative_attention.keys"),
+    *(
+        row
+        for row in _SM_90
+        if row.kernel not in ("collaborative_attention.keys", "attention_statistics")
+    ),
+    Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=128, num_warps=8, num_stages=3)),
     Row("collaborative_attention.keys", 64, Tiles(16, 64, block_d=64, block_slice=256, num_warps=4, num_stages=2)),
     Row("collaborative_attention.keys", 256, Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2)),
     Row("collaborative_attention.keys", 64,
