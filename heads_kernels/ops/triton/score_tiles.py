@@ -243,12 +243,13 @@ def raw_scores(
         )  # fmt: skip
     if (features.scored is None) or (features.columns is not None):
         k = load_key(of, tiles.key, features, b, place.hk, first, there, BLOCK_N, TILE)
-    if features.scored is None:
-        raw = product(query.q, tl.trans(k), tl.zeros((TILE.block_m, BLOCK_N), tl.float32))
+    # Before the product: behind it, float32 of the pass by query rows takes all registers and spills.
     if of.value is not None:
         v = load_keys(
             of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv
         )
+    if features.scored is None:
+        raw = product(query.q, tl.trans(k), tl.zeros((TILE.block_m, BLOCK_N), tl.float32))
     if of.content_bias is not None:
         raw += content[None, :]
     return raw, k, v
