@@ -19,7 +19,7 @@ Modules on top of them are imported on first use:
     heads         gate, close, prune and save the heads of a model
     analysis      what heads do and how much they matter: importance, roles, statistics, distance, maps
     convert       conversion of pretrained attention to collaborative attention
-    integrations  transformers: use(model), head masks, pruned checkpoints
+    integrations  transformers, torch.distributed, ONNX, C++
     testing       named cases, the accuracy rule, timers
 
 Remove the six least important heads from the weights of a model:
@@ -28,7 +28,7 @@ Remove the six least important heads from the weights of a model:
     scores = hk.analysis.importance(model, batches, loss)  # loss(model, batch) returns a tensor
     hk.heads.prune(model, scores.lowest(6))
 
-`help(heads_kernels.gated_attention)` is the specification of that operator. The command `python -m heads_kernels`
+`help(heads_kernels.gated_attention)` shows the specification of that operator. The command `python -m heads_kernels`
 shows versions and which kernels were built.
 """
 

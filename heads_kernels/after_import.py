@@ -1,7 +1,7 @@
 """Register something with another library once that library is imported.
 
-So `import heads_kernels` loads only the operators. Importing these libraries would take longer than the whole package:
-PyTorch's FLOP counter imports Triton.
+This keeps `import heads_kernels` fast: importing these libraries takes longer than the package itself (PyTorch's FLOP
+counter imports Triton).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def after_import(module: str, register: Callable[[], object]) -> None:
 
 
 class _Finder:
-    """Finds the modules in `_WAITING` by the other finders, and adds a step after their import."""
+    """Finds the modules in `_WAITING` through the other finders, and adds a step after their import."""
 
     @staticmethod
     def find_spec(

@@ -30,7 +30,7 @@ BackendName = Literal["cpu", "triton", "cuda", "eager"]
 
 
 def _cpu_missing() -> str:
-    """Why the extension of the CPU kernels is not there, and what brings it; empty where it is."""
+    """Why the extension of the CPU kernels is missing, and how to get it; empty if it is there."""
     if find_spec(f"{PACKAGE}._cpu") is not None:
         return ""
     why = build_info().get("cpu", {}).get("missing", "nothing was")
@@ -40,15 +40,15 @@ def _cpu_missing() -> str:
     return f"the extension heads_kernels._cpu was not built: {why} ({bring})"
 
 
-#: Why there are no kernels for the CPU; empty where there are.
+#: Why there are no kernels for the CPU; empty if there are.
 CPU_MISSING: Final = _cpu_missing()
 _OLDEST_TRITON: Final = (3, 6)
-#: Compute capability. For older GPUs Triton compiles without tensor cores and spills kilobytes of registers.
+#: Compute capability. On older GPUs Triton compiles without tensor cores and spills kilobytes of registers.
 _OLDEST_PART: Final = (8, 0)
 
 
 def _triton_missing() -> str:
-    """Why Triton cannot be used; empty where it can."""
+    """Why Triton cannot be used; empty if it can."""
     get = "pip install 'heads_kernels[triton]'"
     if find_spec("triton") is None:
         return f"Triton is not installed ({get})"
@@ -69,7 +69,7 @@ CUDA_EMULATED: Final = os.environ.get("HEADS_KERNELS_EMULATE_CUDA") == "1"
 
 
 def _cuda_missing() -> str:
-    """Why the extension of the CUDA kernels is not there; empty where it is."""
+    """Why the extension of the CUDA kernels is missing; empty if it is there."""
     name = "_cuda_emulated" if CUDA_EMULATED else "_cuda"
     if find_spec(f"{PACKAGE}.{name}") is not None:
         return ""
@@ -139,7 +139,7 @@ def triton(call: Call) -> list[str]:
 
 
 def _unsupported_by_triton(index: int) -> str:
-    """Why Triton cannot run on a GPU; empty where it can, and before PyTorch uses the GPU (fake tensors)."""
+    """Why Triton cannot run on a GPU; empty if it can, and before PyTorch uses the GPU (fake tensors)."""
     if not torch.cuda.is_initialized() or index >= torch.cuda.device_count():  # type: ignore[no-untyped-call]
         return ""
     capability = torch.cuda.get_device_capability(index)
@@ -151,7 +151,7 @@ def _unsupported_by_triton(index: int) -> str:
 
 @functools.cache
 def _triton_start_error() -> str:
-    """Why Triton does not start in this process; empty where it does.
+    """Why Triton does not start in this process; empty if it does.
 
     Triton compiles its driver module when it first starts on a machine, and reads it from its cache later.
     """
@@ -188,7 +188,7 @@ _CAPABLE: Final[set[int]] = set()
 
 
 def _unsupported_by_cuda(index: int) -> str:
-    """Why the CUDA kernels cannot run on a GPU, by their extension; empty where they can."""
+    """Why the CUDA kernels cannot run on a GPU, as their extension says; empty if they can."""
     if index in _CAPABLE:
         return ""
     try:
@@ -196,7 +196,7 @@ def _unsupported_by_cuda(index: int) -> str:
     except ImportError as error:
         return f"heads_kernels._cuda does not load: {error}"
     in_use = torch.cuda.is_initialized() and index < torch.cuda.device_count()  # type: ignore[no-untyped-call]
-    # PyTorch's guard returns to a device that has no context yet, as the extension's can't; -1 does nothing.
+    # Unlike the guard of the extension, PyTorch's can return to a device without a context; -1 does nothing.
     with torch.cuda.device(index if in_use else -1):
         words: str = extension.unsupported_device(index)
     if not words:
@@ -204,13 +204,13 @@ def _unsupported_by_cuda(index: int) -> str:
     return words
 
 
-# As `torch.compiler.assume_constant_result` does, which loads Dynamo: two seconds of every import of the package.
+# What `torch.compiler.assume_constant_result` does; calling it would load Dynamo, which takes two seconds.
 _unsupported_by_cuda._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _unsupported_by_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _far_rows(call: Call) -> list[str]:
-    """Tensors whose rows are so far apart that offsets within a tile need more than 32 bits.
+    """Reasons: tensors whose rows are so far apart that offsets within a tile need more than 32 bits.
 
     `dout` is not among them: `buffers.contiguous_rows` copies it.
     """
@@ -246,7 +246,7 @@ def _too_wide(call: Call) -> list[str]:
 
 
 def rows_apart(*tensors: Tensor | None) -> list[str]:
-    """The tensors, query, key, value and `attended`, whose rows are not contiguous."""
+    """Reasons: the tensors among query, key, value and `attended` whose rows are not contiguous."""
     return [
         f"{name} has stride {tensor.stride(-1)} in its last dimension; it needs 1 (.contiguous())"
         for name, tensor in zip(("query", "key", "value", "attended"), tensors, strict=False)

@@ -55,7 +55,7 @@ def flatten_companion(
 ) -> Tensor | None:
     """A gate, bias or mask `[*batch, layout]`, whose sizes of 1 broadcast, as `[B or 1, layout]`.
 
-    One of fewer than two dimensions has no batch dimensions. That it is a tensor is checked later.
+    A tensor of fewer than two dimensions has no batch dimensions. Whether it is a tensor is checked later.
     """
     if not isinstance(tensor, Tensor) or tensor.dim() <= 1:
         return tensor

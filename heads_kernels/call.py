@@ -17,9 +17,9 @@ from heads_kernels.mask.intervals import UNBOUNDED, Intervals, by_identity
 #: Features of one mixing chunk: the smallest K step of a tensor core, and one vector of 16 float32 lanes. Chunks of a
 #: head's mixing vector that are all zero are skipped.
 MIXING_CHUNK: Final = 16
-#: An op's `seed` is int64 `[5]`: the number drawn by PyTorch's generator, then the index (b, h, i, j) in the whole call
-#: of the first element, which is not 0 where a process computes a part of the batch, the heads or the rows. j must be a
-#: multiple of 4, the number of elements per Philox counter (ops/philox.py).
+#: An op's `seed` is int64 `[5]`: the number drawn from PyTorch's generator, then the index (b, h, i, j) of the first
+#: element within the whole call, which is not 0 if a process computes a part of the batch, the heads or the rows. j must
+#: be a multiple of 4, the number of elements per Philox counter (ops/philox.py).
 SEED_LENGTH: Final = 5
 
 #: A tensor that only some operators take. `check` verifies which; for type checkers it is `Any`.
@@ -166,9 +166,9 @@ class Call(NamedTuple):
         Counts visible pairs of open heads, over the features of each head's active mixing chunks; `dense=True` counts
         every pair, head and feature, as `torch.utils.flop_counter` does. Tiles at the border of a mask compute more.
         Statistics compute scores a second time for `received`.
-        The backward pass counts the gradients of query, key and value; if mixing requires a gradient, `dS K` at full
-        width `Ds`; if the gate does, one forward pass over the closed heads (neither with `closed_grad=False`). Reads
-        the values of mask, gate and mixing, which synchronises with a GPU.
+        The backward pass counts the gradients of query, key and value. If mixing requires a gradient, it counts `dS K`
+        at full width `Ds`; if the gate does, one forward pass over the closed heads (neither with `closed_grad=False`).
+        Reads the values of mask, gate and mixing, which synchronises with a GPU.
         """
         if backward and self.value is None:
             raise ValueError(f"backward is True, but {self.operator} has no backward pass.")

@@ -124,7 +124,7 @@ def _is_split() -> bool:
     return isinstance(module, str) and module.startswith("torch.distributed")
 
 
-# As `torch.compiler.assume_constant_result` does, which loads Dynamo: two seconds of every import of the package.
+# What `torch.compiler.assume_constant_result` does; calling it would load Dynamo, which takes two seconds.
 _is_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -339,7 +339,7 @@ def check_row_weights(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """The weights of rows by `received`, for sizes (*batch, H, T): as many dimensions, in `dtype`, or None."""
+    """The weights of rows that `received` asks for, with as many dimensions as `sizes` (*batch, H, T), in `dtype`."""
     if received is None or received is False:
         return None
     if received is True:

@@ -38,7 +38,7 @@ _NAMED: Final = _read(os.environ.get(VARIABLE, ""))
 #: Backends that may serve CPU tensors in this process.
 _ON_CPU: Final = {"cpu", "eager", *SIMULATED}
 
-#: Of float32 on a GPU, without the variable: `cuda` multiplies it on tensor cores, `triton` does not.
+#: The order for float32 on a GPU, without the variable: `cuda` multiplies it on tensor cores, `triton` does not.
 _FLOAT32: Final = tuple(sorted(BACKENDS, key=lambda row: row.name != "cuda"))
 
 
@@ -63,7 +63,7 @@ class Choice:
 
 
 def choose(call: Call, backend: str | None = None) -> Choice:
-    """Choose the first backend that can serve the call, or consider only `backend` if given.
+    """Choose the first backend that can serve the call; with `backend`, consider only that one.
 
     Raises `ValueError` if there is no backend of this name.
     """
@@ -85,7 +85,7 @@ def choose(call: Call, backend: str | None = None) -> Choice:
 def select(call: Call, backend: str | None = None) -> str:
     """Name of the backend that serves the call; raises `ValueError` with all reasons if none does.
 
-    Warns once if only `eager` can, which holds `[B, H, T, S]` in memory.
+    Warns once if only `eager` can, since it stores `[B, H, T, S]`.
     """
     if backend is None:
         for row in in_order(call.query):

@@ -26,7 +26,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a `DTensor`, gathered from the processes of its mesh; any other tensor itself.
 
-    A gradient of the result is one that every process has, and is counted once.
+    Every process has the same gradient of the result, which is counted once.
     """
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
@@ -56,7 +56,7 @@ def local_part(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 def summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`tensor`, which all processes have; its gradient is the sum of theirs, each of its own part of the work."""
+    """`tensor`, which all processes have; its gradient is the sum of their gradients, each from a part of the work."""
     from torch.distributed.tensor import Partial
 
     parts = [Partial()] * mesh.ndim

@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside `path`, with the same ending, then rename it: an error leaves no half of a file.
+    """Write a temporary file beside `path`, with the same ending, then rename it: an error leaves no partial file.
 
-    Its permissions are those of any new file, whatever `write` makes of them.
+    Its permissions are those of any new file, even if `write` changes them.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:

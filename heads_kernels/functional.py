@@ -81,13 +81,17 @@ def gated_attention(  # type: ignore[misc]  # whose second signature is open
     return_lse: bool = False,
     backend: BackendName | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention whose heads can be gated and closed, in one fused pass.
+    r"""Scaled dot product attention whose heads can be gated and closed, in one fused pass.
 
-    .. math:: out_h = act(gate_h) \cdot softmax(softcap(scale \cdot Q_h K_h^T) + bias_h \text{ under the mask}) V_h
+    .. math::
+        out_h = act(gate_h) \cdot P_h V_h, \quad
+        P_{hij} = \frac{\exp(s_{hij})}{\sum_{visible\ k} \exp(s_{hik}) + \exp(sink_h)}, \quad
+        s_h = softcap(scale \cdot Q_h K_h^T) + bias_h
 
-    Positional arguments are those of `torch.nn.functional.scaled_dot_product_attention`, in its order. Gates per head
-    follow Voita et al. 2019 (eq. 5, Hard Concrete) and Michel et al. 2019 (eq. 3); gates per token or element are the
-    output gates of current language models.
+    Without `sinks` the last term of the denominator is absent. Positional arguments are those of
+    `torch.nn.functional.scaled_dot_product_attention`, in its order. Gates per head follow Voita et al. 2019 (eq. 5,
+    Hard Concrete) and Michel et al. 2019 (eq. 3); gates per token or element are the output gates of current language
+    models.
 
     Args:
         query: `[..., H, T, D]`; float32, bfloat16, float16 or float64; any strides with a contiguous last dimension.
@@ -125,8 +129,8 @@ def gated_attention(  # type: ignore[misc]  # whose second signature is open
     Returns:
         `[..., H, T, Dv]` in the dtype of `query`. A row that sees no key is 0 (never NaN), and so are its gradients.
         Hidden keys and values reach no output, even if they are NaN. The same call gives the same bits. With
-        `return_lse` the pair `(out, lse)`, `lse` `[..., H, T]` in float32 (float64 for float64 inputs), -inf in rows
-        that see neither a key nor a sink.
+        `return_lse`, the pair `(out, lse)`: `lse` is `[..., H, T]` in float32 (float64 for float64 inputs), and -inf in
+        rows that see neither a key nor a sink.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, its value and what would work. Also raised
@@ -200,8 +204,9 @@ def collaborative_attention(  # type: ignore[misc]  # whose second signature is 
         out_h = act(gate_h) \cdot softmax(score_h) V_h, \quad
         score_h = softcap(scale \cdot ((Q \circ m_h) K^T + 1 \, content\_bias_h^T)) + bias_h
 
-    (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12.) The mixed query is formed tile by tile and never stored. With
-    block-indicator mixing this is ordinary multi-head attention.
+    (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12.) The softmax is that of `gated_attention`, with mask and sinks. The
+    mixed query is computed tile by tile and never stored. With block-indicator mixing this is ordinary multi-head
+    attention.
 
     Args:
         query: `[..., T, Ds]`, shared by all heads; any strides with a contiguous last dimension. Batch dimensions come
@@ -325,9 +330,9 @@ def attention_statistics(
     received: bool | Tensor | None = None,
     backend: BackendName | None = None,
 ) -> AttentionStatistics:
-    """Statistics of the attention probabilities of each query row, and what each key receives.
+    """Statistics of the attention probabilities: of each query row, and what each key receives.
 
-    They are computed tile by tile without a `[T, S]` matrix.
+    Probabilities are those of `gated_attention` or `collaborative_attention`; no `[T, S]` matrix is stored.
 
     Args:
         query, key: as in `gated_attention`, or, with `mixing`, as in `collaborative_attention`.
@@ -338,15 +343,16 @@ def attention_statistics(
             `[..., H, T]`. A row of weight 0 is left out. Scores are computed a second time for it.
 
     Returns:
-        Named tuple of `[..., H, T]` tensors, float32 (float64 for float64 inputs), argmax int64, without gradient:
+        An `AttentionStatistics`: a named tuple of `[..., H, T]` tensors, float32 (float64 for float64 inputs), `argmax`
+        int64, without gradient:
         `lse`, natural log of the sum of exp(score) over visible keys and the sink (-inf without either);
-        `max_score`, the largest score among keys that are not excluded, scaled, capped and with its bias (-inf if there
-        is none); `max_prob`, its probability (0 if there is none), whose mean over rows is the confidence of a head;
-        `argmax`, the first key with it (-1 if there is none);
+        `max_score`, the largest score among visible keys that are not excluded, scaled, capped and with its bias (-inf
+        if there is none); `max_prob`, its probability (0 if there is none), whose mean over rows is the confidence of a
+        head; `argmax`, the first key with it (-1 if there is none);
         `entropy`, `-sum p ln p` over keys in nats (0 if a row sees no key). With a sink, the probabilities of the keys
-        add up to less than 1. Behind them `received` `[..., H, S]`, `sum_i w_i p_ij` over query rows i for each key j
-        and query head, with weights w of 1 by default; None if it is not asked for. A padded row or one that sees no
-        key adds nothing.
+        add up to less than 1;
+        `received` `[..., H, S]`, `sum_i w_i p_ij` over query rows i for each key j and query head, with weights w of 1
+        by default; None if it is not requested. Padded rows and rows that see no key add nothing.
 
     Raises:
         ValueError, TypeError: as in `gated_attention`.
@@ -424,7 +430,7 @@ _OPERATORS: Final = {
 
 
 def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) -> Choice:
-    """Return which backend would run a call and why the others would not, without running it.
+    """Return which backend would run a call, and why the others would not. The call is not run.
 
     Args:
         operator: `gated_attention`, `collaborative_attention`, `entmax_attention` or `attention_statistics`, the

@@ -18,13 +18,12 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     .. math:: lse = \log \sum_n e^{lse_n}, \quad out = \sum_n e^{lse_n - lse} \, out_n
 
-    Apply a gate to each part or to the result. Count a sink once: in one of the calls, or as a part of its own whose
-    output is 0 and whose `lse` is the sink. Differentiable.
+    Apply a gate to each part or to the result. Pass `sinks` to one of the calls only, or add a part whose output is 0
+    and whose `lse` is the sink. Differentiable.
 
     Args:
         outs: `[..., Dv]` each, of one shape, dtype and device.
-        lses: `[...]` each, in the order of `outs`; -inf in rows that see no key of the part, where the part of `outs`
-            is not read.
+        lses: `[...]` each, in the order of `outs`; -inf in rows that see no key of the part, whose output is not read.
 
     Returns:
         `(out, lse)`, in the dtypes of the parts. In rows that see no key in any part, `out` is 0, `lse` is -inf and

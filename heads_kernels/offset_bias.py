@@ -34,8 +34,8 @@ class OffsetBias:
         table: `[H, n]`, or `[1, n]` for all heads; any floating dtype. Differentiable.
         first: offset of the first column; default `-(n // 2)`, which puts offset 0 in the middle.
 
-    `OffsetBias.alibi` and `OffsetBias.t5` create the two common ones. The bias of a two-dimensional window (Swin, BEiT)
-    is not a function of `j - i`: gather its table into a dense bias `[H, N, N]`.
+    `OffsetBias.alibi` and `OffsetBias.t5` create the two common kinds. The bias of a two-dimensional window (Swin,
+    BEiT) is not a function of `j - i`: gather its table into a dense bias `[H, N, N]`.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it.
@@ -64,7 +64,8 @@ class OffsetBias:
     def t5(cls, weight: Tensor, bidirectional: bool = True, max_distance: int = 128) -> OffsetBias:
         """Relative position buckets of T5 (Raffel et al. 2020).
 
-        Half of the buckets cover one distance each, the other half ranges that grow geometrically up to `max_distance`.
+        Half of the buckets cover one distance each, the other half cover ranges that grow geometrically up to
+        `max_distance`.
 
         Args:
             weight: `[buckets, H]`, the weight of transformers' `relative_attention_bias`. Differentiable.
@@ -132,7 +133,7 @@ def diagonals(table: Tensor, T: int, S: int) -> Tensor:
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """In float32 or wider distances are exact, and so is the sum of gradients of an entry that many offsets share."""
+    """In float32 distances are exact, and gradients of an entry that many offsets share are summed in float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -1,9 +1,9 @@
-"""Masks are data: one half-open interval of visible keys per query row, and of some heads their first keys.
+"""Masks are data: one half-open interval of visible keys per query row, and for some heads their first keys.
 
-Causal masks and windows are two integers (a band), masks that depend on data (lengths, documents, prefixes) or on the
-head two int32 vectors, a key mask with holes one more byte per key, and any other bool mask one byte per pair. A kernel
-intersects the parts that are given, skips tiles outside of them, and needs no mask arithmetic in tiles inside. It does
-not know which mask it serves.
+Causal masks and windows become two integers (a band), masks that depend on data (lengths, documents, prefixes) or on
+the head become two int32 vectors, a key mask with holes adds one byte per key, and any other bool mask has one byte per
+pair. A kernel intersects the parts that are given, skips tiles outside of them, and needs no mask arithmetic in tiles
+inside. It does not know which kind of mask it was given.
 
 mask.py       `Mask`, as callers write it: a tuple of terms, combined by AND
 arguments.py  what its arguments may be

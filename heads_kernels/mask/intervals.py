@@ -82,8 +82,7 @@ class Intervals(NamedTuple):
             visible = visible[:, positions]
         if dense is not None and dense.shape[3] != 1:
             dense = dense[..., positions]
-        # Positions ascend, so that those within [lo, hi) are consecutive.
-        # The same of first keys, which begin at key 0.
+        # Positions ascend, so those within [lo, hi) are consecutive, and so are first keys, which begin at key 0.
         at = functools.partial(torch.searchsorted, positions, out_int32=True)
         first = None if self.first_keys is None else at(self.first_keys.to(torch.int64))
         return Intervals(
@@ -106,7 +105,7 @@ class Intervals(NamedTuple):
 
     @property
     def limits_first_keys(self) -> bool:
-        """Whether its lower limits hide keys that `key_visible` does not: it is not joined with first keys then."""
+        """Whether its lower limits hide keys that `key_visible` does not; it cannot be joined with first keys then."""
         limited = self.k_lo is not None and self.key_visible is None
         return limited or self.band_lo > -UNBOUNDED or self.first_keys is not None
 

@@ -43,8 +43,8 @@ def capturing(device: torch.device) -> bool:
 def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
     """A state that is equal in two calls only if `tensors` hold the same values; None if that cannot be known.
 
-    Nothing may be watched (`is_watched`). On the CPU these are the bytes of the tensors. On a GPU, where reading them
-    would synchronise: their addresses, and PyTorch's counts of writes to them.
+    Call it only if `is_watched` is False. On the CPU the state is the bytes of the tensors. On a GPU, where reading
+    them would synchronise, it is their addresses and PyTorch's counts of writes to them.
     """
     if device.type == "cpu":
         if not all(type(t) is Tensor and t.is_cpu for t in tensors):

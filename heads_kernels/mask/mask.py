@@ -51,8 +51,8 @@ class Mask:
     window          `(left, right)`, -1 unlimited: `i - left <= j <= i + right`;
                     with causal="lower_right", i + S - T replaces i. One for each head: a list of H such pairs, or
                     integers `[H, 2]`
-    first_keys      an int, a list of H ints or integers `[H]`, only with window: its left side does not hide keys
-                    `j < first_keys[h]`. Other arguments, causal and the right side hide them as they do without it
+    first_keys      an int, a list of H ints or integers `[H]`, only with window: the left side of the window does not
+                    hide keys `j < first_keys[h]`. The right side, causal and other arguments hide them as usual
     document_ids    integers `[S]` or `[B or 1, S]` (T == S), ascending, or a pair `(query_ids, key_ids)`,
                     key_ids ascending: row i sees the keys with its own id
     prefix_lengths  integers `[B]` or `[1]`, only with causal: `j < prefix_lengths[b]` is visible too
@@ -60,16 +60,16 @@ class Mask:
     `window`, `first_keys` and `prefix_lengths` are aligned by the `causal` of the same Mask: in
     `Mask(causal="lower_right") & Mask(window=...)` the window is still upper-left aligned.
 
-    Tensors are kept by reference, have no gradient and must be on the device of the query. Lengths may
-    also be a list of ints, which is copied to a GPU once. Calls of the same sizes, such as the layers of a
-    model, share what is computed from the mask, until PyTorch writes to one of its tensors. On a GPU, make
-    a new Mask after a write that PyTorch does not count: through `tensor.data`, in a kernel of your own or
-    in the replay of a CUDA graph. (A call that is captured in a graph always computes it anew.)
+    Tensors are not copied, have no gradient and must be on the device of the query. Lengths may also be a list of ints,
+    which is copied to a GPU once. Calls of the same sizes, such as the layers of a model, share what is computed from
+    the mask, until PyTorch writes to one of its tensors. On a GPU, make a new Mask after a write that PyTorch does not
+    count: through `tensor.data`, in a kernel of your own or in the replay of a CUDA graph. (A call that is captured in
+    a graph always computes it anew.)
 
-    Raises TypeError or ValueError that names the argument: at construction for its type and rank, in a call
-    if it does not fit B, T and S. Values (lengths in range, ids ascending) are checked only on the CPU and
-    outside `torch.compile`, where reading them is free. Elsewhere lengths are clamped to [0, S] or [0, T],
-    and the mask of unsorted ids is unspecified.
+    Raises TypeError or ValueError that names the argument: at construction for its type and rank, in a call if it does
+    not fit B, T and S. Values (lengths in range, ids ascending) are checked only on the CPU and outside
+    `torch.compile`, where reading them is free. Elsewhere lengths are clamped to [0, S] or [0, T], and the result for
+    unsorted ids is unspecified.
 
         hk.Mask(causal=True, key_mask=tokens != pad)
         hk.Mask(causal="lower_right", window=(4095, 0))
@@ -216,8 +216,8 @@ class Mask:
     def rows(self, positions: Tensor, B: int, H: int, T: int, S: int) -> Mask:
         """The mask of the query rows at `positions` of a call of these sizes.
 
-        A call of only these rows, in this order, sees the same keys as they do in the whole call. An example are the
-        rows of one process in context parallelism.
+        In a call with only these rows, in this order, each row sees the same keys as in the whole call. Context
+        parallelism uses this for the rows of a process.
 
         Args:
             positions: integers `[rows]` in [0, T), on the device of the query.

@@ -33,8 +33,8 @@ class Term(ABC):
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         """The `Intervals` of this term for a call of these sizes; raises ValueError if it does not fit them.
 
-        Bounds may have any integer dtype, sizes `[B or 1, H or 1, T or 1]`, and `k_lo` None for 0: `laid_out` is later.
-        Those of int32 share no memory with tensors of the caller.
+        Bounds may have any integer dtype and sizes `[B or 1, H or 1, T or 1]`, and `k_lo` may be None for 0:
+        `Intervals.laid_out` comes later. int32 bounds share no memory with tensors of the caller.
         """
 
     def values(self) -> list[Any]:

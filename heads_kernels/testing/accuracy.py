@@ -1,18 +1,17 @@
-"""The one accuracy rule of the package.
+"""The accuracy rule of the package.
 
-The oracle is the `eager` backend in float64 on the same quantised inputs. For the output, lse and
-every gradient, three kinds of errors of a kernel may be
+The oracle is the `eager` backend in float64 on the same quantised inputs. Three kinds of errors of the output, lse and
+every gradient may each be at most
 
-    2 * (error of the eager backend in that dtype) + (rounding floor, see `rounding`) * chance
+    2 * (that error of the eager backend in the same dtype) + chance * (rounding floor, see `rounding`)
 
-    the largest error and the root of the mean square
-                        `chance` is 1, except for fewer than 25 numbers, whose errors may by chance be larger than
-                        roundings are on average
-    the root of the mean square of every row, so that a head that is small beside another counts as much
-                        errors of a row may have one cause, so `chance` is that of one number, in so many rows
-    the mean of error times reference, so that a factor of 1.003 counts, which is less than bfloat16 rounds by
-                        the floor is what random roundings leave of it (see `mean_error`), and what those of float32
-                        arithmetic would be if all had one sign
+    the largest error, and the root mean square error
+                        `chance` is 1; for fewer than 25 numbers it is larger, since few errors may all be large
+    the root mean square error of every row, so that small heads and rows count as much as large ones
+                        errors of a row may have one cause, so `chance` is that of one number, the largest of all rows
+    the mean of error times reference, which reveals a factor of 1.003, less than one rounding of bfloat16
+                        the floor is what random roundings leave of this mean (see `mean_error`), plus what roundings of
+                        float32 arithmetic would add if all had one sign
 
 NaN and infinities must be exactly where the oracle has them. In float64 eager is the oracle: its own error
 cannot be measured and is taken to be the floor.
@@ -46,8 +45,8 @@ _ONE_IN_A_MILLION: Final = 4.75
 class Quantity:
     """Errors of one output or gradient against the oracle; `wrong` describes a wrong shape, dtype, NaN or infinity.
 
-    `row` is the largest error of a row as a part of its bound. Mean errors are relative to the mean square of the
-    reference: what factor it would take.
+    `row` is the largest ratio of the error of a row to its bound. Mean errors are relative to the mean square of the
+    reference: 0.003 is the error of a factor of 1.003.
     """
 
     name: str
@@ -114,7 +113,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """The references for given inputs: the oracle, eager in the same dtype, the limits of rounding."""
+    """The references for given inputs: the oracle, eager in the same dtype, and the rounding limits."""
 
     inputs: Inputs
     oracle: dict[str, Tensor]
@@ -122,7 +121,7 @@ class Reference:
     _found: dict[tuple[float, float | None], dict[str, Limits]] = field(default_factory=dict)
 
     def limits(self, backend: str | None) -> dict[str, Limits]:
-        """By quantity, for what `backend` rounds."""
+        """The limits by quantity, for the roundings of `backend`."""
         shared = self.inputs.operator == "collaborative_attention"
         return self._of(mixed_unit(self.inputs.dout.dtype, backend) if shared else 0.0)
 
@@ -191,7 +190,7 @@ def reference(inputs: Inputs, backward: bool = True) -> Reference:
 def _case_reference(
     case: Case, dtype: torch.dtype, device: str, seed: int, backward: bool
 ) -> Reference:
-    """Shared by the backends that are checked one after the other."""
+    """The reference of a case, cached for the backends that are checked one after the other."""
     return reference(case.make(dtype, device, seed), backward)
 
 
@@ -237,7 +236,7 @@ def _judge(
     finite = oracle.isfinite()
     exact, floor, arithmetic = (t.where(finite, 0.0) for t in (oracle, allowed.floor, arithmetic))
     error = (got.double() - oracle).where(finite, 0.0)
-    # Where eager alone is not finite (a float16 that overflows there), it bounds nothing.
+    # Where only eager is not finite (a float16 that overflows there), its error is not used.
     of_eager = (eager.double() - oracle).where(finite, 0.0).nan_to_num(0.0, 0.0, 0.0)
     if eager.dtype == oracle.dtype and not of_eager.any():
         of_eager = floor
@@ -255,7 +254,7 @@ def _judge(
 
 
 def _row_ratio(error: Tensor, of_eager: Tensor, floor: Tensor) -> float:
-    """The largest error of a row, along the last dimension, as a part of its bound."""
+    """The largest ratio of the error of a row, along the last dimension, to its bound."""
     if not error.numel():
         return 0.0
     of_rows = [each.square().sum(-1).sqrt() for each in (error, of_eager, floor)]
@@ -311,5 +310,5 @@ def _max(error: Tensor) -> float:
 
 
 def _rms(error: Tensor, count: int) -> float:
-    """Of `count` numbers; others are 0."""
+    """The root mean square of `count` numbers; all others are 0."""
     return math.sqrt(float(error.square().sum()) / count) if count else 0.0

@@ -27,16 +27,15 @@ class Case(ABC):
 
     gate       sizes of the gate, one letter per dimension, "1" broadcasts: "H", "BH", "B1T", "BHTD"
                (here D is the width Dv)
-    closed     part of the heads whose identity gate is exactly 0, spread evenly; a `[B, H]` gate
-               closes others in every batch. In a gate of tokens or elements, part of its entries.
+    closed     share of the heads whose identity gate is exactly 0, spread evenly; a `[B, H]` gate
+               closes other heads in every batch. In a gate per token or element, the share of its entries.
     bias       sizes of the dense bias, one letter per dimension of [B, H, T, S], "1" broadcasts; `bias_dtype` None is
                the dtype of the query, `bias_hides` makes every fifth entry -inf
     offsets    columns of the table of an `OffsetBias`, one row per head; 0: none
-    outlier    factor of every seventh query row: with 40, scores of a hundred and softmax rows of a
-               single key
-    decline    factor of the values and of dout of every head over those of the head before
-    mean       of the values and of dout, whose deviation is 1: of a mean, delta is as large as its square, and a wrong
-               delta is larger than the roundings of dP
+    outlier    factor of every seventh query row: with 40, scores reach a hundred, and a row attends to one key
+    decline    factor between the values, and between the dout, of a head and the head before it
+    mean       mean of the values and of dout, whose standard deviation is 1: delta is then as large as its square, so
+               that an error of delta is larger than the roundings of dP
     """
 
     name: str
@@ -75,7 +74,7 @@ class Case(ABC):
 
     @abstractmethod
     def _operands(self, draw: _Draw) -> dict[str, Tensor]:
-        """query, key, value and what the operator has beside them."""
+        """query, key, value and the other operands of the operator."""
 
     def make(
         self,
@@ -88,7 +87,7 @@ class Case(ABC):
         """Draw the tensors of the call, on PyTorch's default device if `device` is None.
 
         The same seed gives the same numbers on every device, and in every dtype up to its rounding.
-        `drawn_on` a GPU, the large tensors are drawn there: other numbers, in a hundredth of the time.
+        If `drawn_on` is a GPU, large tensors are drawn there: other numbers, in a hundredth of the time.
         """
         device = torch.get_default_device() if device is None else torch.device(device)
         draw = _Draw(self, dtype, device, seed, torch.device(drawn_on))
@@ -154,7 +153,7 @@ class Case(ABC):
 
 @dataclass(frozen=True)
 class GatedCase(Case):
-    """A call of `gated_attention`; `Hk` 0 is as many key heads as query heads."""
+    """A call of `gated_attention`; `Hk` 0 means as many key heads as query heads."""
 
     D: int
     Hk: int = 0
@@ -172,7 +171,7 @@ class GatedCase(Case):
 
 @dataclass(frozen=True)
 class EntmaxCase(GatedCase):
-    """A call of `entmax_attention`: `alpha` is that of the first and of the last head, evenly spread between."""
+    """A call of `entmax_attention`: `alpha` of the first and of the last head, evenly spread between."""
 
     alpha: tuple[float, float] = (1.5, 1.5)
 
@@ -185,10 +184,10 @@ class EntmaxCase(GatedCase):
 
 @dataclass(frozen=True)
 class CollaborativeCase(Case):
-    """A call of `collaborative_attention`; `Hv` 0 is a value head for every head of mixing.
+    """A call of `collaborative_attention`; `Hv` 0 means a value head for every head of mixing.
 
     mixing    dense; blocks (disjoint supports of equal width); ragged (of unequal width, borders at
-              chunks, a head may keep nothing); unaligned (the same, borders anywhere); chunks
+              chunks, a head may have no features); unaligned (the same, borders anywhere); chunks
               (dense, every third chunk of a head zero); zero_head (dense, head 0 all zero)
     """
 
@@ -250,7 +249,7 @@ class _Draw:
         return drawn.to(self.device, self.dtype)
 
     def companion(self, tensor: Tensor) -> Tensor:
-        """A tensor besides query, key and value: float32, or float64 if they are."""
+        """A tensor other than query, key and value: float32, or float64 if they are."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return tensor.to(self.device, wide)
 
@@ -276,9 +275,9 @@ GUARD_WIDTH = 17
 
 
 def surrounded(tensor: Tensor, fill: float = float("nan")) -> Tensor:
-    """The same values as a slice of a larger storage full of `fill`, which reveals reads outside.
+    """The same values as a slice of a larger storage full of `fill`, which reveals reads out of bounds.
 
-    The last dimension keeps stride 1; the tensor is the same in every other respect, and a leaf.
+    The last dimension has stride 1; the tensor is the same in every other respect, and a leaf.
     """
     if tensor.dim() == 0:
         return tensor.detach().clone()

@@ -1,8 +1,8 @@
-"""The table of named cases: one call each, from tiny and nasty to the shapes of real models.
+"""The named cases: one call each, from tiny ones and edge cases to the shapes of real models.
 
 Tests and benchmarks read `GATED`, `COLLABORATIVE` and `ENTMAX`; a new row there is tested on every
-backend and dtype. Tags: "tiny" and "nasty" run in every test run; "model" are shapes of real
-models, for benchmarks and slow tests; "long" is too long for an oracle that builds the `[T, S]`
+backend and dtype. Tags: "tiny" and "nasty" (edge cases) run in every test run; "model" are shapes of
+real models, for benchmarks and slow tests; "long" is too long for an oracle that builds the `[T, S]`
 matrix.
 """
 

@@ -25,9 +25,9 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 class Inputs:
     """A call of `operator`: `tensors` by argument name (they can get gradients), and its `options`.
 
-    `dout` is a gradient of the output to start a backward pass from, and `dlse` `[B, H, T]` one of `lse`, which is not
-    returned if it is None. `seed` is what PyTorch's generator is set to before the call, so that dropout draws the same
-    mask every time.
+    A backward pass starts from `dout`, the gradient of the output, and `dlse` `[B, H, T]`, that of `lse`; if `dlse` is
+    None, the call does not return `lse`. PyTorch's generator is seeded with `seed` before the call, so that dropout
+    draws the same mask every time.
     """
 
     operator: str
@@ -72,11 +72,11 @@ class Inputs:
         return out.detach(), dict(zip(leaves, grads, strict=True))
 
     def parsed(self, **options: Any) -> Call:
-        """The call, with the batch dimensions in one."""
+        """The `Call`, with one batch dimension."""
         return parse(self.operator, **self.arguments(**options))[0]
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same values in `dtype`; quantised inputs in float64 are what the oracle reads."""
+        """The same values in `dtype`; the oracle reads quantised inputs in float64."""
         tensors = {name: t.detach().to(dtype) for name, t in self.tensors.items()}
         dlse = None if self.dlse is None else self.dlse.to(compute_dtype(dtype))
         return replace(self, tensors=tensors, dout=self.dout.to(dtype), dlse=dlse)

@@ -69,7 +69,7 @@ def holes(sizes: Sizes, device: torch.device) -> Mask:
 
 
 def window_over_holes(sizes: Sizes, device: torch.device) -> Mask:
-    """Each row sees only its own key, and a run of keys is hidden: whole tiles of rows see no key."""
+    """Each row sees only its own key, and consecutive keys are hidden: whole tiles of rows see no key."""
     j = torch.arange(sizes.S, device=device)[None]
     return Mask(window=(0, 0), key_mask=(j < 9) | (j > 66))
 

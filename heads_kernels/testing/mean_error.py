@@ -1,15 +1,16 @@
 """How far random roundings move the sum of error times reference, for the output and every gradient.
 
-Errors of either sign cancel in that sum, and a factor that is too large by 0.3 % does not. The sum is a linear function
-of the result, so every rounding moves it by its error times a derivative. Roundings are independent, up to u |x| and
-of either sign: squares add up. What one rounding moves more than once adds up before it is squared:
+Random errors cancel in that sum; the error of a factor that is too large by 0.3 % does not. The sum is a linear
+function of the result, so every rounding changes it by its error times a derivative. Roundings are independent, up to
+u |x| and of either sign, so their squares add up. If one rounding changes the sum in several places, these add up
+before they are squared:
 
-    a mixed query     each of its features moves all scores of the row, and with them lse and delta
-    dout * gate       each of its elements moves all dP of the row
-    delta             is that of a row
-    equal numbers     have equal roundings, as the probabilities and results of a query that is 0
+    a mixed query     each of its features changes all scores of the row, and with them lse and delta
+    dout * gate       each of its elements changes all dP of the row
+    delta             is common to its row
+    equal numbers     have equal roundings, such as the probabilities and results of a query that is 0
 
-What a processor's float32 arithmetic adds has a sign, perhaps: `accuracy` adds it up without cancelling.
+Errors of a processor's float32 arithmetic may all have one sign: `accuracy` adds them up without cancelling.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 
 class Head(NamedTuple):
-    """What the backward pass of one head computes, and the errors of it, float64; `[T, S]` unless it says otherwise."""
+    """What the backward pass of one head computes, and its errors, in float64; `[T, S]` unless stated otherwise."""
 
     query: Tensor  # [T, D], mixed
     key: Tensor  # [S, D]
@@ -46,7 +47,7 @@ class Head(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The reference, as it weighs numbers of one head: by name, or one tensor."""
+    """The factors with which errors of the numbers of one head enter the sums: by name, or one tensor."""
 
     attended: dict[str, Tensor]  # [T, Dv]: of out and dgate, by the output before the gate
     lse: Tensor  # [T]
@@ -56,21 +57,21 @@ class Weights(NamedTuple):
 
 
 class Equal(NamedTuple):
-    """Which numbers are equal."""
+    """Groups of equal numbers."""
 
     number: Tensor  # of each number among the distinct ones
     heads: Tensor  # in how many heads each distinct one may be
 
 
 def equal(numbers: Tensor, heads: int = 1) -> Equal:
-    """Those among the numbers of one of `heads` heads: what is there twice, or is 1, may be in all of them."""
+    """Equal numbers of one of `heads` heads; a number that occurs twice, or is 1, may occur in all heads."""
     distinct, index, counts = torch.unique(numbers, return_inverse=True, return_counts=True)
     return Equal(index, ((counts > 1) | (distinct == 1.0)).double() * (heads - 1) + 1.0)
 
 
 def squares(head: Head, weights: Weights, heads: int) -> dict[str, Tensor]:
     """The square of the bound by name, for one of `heads` heads."""
-    # What rounds to 1 is a little below it in every such pair: to the rounding that dropout's factor adds, equal.
+    # Numbers that round to 1 count as equal: dropout's factor rounds them alike.
     same = equal(torch.where(head.p > 1 - head.working, 1.0, head.p).float(), heads)
     u, result = head.working, {}
     for name, weight in weights.attended.items():

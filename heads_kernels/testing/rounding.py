@@ -1,26 +1,26 @@
 """The rounding floor: the error that rounding alone explains, for the output and every gradient.
 
-An error below twice that of `eager` is not always possible: eager may be lucky where few numbers
-are compared, and a kernel may round where eager does not (probabilities and dS are operands of
-tensor cores in the working dtype, the saved output is in the working dtype). So the rounding errors
-of an ideal kernel are propagated through the formula, in float64, one head at a time:
+An error below twice that of `eager` is not always possible: eager may be exact by chance if few
+numbers are compared, and a kernel may round where eager does not (probabilities and dS are operands
+of tensor cores in the working dtype, the saved output is in the working dtype). So the rounding
+errors of an ideal kernel are propagated through the formula, in float64, one head at a time:
 
     every rounding       an error of at most u |x|, independent of the others; u is the unit
                          roundoff of the working dtype (u_w) for operands and results, of the
-                         compute dtype (u_c) for arithmetic. Errors of the terms of a sum add in
-                         squares, the few of a single number linearly
+                         compute dtype (u_c) for arithmetic. The squares of the errors of the terms
+                         of a sum add up; the few errors of a single number add up linearly
     a sum of n terms     u_c times the sum of absolute terms: for terms of similar size and random
-                         sign, n roundings of partial sums stay near that. Adding thousands of terms
-                         one by one to a large partial sum has a larger error, sums in blocks do not
+                         sign, n roundings of partial sums stay near that. Sums in blocks do too;
+                         adding thousands of terms one by one to a large partial sum does not
     a score              its sum of absolute terms times u_c, and u_c times its own size for scale
                          and exponent; a shared query is also rounded after mixing, once for all keys,
                          so that its errors in lse are independent by feature and not by score
     a probability        relative error = absolute error of its score, and its rounding as operand; with entmax
                          the slope of p times the absolute error of its score
     the cap of a score   its slope times the error of the score, and roundings of division, tanh and product
-    delta, dgate         the saved output carries u_w, so rowsum(dout * out) does too; an error of
-                         delta is common to its row and comes through dS as u * P. The gradient of
-                         lse is subtracted from delta. With entmax delta is the mean of dP by the slopes
+    delta, dgate         the saved output is rounded by u_w, and so is rowsum(dout * out); an error of
+                         delta is common to its row and changes dS by u * P. The gradient of lse is
+                         subtracted from delta. With entmax delta is the mean of dP weighted by the slopes
     dalpha               errors of p, ln p and dP through the sum of absolute terms of its closed form
     subnormals           half the smallest subnormal number, wherever something is rounded
 
@@ -104,7 +104,7 @@ class _Floor(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Of a quantity: the floor of every element, and the square of what roundings move its mean error by."""
+    """Limits of a quantity: the floor of every element, and the square of the change of its mean error by roundings."""
 
     floor: Tensor
     mean_square: Tensor
@@ -116,7 +116,7 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def mixed_unit(dtype: torch.dtype, backend: str | None) -> float:
-    """The error of a mixed query relative to it: `cpu` keeps what rounding to bfloat16 leaves, rounded as well."""
+    """The relative error of a mixed query: `cpu` multiplies the remainder of rounding to bfloat16 too, also rounded."""
     return min(unit(dtype), unit(torch.bfloat16) ** 2) if backend == "cpu" else unit(dtype)
 
 
@@ -237,7 +237,7 @@ def limits(
 
 
 class _Weigh:
-    """The reference as weights of the numbers of one head; see `mean_error`."""
+    """Computes the `Weights` of the numbers of one head; see `mean_error`."""
 
     def __init__(self, inputs: Inputs, values: dict[str, Tensor], p: Call, dout: Tensor) -> None:
         self.p, self.dout = p, dout
@@ -393,7 +393,7 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
             delta_error.sqrt() + u.compute * (W * dP).abs().sum(-1, keepdim=True)
         ) / total
     dS = W * (dP - delta)
-    # Independent in every element, then the same delta for a row.
+    # First the errors that are independent in every element, then that of delta, common to a row.
     own = W_error * (dP - delta).abs() + W * dP_sum + u.tiny * visible
     common = W * delta_error
     of_finished = own, common, dS.abs()

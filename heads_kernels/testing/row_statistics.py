@@ -1,10 +1,10 @@
 """`attention_statistics` on a backend against `eager` in float64 on the same inputs.
 
-The bound is derived. Let e be the error of a score of the row that rounding alone explains: u_c times the sum of its
-absolute terms, where a mixed query is rounded to the working dtype u_w times the root of the sum of their squares, and
-the roundings of a cap and a bias. Then lse and the largest score are off by up to e, a probability p by 2 e p, the
-entropy by 2 e (1 + entropy), and what a key receives by the sum over rows of 2 e p w and by the roundings of that sum,
-u_c sqrt(T) times the sum of p w. Errors of single scores scatter: four times that is allowed.
+The bound is derived. Let e be the error of a score that rounding alone explains: u_c times the sum of its absolute
+terms, plus the roundings of a cap and a bias, plus u_w times the root of the sum of squares of the terms if a mixed
+query is rounded to the working dtype. Then lse and the largest score are off by up to e, a probability p by 2 e p, the
+entropy by 2 e (1 + entropy), and what a key receives by the sum over rows of 2 e p w plus the roundings of that sum,
+u_c sqrt(T) times the sum of p w. Single scores may have larger errors, so four times these bounds are allowed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FACTOR: Final = 4.0
 
 
 def statistics_arguments(inputs: Inputs) -> dict[str, Any]:
-    """What `attention_statistics` takes of a call."""
+    """The arguments of `attention_statistics` for a call."""
     return {name: value for name, value in inputs.arguments().items() if name in _NAMES}
 
 
 def check_statistics(inputs: Inputs, backend: Any) -> tuple[list[str], float]:
-    """What is wrong, and the largest error as a part of its bound."""
+    """What is wrong, and the largest ratio of an error to its bound."""
     given = statistics_arguments(inputs)
     weights = row_weights(inputs)
     got = attention_statistics(**given, received=weights, backend=backend)
@@ -106,7 +106,7 @@ def _judge(
         worst = max(worst, share)
         if not share <= 1.0:
             wrong.append(f"{name}: {share:.2f} of its bound")
-    # Of keys within rounding of each other either may be the maximum.
+    # If two keys are within rounding of each other, either may be the maximum.
     none = want.argmax < 0
     if not torch.equal(got.argmax < 0, none):
         wrong.append("argmax: another row sees no key")

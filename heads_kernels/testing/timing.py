@@ -1,7 +1,7 @@
 """Timers for benchmarks: several callables measured in turn (A B C A B C ...), in one process.
 
-The speed of a machine varies while one measures. In turn, every candidate sees the same conditions, and ratios of
-medians are reliable where single times are not.
+The speed of a machine varies during a measurement. Measured in turn, all candidates see the same conditions, so ratios
+of medians are reliable even if single times are not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def time_in_turn(
     most: int = 200,
     cold: bool = False,
 ) -> dict[str, Timing]:
-    """Time every callable, taking turns, and give a `Timing` by name.
+    """Time every callable, taking turns, and return a `Timing` by name.
 
     Args:
         callables: what to time, by name, in the order of turns.
@@ -88,7 +88,7 @@ def time_in_turn(
 def _sample(
     function: Callable[[], object], calls: int, device: torch.device, flush: Tensor | None
 ) -> float:
-    """Mean seconds of `calls` calls, after `flush` was written."""
+    """Mean seconds per call of `calls` calls, after writing `flush`."""
     if device.type == "cuda":
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
