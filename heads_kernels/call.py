@@ -18,8 +18,8 @@ from heads_kernels.mask.intervals import UNBOUNDED, Intervals, by_identity
 #: head's mixing vector that are all zero are skipped.
 MIXING_CHUNK: Final = 16
 #: An op's `seed` is int64 `[5]`: the number drawn from PyTorch's generator, then the index (b, h, i, j) of the first
-#: element within the whole call, which is not 0 if a process computes a part of the batch, the heads or the rows. j must
-#: be a multiple of 4, the number of elements per Philox counter (ops/philox.py).
+#: element in the whole call, which is not 0 if a process computes a part of the batch, the heads or the rows. j must be
+#: a multiple of 4, the number of elements per Philox counter (ops/philox.py).
 SEED_LENGTH: Final = 5
 
 #: A tensor that only some operators take. `check` verifies which; for type checkers it is `Any`.

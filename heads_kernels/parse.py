@@ -1,8 +1,8 @@
 """From the arguments of the public functions to a `Call`.
 
 `form` builds the call and checks only what it has to read for that; `check` checks the tensors of a call; `parse` does
-both. To save time, a call on the CPU goes from `form` straight to the extension (`ops/direct.py`). The extension refuses
-the calls that `check` refuses, but its messages are not written for users; `check` then raises the error.
+both. To save time, a call on the CPU goes from `form` straight to the extension (`ops/direct.py`). The extension
+refuses the calls that `check` refuses, but its messages are not written for users; `check` then raises the error.
 """
 
 from __future__ import annotations
