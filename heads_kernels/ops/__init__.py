@@ -2,6 +2,6 @@
 
 attention.py, statistics.py   the ops: schema, fake, FLOPs, autograd
 eager.py, cpu.py, cuda.py, triton/   the backends (see `heads_kernels.backends`)
-direct.py   small calls on the CPU without an op
+direct.py   calls on the CPU without an op
 sharding.py   calls with DTensors
 """

@@ -6,8 +6,8 @@ FLOP counts follow. A backend's module fills the buffers that are allocated here
     forward(call: Call, results: Results) -> None
     backward(call: Call, saved: Saved, gradients: Gradients) -> None
 
-Gradients are recorded by an `autograd.Function` around the plain op, which is skipped if nothing requires one: per call
-it costs about half of what a `custom_op` with registered autograd costs.
+Gradients are recorded by an `autograd.Function` around the plain op, which is skipped if nothing requires one. Per call
+this costs about half as much as a `custom_op` with registered autograd.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Results(NamedTuple):
     gate is 0.
     """
 
-    out: Tensor  # [B, H, T, Dv] in the memory order of the query, or of the value where the query is shared
+    out: Tensor  # [B, H, T, Dv] in the memory order of the query, or of the value if the query is shared
     attended: Tensor  # also empty without a gate
     #: [B, H, T] in the compute dtype. For entmax [2, B, H, T]: the largest score of each row, and the distance of the
-    #: threshold above it, which would be lost to rounding in their sum if scores are large.
+    #: threshold above it. In their sum, rounding of a large score would lose the distance.
     lse: Tensor
 
 
 class Saved(NamedTuple):
-    """What a backward pass reads besides the call."""
+    """The tensors that a backward pass reads besides the call."""
 
     dout: Tensor
     attended: Tensor
@@ -87,8 +87,8 @@ def attend(call: Call, backend: str) -> Tensor:
 def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """`out` and `lse` `[B, H, T]` of a valid call.
 
-    `lse` does not depend on the gate, so the op runs without it and computes closed heads too; the gate multiplies the
-    result. So a gate of 0 gets its true gradient when partial results are merged.
+    `lse` does not depend on the gate, so the op runs without a gate and computes closed heads too; the gate multiplies
+    the result. A gate of 0 then gets its true gradient when partial results are merged.
     """
     if _needs_formula(call, backend):
         return derivatives.attend(call)
@@ -101,7 +101,7 @@ def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         return out, lse
     seen = lse.detach() != float("-inf")
     if call.sinks is not None:
-        # A row that sees no key has its sink for lse; one with a large sink may have it too.
+        # The lse of a row that sees no key is its sink; with a large sink, that of other rows may be too.
         alone = lse.detach() == call.sinks.detach().to(lse.dtype)[:, None]
         seen = ~alone | (out.detach() != 0).any(-1)
     return gates.multiply(out, call, seen), lse
@@ -113,9 +113,9 @@ def _is_recorded(call: Call) -> bool:
 
 
 def _needs_formula(call: Call, backend: str) -> bool:
-    """Whether the call needs derivatives that its op does not have, and `derivatives` has.
+    """Whether the call needs derivatives that `derivatives` has and its op does not.
 
-    Raises RuntimeError where `backend` is not "eager", and would silently have no derivative.
+    Raises RuntimeError if `backend` is not "eager": the derivatives would silently be missing.
     """
     if torch.compiler.is_compiling():
         return False
@@ -155,7 +155,7 @@ def _backward(runs: bool, *arguments: Any) -> list[Tensor]:
 
 
 def _run_backward(call: Call, saved: Saved, needs: list[bool], backend: str | None) -> list[Tensor]:
-    """The gradients that are needed, or their sums; not filled without a backend."""
+    """The gradients that are needed, or their partial sums; not filled without a backend."""
     gradients = _allocate_gradients(call, needs)
     if backend is not None:
         load(backend).backward(call, saved, gradients)
@@ -189,7 +189,7 @@ def _allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
 
 
 def _shape_of_sums(name: str, call: Call) -> tuple[int, ...]:
-    """Of the partial sums of an operand, see `Gradients`."""
+    """The shape of the partial sums of an operand; see `Gradients`."""
     B, H, T, S = call.sizes
     if name == "mixing":
         return B, H, call.D
@@ -221,7 +221,7 @@ backward_op = define_op(
 
 
 # ---------------------------------------------------------------------- autograd
-#: How many operands have gradients that need no last step: query, key and value.
+#: How many operands have gradients that need no last step (`finish`): query, key and value.
 _OF_KERNELS = 3
 #: How many of the fields of a call are tensors, which come first.
 _TENSORS = sum(type.startswith("Tensor") for type in SCHEMA.values())
@@ -237,7 +237,7 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
 
 
 class _Attention(torch.autograd.Function):
-    """Takes the arguments of `record` and, because those in a tuple are not recorded, the operands that are given."""
+    """Takes the arguments of `record`, and the operands that are given, since autograd does not see those in a tuple."""
 
     @staticmethod
     def forward(ctx: Any, arguments: Any, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -2,10 +2,10 @@
 
 The dtype and memory order of an output are the same for kernels and for the fakes used in tracing.
 
-On the GPU every gradient has one owner: tiles of keys for `dkey` and `dvalue`, tiles of query rows for `dquery`, and
-for the gradient of a bias its own tiles or diagonals of tiles. Each pass recomputes the scores, so there are no
-atomics; `triton/gluon_backward.py` adds to `dquery` in a fixed order instead. Where a sum over heads, or over keys, has
-too few tiles to fill the GPU, it is split over programs, and their float32 parts are added in order.
+On the GPU one program computes each tile of a gradient: a tile of keys of `dkey` and `dvalue`, of query rows of
+`dquery`, and a tile or a diagonal of tiles of the gradient of a bias. Each pass recomputes the scores, so no atomics
+are needed; `triton/gluon_backward.py` adds to `dquery` in a fixed order instead. If there are too few tiles to fill the
+GPU, the sums over heads or keys are split over programs, and their float32 parts are added in order.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from heads_kernels.backends import FARTHEST_ROW
 
 #: Queries of at most this many rows are short (decoding): the fewest rows that tensor cores multiply.
 SHORT_QUERY: Final = 16
-#: Fewest tiles of keys per split: fewer would be computed before the next ones have arrived. Heuristic.
+#: Fewest tiles of keys per split: with fewer, computing does not hide the loads. Heuristic.
 _LEAST_TILES: Final = 4
-#: Programs per multiprocessor. With one, 133 programs on 132 multiprocessors take as long as 264; with three at most a
-#: quarter of the time is lost that way, and the parts stay small. Heuristic.
+#: Programs per multiprocessor. With one, 133 programs on 132 multiprocessors would take as long as 264. With three, at
+#: most a quarter of the time is lost that way, and the parts stay small. Heuristic.
 _WAVES: Final = 3
 
 
 def empty_heads(like: Tensor, B: int, H: int, L: int, W: int) -> Tensor:
     """An empty `[B, H, L, W]` in the memory order of `like` `[B, H, rows, width]`.
 
-    That is a contiguous `[B, H, L, W]`, or a transposed `[B, L, H, W]` as projections give it, so that the reshape to
-    `[B, L, H * W]` after attention copies nothing.
+    That is a contiguous `[B, H, L, W]`, or a transposed `[B, L, H, W]` if projections gave `like` that order: the
+    reshape to `[B, L, H * W]` after attention then copies nothing.
     """
     if like.stride(1) < like.stride(2):
         return like.new_empty((B, L, H, W)).transpose(1, 2)
@@ -48,7 +48,7 @@ def empty_gradient(tensor: Tensor) -> Tensor:
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:
-    """The tensor, copied where its rows are not contiguous (such as an expanded gradient) or too far apart."""
+    """The tensor, copied if its rows are not contiguous (such as an expanded gradient) or too far apart."""
     near = tensor.stride(-1) == 1 and tensor.stride(-2) < FARTHEST_ROW
     return tensor if near else tensor.contiguous()
 
@@ -69,8 +69,8 @@ def key_splits(T: int, programs: int, tiles: int, like: Tensor) -> int:
 
     There are `programs` tiles of query rows, and each sees up to `tiles` tiles of keys. Only a short query, with one
     tile per head, leaves most of a GPU idle. The result depends only on sizes and the kind of device, so the same call
-    gives the same bits. On the CPU (interpreter, emulator, ahead-of-time compilation) it is computed as if there were
-    one tile of rows, with splits of at least one tile of keys, so that short sequences are split too.
+    gives the same bits. On the CPU (interpreter, emulator, ahead-of-time compilation) it is that of one tile of rows,
+    with splits of at least one tile of keys, so that short sequences are split too.
     """
     if T > SHORT_QUERY:
         return 1
@@ -89,9 +89,9 @@ def split_attended(out: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def split_parts(grad: Tensor, splits: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A buffer for the sum of every split: float32 `[splits * B, ...]`, or `grad` itself where there is one split.
+    """A buffer for the sum of every split: float32 `[splits * B, ...]`, or `grad` itself if there is one split.
 
-    A `dtype` other than that of `grad` requires the buffer too.
+    If `dtype` is not that of `grad`, the buffer is always separate.
     """
     if grad.numel() == 0 or (splits == 1 and dtype in (None, grad.dtype)):
         return grad

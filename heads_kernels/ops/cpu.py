@@ -1,8 +1,7 @@
 """All operators on the `cpu` backend, by the compiled extension `heads_kernels._cpu`.
 
 Its kernels are in `csrc/cpu/` and run on PyTorch's thread pool. A call without mixing runs the kernels of gated
-attention, with entmax if it has `alpha`.
-Tuples arrive there whole: an empty tensor is one that is not requested.
+attention, with entmax if it has `alpha`. An empty tensor in a tuple of results or gradients is not requested.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def forward(call: Call, results: Results) -> None:
 
 
 def _of_one_column(call: Call, results: Results) -> tuple[Call, Results]:
-    """Give values of width 0 one column of zeros: the kernels compute `lse` only together with an output."""
+    """Run with one column of zeros as values, which have width 0: the kernels compute `lse` only with an output."""
     value = call.value.new_zeros((*call.value.shape[:-1], 1))
     out = value.new_empty((*call.sizes[:3], 1))
     return call._replace(value=value, gate=None), results._replace(out=out)

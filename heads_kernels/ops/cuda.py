@@ -1,4 +1,4 @@
-"""Gated and collaborative attention, and statistics, on the `cuda` backend: the order of the kernels in `csrc/cuda/`.
+"""Gated and collaborative attention, and statistics, on the `cuda` backend: launches the kernels of `csrc/cuda/`.
 
 The compiled extension `heads_kernels._cuda` launches them on the device and the current stream of their tensors
 (emulated: on CPU tensors). A call without mixing runs the kernels of gated attention. Gradients to which several thread
@@ -190,14 +190,14 @@ def _bias_pass(call: Call, read: _Read, cells: Tensor | None, gradients: Gradien
 def statistics(call: Call, results: Buffers) -> None:
     """Fill `results` of `attention_statistics`."""
     call, rows = _single(call), None
-    if call.row_weights is not None:  # what the pass by rows leaves to the pass by keys
+    if call.row_weights is not None:  # results of the pass by rows for the pass by keys
         rows = results.lse.new_empty((2, *results.lse.shape))
     cells, target = _dense_cells(call), _launch_target(results.lse)
     _cuda.attention_statistics(call, results, rows, cells, target)
 
 
 def _single(call: Call) -> Call:
-    """The call with float32 in the place of float64, which the kernels do not support and the query does not have.
+    """The call with float32 in place of float64 (of gates, mixing, ...), which the kernels do not support.
 
     Kernels skip exact zeros, so a number that underflows becomes the smallest normal one.
     """

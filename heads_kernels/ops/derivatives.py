@@ -1,7 +1,7 @@
 """The formula of `eager` as a function that PyTorch differentiates to any order, in either mode.
 
-`eager.backward` has first derivatives in closed form. A call on the eager backend runs as here where those are not
-enough: under forward-mode differentiation, inside of a `torch.func` transform, and to differentiate its gradients.
+`eager.backward` computes first derivatives in closed form. A call on the eager backend runs this code where those are
+not enough: under forward-mode differentiation, inside a `torch.func` transform, and to differentiate its gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from heads_kernels.ops import entmax, formula, scores
 from heads_kernels.ops.gate import without_gradient_at_0
 from heads_kernels.ops.scores import NEG_INF
 
-#: Newton steps from the threshold of entmax that are differentiated; n of them give derivatives up to order 2^n - 1.
+#: Newton steps from the threshold of entmax that are differentiated: n steps give derivatives up to order 2^n - 1.
 _STEPS: Final = 3
 
 
@@ -47,7 +47,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _product(query: Tensor, key: Tensor) -> Tensor:
-    """`query @ key^T`, of which numbers that are not finite get no gradient and give none."""
+    """`query @ key^T`; numbers that are not finite have gradient 0 and add nothing to the gradient of others."""
     finite = [x.masked_fill(~torch.isfinite(x), 0.0) for x in (query, key)]
     product = finite[0] @ finite[1].mT
     whole = query.detach() @ key.detach().mT
@@ -55,7 +55,7 @@ def _product(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _entmax(finished: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities and thresholds of scores, of which hidden ones are -inf."""
+    """Probabilities and thresholds of scores; hidden scores are -inf."""
     top, above = entmax.threshold(finished.detach(), None, order.detach())[..., None]
     blank = top == NEG_INF
     seen = finished > NEG_INF

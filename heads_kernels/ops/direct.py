@@ -1,8 +1,8 @@
 """The direct path: passes on the `cpu` backend that call the extension without a torch op.
 
-It takes less than half of the time of an op in small calls. It is used only if the result is the same: no mode,
+In small calls it takes less than half of the time of an op. It is used only if the result is the same: no mode,
 transform, tracer or profiler of PyTorch, which act on ops, is active, and every tensor is plain. The extension checks
-what `parse.check` checks for these calls; calls that it refuses run as ops, which have the error messages.
+what `parse.check` checks for these calls; calls that it refuses run as ops, which raise the errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _profiler_enabled = torch._C._autograd._profiler_enabled
 def attend(call: Call, backend: str | None) -> Tensor | tuple[Tensor, Tensor | None, Tensor] | None:
     """`out` of a call whose tensors are not checked, or None if the call has to run as an op.
 
-    Where gradients are enabled and an operand requires one, which is not recorded here: (out, attended, lse).
+    If gradients are enabled and an operand requires one, it returns (out, attended, lse); the caller records the call.
     """
     if backends.CPU_MISSING or call.dropout_p or not (call.query.is_cpu and is_unobserved()):
         return None

@@ -111,7 +111,7 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
             total = slopes.sum(-1, keepdim=True)
             center = (dp * slopes).sum(-1, keepdim=True) / total.masked_fill(total == 0, 1.0)
             if gradients.dalpha.numel():
-                # The derivatives of a row add up to 0, so that any center may be subtracted.
+                # The derivatives of a row add up to 0, so any center may be subtracted.
                 change = (dp - center) * entmax.alpha_derivative(logs, order)
                 gradients.dalpha.copy_(formula.only(inside, change).sum(-1))
         dscores = formula.score_gradient(slopes, dp, center, inside)  # [B, H, T, S]
@@ -188,7 +188,7 @@ def statistics(call: Call, results: Buffers) -> None:
 def row_statistics(call: Call) -> Buffers:
     """Statistics of all rows of a call at once. The maximum is taken over scores: probabilities may all round to 0.
 
-    `received` is empty where the call does not ask for it.
+    `received` is empty if the call does not request it.
     """
     raw = formula.raw_scores(call, *formula.operands_of_scores(call))
     finished, visible = scores.finish(call, raw)[0], scores.visible_pairs(call)

@@ -3,7 +3,7 @@
     p = [(alpha - 1) s - tau]_+ ^ (1 / (alpha - 1)) = [1 + order (s - threshold)]_+ ^ (1 / order)
 
 with `order = alpha - 1` in (0, 1] and `threshold = (tau + 1) / order`, which tends to the log of the sum of exp(s) as
-alpha tends to 1. Unlike `tau`, it does not cancel there.
+alpha tends to 1. Unlike with `tau`, the terms do not cancel there.
 """
 
 from __future__ import annotations

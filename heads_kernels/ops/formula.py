@@ -1,4 +1,4 @@
-"""The parts of the eager backend: raw scores, softmax, products that hidden NaN does not enter, dropout and gates.
+"""The parts of the eager backend: raw scores, softmax, products into which no hidden NaN enters, dropout and gates.
 
 Tensors are in the compute dtype (float32, or float64 for float64 inputs) unless they are arguments of an op.
 """
@@ -41,7 +41,7 @@ def per_head(grouped: Tensor, query: Tensor) -> Tensor:
 
 
 def per_group(of_heads: Tensor, grouped: Tensor) -> Tensor:
-    """Gradient of `per_head`: the sum over the query heads that share a key head."""
+    """The gradient of `per_head`: the sum over the query heads that share a key head."""
     B, Hk, S, W = grouped.shape
     return of_heads.reshape(B, Hk, of_heads.shape[1] // max(Hk, 1), S, W).sum(2)
 

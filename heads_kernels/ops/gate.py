@@ -3,10 +3,10 @@
 A gate multiplies the output of a head: `out = act(gate) * attended`. Its rank determines its kind: `[H]` per head,
 `[B, H]` per batch and head, `[B, H, T]` per token, `[B, H, T, Dv]` elementwise; dimensions of size 1 broadcast.
 
-GPU kernels compute a closed head as one whose rows see no key: each program reads its own gate, its loops run zero
-times, and it stores zeros. So the host never waits for the values of a gate, and a captured CUDA graph can be replayed
-with other heads closed. Open heads are not compacted into a list first: a program without work costs as much as writing
-its zeros, and a list would cost a launch.
+GPU kernels treat a closed head as one whose rows see no key: each program reads its own gate, its loops run zero
+times, and it stores zeros. The host never waits for the values of a gate, and a captured CUDA graph can be replayed
+with other heads closed. There is no list of open heads: a program without work costs no more than writing its zeros,
+and building a list would cost a launch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def multiply(attended: Tensor, call: Call, seen: Tensor) -> Tensor:
     assert gate is not None
     if activation == "identity" and not call.closed_grad:
         gate = without_gradient_at_0(gate)
-    # Where a gate may be NaN it is replaced first: the slope of its activation there is NaN too.
+    # A gate of a hidden row may be NaN and is replaced first: the slope of its activation would be NaN too.
     read = as_4d(gate.to(compute_dtype(attended.dtype))).masked_fill(~seen[..., None], 0.0)
     product = attended * activate(read, activation)
     if can_close(gate, activation):
@@ -54,7 +54,7 @@ def without_gradient_at_0(tensor: Tensor) -> Tensor:
 
 
 class _Closed(torch.autograd.Function):
-    """Write zeros for closed heads and pass the gradient through, because their gates have a gradient."""
+    """Write zeros for closed heads, and pass the gradient through to their gates."""
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, closed: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def can_close(gate: Tensor, activation: str) -> bool:
 
 
 def shape_of_rows(gate: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """The shape of what a backward kernel computes for the gate, `dout * attended`.
+    """The shape of `dout * attended`, which a backward kernel computes for the gate.
 
     `[B, H, T]`, summed over the width of the head, or `full` = (B, H, T, Dv) for an elementwise gate.
     """

@@ -50,7 +50,7 @@ def define_op(
 ) -> Any:
     """Register `heads_kernels::name` and return the callable overload.
 
-    `implementation(runs, *arguments)` allocates the outputs, and fills them only where `runs` is True: not in a fake.
+    `implementation(runs, *arguments)` allocates the outputs, and fills them if `runs` is True; it is False in a fake.
     """
     tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
     LIBRARY.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ def _register_flops(packet: Any, flops: Callable[..., int]) -> None:
 
 
 def dense_sizes(shapes: Any) -> tuple[int, int, int]:
-    """Number of pairs over all heads, width of scores and width of values, from the shapes of an op's arguments."""
+    """Number of pairs of all heads, width of scores and width of values, from the shapes of an op's arguments."""
     call: Any = Call(*shapes[: len(Call._fields)])
     B, *heads, T, width = call.query
     H = call.mixing[0] if call.mixing else heads[0]
@@ -82,7 +82,7 @@ def check_arguments(
 ) -> None:
     """Check that the tensors of an op are given and fit each other; `backend` is None in its fake.
 
-    The package's own calls are valid, but an op may be called directly, and a kernel would read past the end of a
+    The package's own calls are valid, but users may call an op directly, and a kernel would read past the end of a
     tensor that is too small. The compiled extensions check sizes, strides and dtypes themselves (csrc/bindings/).
     """
     if has_value and call.value is None:
@@ -104,7 +104,7 @@ def check_arguments(
 
 
 def check_fields(extension: Any) -> None:
-    """Refuse a compiled extension that reads other fields of a `Call` (csrc/bindings/checks.h)."""
+    """Refuse a compiled extension whose fields of a `Call` are not the present ones (csrc/bindings/checks.h)."""
     if extension.call_fields() != FIELDS:
         raise ImportError(
             f"{extension.__name__} was built from other sources than this package: build it again (pip install .)"

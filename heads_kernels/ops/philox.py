@@ -61,9 +61,9 @@ def keep_mask(
 ) -> Tensor:
     """bool `[B, H, T, S]`, True where the probability of key j in row i is kept.
 
-    Element (b, h, i, j) of the whole reads word `j & 3` of counter `(j >> 2, i, h, b)` under the key
-    `(seed & 0xffffffff, seed >> 32)` and is kept where that word is at least
-    `threshold(dropout_p)`. The call's own first element is that of `seed`: see `SEED_LENGTH`.
+    Element (b, h, i, j) reads word `j & 3` of counter `(j >> 2, i, h, b)` under the key
+    `(seed & 0xffffffff, seed >> 32)` and is kept if that word is at least `threshold(dropout_p)`. Indices are those
+    in the whole call; `seed` has that of the first element of this one (`SEED_LENGTH`).
     """
 
     number, b, h, i, j = seed.to(device).unbind()

@@ -22,7 +22,7 @@ NEG_INF = float("-inf")
 
 
 def finish(call: Call, raw: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scores `[B, H, T, S]` from the raw products, in their dtype, and the slope of the cap, None without a cap."""
+    """Scores `[B, H, T, S]` from the raw products, in their dtype; and the slope of the cap, None without a cap."""
     scores, slope = call.scale * raw, None
     if call.softcap:
         share = torch.tanh(scores / call.softcap)
@@ -32,7 +32,7 @@ def finish(call: Call, raw: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def dense_bias(call: Call) -> Tensor | None:
-    """The biases of all pairs, `[B or 1, H or 1, T or 1, S or 1]`; None where there is none."""
+    """The bias of all pairs, `[B or 1, H or 1, T or 1, S or 1]`; None if the call has none."""
     B, _, T, S = call.sizes
     if call.offset_bias is not None:
         return diagonals(call.offset_bias, T, S)[None]
@@ -40,7 +40,7 @@ def dense_bias(call: Call) -> Tensor | None:
 
 
 def visible_pairs(call: Call) -> Tensor | None:
-    """bool `[B or 1, H or 1, T, S]`, True where the mask shows the pair and its bias is not -inf. None: everywhere."""
+    """bool `[B or 1, H or 1, T, S]`, True where the mask shows the pair and its bias is not -inf; None: all pairs."""
     _, _, T, S = call.sizes
     mask = call.intervals
     visible = mask.to_dense(T, S, call.query.device) if mask.hides else None
@@ -116,7 +116,7 @@ def offset_gradient(dscores: Tensor, grad: Tensor) -> None:
         grad.zero_()
         return
     count = T + S - 1
-    # Padded on the left to rows of `count` columns and read as rows of count + 1, row i moves i columns to the left.
+    # Rows are padded on the left to `count` columns. Read as rows of count + 1, row i moves i columns to the left.
     rows = torch.nn.functional.pad(dscores, (T - 1, 0)).flatten(2)
     diagonals = torch.nn.functional.pad(rows, (0, T)).reshape(*dscores.shape[:2], T, count + 1)
     grad.copy_(diagonals[..., :count].sum(2))

@@ -1,9 +1,10 @@
 """Operands that are `DTensor`s: the part of a call that this process computes.
 
 Attention is independent along the batch, the heads and the query rows, so operands may be sharded along these
-dimensions. What the parts share is replicated and its gradient summed: a query or key of all heads, and, where rows are
-split, keys and values, which are gathered if they are sharded along the sequence. The part is a call on local tensors:
-`redistribute`, `to_local` and `from_local` are differentiable, traced by `torch.compile`, and do all communication.
+dimensions. Operands that the parts share are replicated, and their gradients are summed: a query or key of all heads,
+and, if rows are split, keys and values, which are gathered if they are sharded along the sequence. Each part is a call
+on local tensors. `redistribute`, `to_local` and `from_local` do all communication; they are differentiable, and
+`torch.compile` traces them.
 
 DTensors do not reach the ops: rules for DTensor's dispatcher would be private API, one for each op and direction, and
 could not give dropout the index of the part's first element, which `seed` contains.
@@ -62,7 +63,7 @@ def part_of(call: Call) -> Part | None:
     Plain tensors beside DTensors count as replicated.
 
     Raises:
-        ValueError: operands are sharded along other dimensions, or differently, or heads that share a key or
+        ValueError: operands are sharded along other dimensions, or inconsistently, or heads that share a key or
             value head would be split. Every process of the mesh raises it.
     """
     call = _with_whole_bias(call)
@@ -98,7 +99,7 @@ class Part:
     def whole(self, result: Tensor, layout: str = _OUTPUT) -> Tensor:
         """A result of the part, `[B, H, T, ...]` or of this layout, as a DTensor of the whole call.
 
-        Where rows are split and the layout has none, the results of the processes are still to be added.
+        If rows are split and the layout has none, the DTensor is a partial sum of the processes.
         """
         letters = layout.split()[: result.dim()]
         own = zip(letters, result.shape, strict=True)
@@ -117,7 +118,7 @@ class Part:
         )
 
     def whole_statistics(self, found: AttentionStatistics) -> AttentionStatistics:
-        """The same of all statistics of the part."""
+        """`whole` of all statistics of the part."""
         *of_rows, received = found
         rows = AttentionStatistics(*map(self.whole, of_rows))
         return rows if received is None else rows._replace(received=self.whole(received, _RECEIVED))
@@ -199,7 +200,7 @@ def _layouts(call: Call) -> dict[str, str]:
 
 
 def _with_whole_bias(call: Call) -> Call:
-    """The call with a bias `[1, B or 1, H, T, S]`: one batch in the call's own terms."""
+    """The call with a bias `[1, B or 1, H, T, S]`, with the batch dimension of the call."""
     bias = call.bias
     if bias is None or bias.shape[0] == 1:
         return call

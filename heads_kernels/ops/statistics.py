@@ -1,4 +1,4 @@
-"""Statistics of attention rows and of what keys receive as a torch op, without a `[T, S]` matrix.
+"""Statistics of query rows, and of what keys receive, as a torch op, without a `[T, S]` matrix.
 
 `heads_kernels::attention_statistics` takes the fields of a `Call` without a value and has no gradient. A backend's
 module fills the buffers that are allocated here: `statistics(call: Call, results: Buffers) -> None`.
@@ -19,7 +19,7 @@ class AttentionStatistics(NamedTuple):
     """The result of `attention_statistics`: each field has one number per query row, `[..., H, T]`.
 
     `argmax` is int64; the others are float32 (float64 for float64 inputs). `received` has one number per key,
-    `[..., H, S]`, and is None if it was not asked for.
+    `[..., H, S]`, and is None if it was not requested.
     """
 
     lse: Tensor
@@ -31,7 +31,7 @@ class AttentionStatistics(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The same inside the op: `[B, H, T]`, and `received` `[B, H, S]`, empty where the call has no `row_weights`."""
+    """The same inside the op: `[B, H, T]`, and `received` `[B, H, S]`, empty if the call has no `row_weights`."""
 
     lse: Tensor
     max_score: Tensor
