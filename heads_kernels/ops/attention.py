@@ -237,7 +237,7 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
 
 
 class _Attention(torch.autograd.Function):
-    """Takes the arguments of `record`, and the operands that are given, since autograd does not see those in a tuple."""
+    """Takes the arguments of `record`, and the given operands, since autograd does not see those in a tuple."""
 
     @staticmethod
     def forward(ctx: Any, arguments: Any, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """A tile of query rows of a head against every key that it sees: the online softmax of the forward pass and statistics.
 
-A gated head has a query of its own, a collaborative one the features that it mixes (`score_tiles`).
+With gated attention each head has its own query, with collaborative attention it mixes a shared one (`score_tiles`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from heads_kernels.ops.triton.visible import (
 
 
 class Attended(NamedTuple):
-    """Of the rows of a head, in a kernel: see `attend`."""
+    """Results for the rows of a head, in a kernel; see `attend`."""
 
     rows: Any  # [BLOCK_M, BLOCK_DV]
     lse: Any
@@ -50,7 +50,7 @@ class Attended(NamedTuple):
 
 
 class SoftmaxSums(NamedTuple):
-    """Of rows of a head over keys, in a kernel, as of `online_softmax`: `acc` [BLOCK_M, BLOCK_DV], others [BLOCK_M]."""
+    """Sums of `online_softmax` for rows of a head, in a kernel: `acc` [BLOCK_M, BLOCK_DV], others [BLOCK_M]."""
 
     acc: Any
     row_max: Any
@@ -58,10 +58,10 @@ class SoftmaxSums(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """What statistics keep of rows, in a kernel, [BLOCK_M] each.
+    """Running statistics of rows, in a kernel, [BLOCK_M] each.
 
     row_sum is the sum of `p = 2**(scale_log2 * (score - row_max))`, spread that of `p * scale_log2 * (score -
-    row_max)`; best is the largest score of a key that is not excluded, where the first key that has it.
+    row_max)`; best is the largest score of a key that is not excluded, and where is the first key with that score.
     """
 
     row_max: Any
@@ -80,12 +80,12 @@ class Share(NamedTuple):
 
 @triton.jit
 def attend(of, tiles, place, sizes, TILE: tl.constexpr):
-    """`attended` of the rows of a head, `lse`, `above` and whether they see anything.
+    """`attended` of the rows of a head, `lse`, `above` and whether they see any key.
 
-    Rows that see nothing have 0, and -inf or their sink. With T 0 (a closed head) no row and no key is read, and lse is
-    -inf. With entmax lse is the largest score, and the threshold is `above` it. Full tiles of keys come through the
-    descriptors `tiles`, unless those are None. The scale is not negative. The query tile, scores, probabilities and the
-    accumulator stay on chip.
+    Rows that see no key have 0, and lse -inf or their sink. With T 0 (a closed head) no row and no key is read, and lse
+    is -inf. With entmax, lse is the largest score, and the threshold is `above` it. Full tiles of keys are loaded
+    through the descriptors `tiles`, unless those are None. The scale is not negative. The query tile, scores,
+    probabilities and the accumulator stay on chip.
     """
     if of.terms.alpha is None:
         sums = accumulate(of, tiles, place, None, sizes, TILE)
@@ -98,7 +98,7 @@ def attend(of, tiles, place, sizes, TILE: tl.constexpr):
 
 @triton.jit
 def normalized(sums, terms, dropout, place, sizes):
-    """What `attend` returns, of the sums over all keys that rows see."""
+    """The results of `attend` from the sums over all keys that the rows see."""
     row_sum = sums.row_sum
     share = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
     if dropout is not None:
@@ -114,7 +114,7 @@ def normalized(sums, terms, dropout, place, sizes):
 
 @triton.jit
 def no_sums(of_values, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """The sums over no key; statistics have no values."""
+    """The initial sums, over no key; statistics have no values."""
     nothing = tl.full((ROWS,), float("-inf"), tl.float32)
     zeros = tl.zeros((ROWS,), tl.float32)
     if of_values is None:
@@ -126,9 +126,9 @@ def no_sums(of_values, ROWS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
-    """The sums over all tiles of keys that the rows of `place` see, or over a `split` of them; None: over all.
+    """The sums over the tiles of keys that the rows of `place` see: over all if `split` is None, else over its share.
 
-    Its head is that of all rows, or [BLOCK_M] where heads that share a key head are the rows.
+    The head of `place` is that of all rows, or [BLOCK_M] if the rows are heads that share a key head.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -157,7 +157,7 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
 
 @triton.jit
 def _stream(of, tiles, features, query_head, place, split, sizes, TILE: tl.constexpr):
-    """What `accumulate` returns, of these features."""
+    """The sums of `accumulate`, with the `features` of the query."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     b, h = place.b, place.h
@@ -175,7 +175,7 @@ def _stream(of, tiles, features, query_head, place, split, sizes, TILE: tl.const
     if (of.visible.lists is None) and (
         (of.visible.dense is not None) or (of.terms.bias is not None)
     ):
-        full_end = full_start  # pairs may be hidden one by one
+        full_end = full_start  # single pairs may be hidden
     visits = Visits(start, full_start, full_end, end, front)
     if split is not None:
         visits = tiles_of_split(visits, split.number, split.shares)
@@ -199,7 +199,7 @@ def _stream(of, tiles, features, query_head, place, split, sizes, TILE: tl.const
 def _add_keys(
     of, tiles, query, sums, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """The sums after BLOCK_N keys from `first` on."""
+    """The sums after adding BLOCK_N keys, from `first` on."""
     tile = scores_of_keys(of, tiles, query, first, place, sizes, PARTIAL, BLOCK_N, TILE)
     scores, v = tile.scores, tile.weighed  # [BLOCK_M, BLOCK_N], [BLOCK_N, BLOCK_DV]
     scale_log2 = softmax_scale(sizes.scale, of.terms)
@@ -227,7 +227,7 @@ def _add_keys(
 
 @triton.jit
 def _see_keys(seen, scores, excluded, b, keys, S, scale_log2, terms):
-    """The statistics of rows after `scores` [BLOCK_M, BLOCK_N], hidden ones -inf, of `keys` [BLOCK_N]."""
+    """The statistics after adding the `scores` [BLOCK_M, BLOCK_N] of `keys` [BLOCK_N]; hidden ones are -inf."""
     old_max, old_sum = seen.row_max, seen.row_sum
     p, row_max, row_sum, alpha = online_softmax(scores, old_max, old_sum, scale_log2, terms)
     below = tl.where(old_sum > 0.0, (old_max - row_max) * scale_log2, 0.0)
@@ -241,7 +241,7 @@ def _see_keys(seen, scores, excluded, b, keys, S, scale_log2, terms):
         scores = tl.where(left_out[None, :], float("-inf"), scores)
     best = tl.max(scores, 1)
     here = tl.min(tl.where(scores == best[:, None], keys[None, :], 2147483647), 1)
-    # Tiles do not come in the order of their keys: among equals the smaller key counts.
+    # Tiles are not visited in the order of their keys: of equal scores, the smaller key counts.
     better = (best > seen.best) | ((best == seen.best) & (here < seen.where))
     where = tl.where(better, here, seen.where)
     return RowStatistics(row_max, row_sum, spread, tl.maximum(seen.best, best), where)

@@ -1,4 +1,4 @@
-"""The operators on the `triton` backend: the order of their kernels."""
+"""The operators on the `triton` backend: the order in which their kernels run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["backward", "forward", "statistics"]
 
 
 def forward(call: Call, results: Results) -> None:
-    """Fill `results`; empty ones are not kept."""
-    if call.alpha is not None and not call.alpha.is_cuda:  # on a GPU the host does not wait for it
+    """Fill `results`, except empty ones."""
+    if call.alpha is not None and not call.alpha.is_cuda:  # on a GPU the host would have to wait for it
         check_alpha_values(call.alpha)
     forward_pass(call, results)
 
 
 def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
-    """Fill `gradients`; empty ones are not computed."""
+    """Fill `gradients`, except empty ones."""
     g, dout = gradients, contiguous_rows(saved.dout)
     tiles = specialized_backward(call, g, dout)
     first = first_pass(call, saved, dout, g.dgate, g.dsinks, gated_rows=tiles is not None)

@@ -1,8 +1,8 @@
-"""The gradients of biases in Triton, for both operators: sums of dscores over what shares an element of the bias.
+"""The gradients of biases in Triton, for both operators: sums of dscores over the scores that share an element.
 
     dscores = p * (dp - delta)        before cap and scale; the other formulas are in `keys`
 
-Scores are computed again, tile by tile. Every element of the bias has one owner, which adds up in a fixed order.
+Scores are recomputed tile by tile. One program sums each element of the bias, in a fixed order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Units(NamedTuple):
 
 @triton.jit
 def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.constexpr):
-    """`acc` [BLOCK, BLOCK] and the dscores of a tile of head h of batch b; those of a closed head are 0."""
+    """`acc` [BLOCK, BLOCK] plus the dscores of a tile of head h of batch b; those of a closed head are 0."""
     BLOCK: tl.constexpr = TILE.block_m
     T, S = sizes.T, sizes.S
     rows = first_row + tl.arange(0, BLOCK)
@@ -82,10 +82,10 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
 def _bias_kernel(
     of, reads, units, sizes, SUM_ROWS: tl.constexpr, SUM_KEYS: tl.constexpr, TILE: tl.constexpr
 ):
-    """A program owns a tile of the bias and goes over the units that share it, `share` of `total`, in order.
+    """A program owns a tile of the bias and sums the units that share it (or `share` of `total` of them) in order.
 
-    A unit is a tile of scores: of batch `e * first + n * step` for entry e of the bias, of its head or of each, and of
-    each tile of rows (SUM_ROWS) or keys (SUM_KEYS) where the bias broadcasts along them.
+    A unit is a tile of scores of batch `e * first + n * step`, for entry e of the bias. Units also run over all heads
+    if the bias broadcasts along them, and over all tiles of rows (SUM_ROWS) or of keys (SUM_KEYS).
     """
     BLOCK: tl.constexpr = TILE.block_m
     T, S = sizes.T, sizes.S
@@ -104,7 +104,7 @@ def _bias_kernel(
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for unit in range(start, tl.minimum(start + units.share, units.total)):
         tile = tl.cast(unit % (row_units * key_units), tl.int32)
-        # The head counts on through the batches that share the entry.
+        # This head number continues through the batches that share the entry.
         head = tl.cast(unit // (row_units * key_units), tl.int32)
         row_tile = row_owner + tile % row_units
         key_tile = key_owner + tile // row_units
@@ -153,9 +153,9 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
 
 @triton.jit
 def _offsets_kernel(of, reads, parts, sizes, TILE: tl.constexpr):
-    """A program adds up the tiles of a head on one diagonal of tiles, then the 2 BLOCK - 1 diagonals of their sum.
+    """A program adds up the tiles of a head on one diagonal of tiles, then sums the 2 BLOCK - 1 diagonals of the sum.
 
-    `parts` is `[2, B, H, diagonals, BLOCK]`: at 0 the offsets left of the tiles' own diagonal, at 1 those from it on.
+    `parts` is `[2, B, H, diagonals, BLOCK]`: at 0 the offsets left of the tiles' main diagonal, at 1 the others.
     """
     BLOCK: tl.constexpr = TILE.block_m
     row_tiles, key_tiles = tl.cdiv(sizes.T, BLOCK), tl.cdiv(sizes.S, BLOCK)
@@ -168,7 +168,7 @@ def _offsets_kernel(of, reads, parts, sizes, TILE: tl.constexpr):
         first_row = row_tile * BLOCK
         first_key = first_row + ahead * BLOCK
         acc = _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE)
-    # Row i turned left by i: column d holds what has offset d, and behind the wrap what has offset d - BLOCK.
+    # Row i is rotated left by i: column d then has offset d, or offset d - BLOCK after the wrap.
     offsets = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK)[:, None] + offsets[None, :]  # [BLOCK, BLOCK]
     turned = tl.gather(acc, column % BLOCK, 1)

@@ -1,21 +1,21 @@
-"""Entmax attention: its forward pass, and of its backward pass what comes before the passes over keys and queries.
+"""Entmax attention: its forward pass, and the first pass of its backward pass, before those over keys and queries.
 
-The threshold of a row is known only after all its scores, which do not fit on chip: they are recomputed in each pass
-over the keys. A pass finds the largest score, about four search the threshold (Newton's method, as in
-`heads_kernels.ops.entmax`), and one adds up the values. The threshold only increases, so a tile of keys below it in all
-rows is out of reach for good: each program keeps a list of the tiles in reach and shortens it in every pass.
+The threshold of a row depends on all its scores, which do not fit on chip, so they are recomputed in each pass over the
+keys. One pass finds the largest score, about four find the threshold (Newton's method, as in
+`heads_kernels.ops.entmax`), and one adds up the values. The threshold only increases, so a tile of keys that is below
+it in all rows stays below: each program has a list of the tiles in reach and shortens it in every pass.
 
 Backward:
 
     dscores = slope * (dp - center)        center = sum(slope * dp) / sum(slope)
 
-Softmax has p in the place of the slope, and its center is delta, which is known. The derivative of p by alpha is
+With softmax, p is the slope, and the center is delta, which is already known. The derivative of p by alpha is
 (Correia, Niculae, Martins 2019, proposition 1)
 
     (p - share) / order^2 - (p ln p + share entropy) / order        share = slope / sum(slope)
 
-a difference of large terms where alpha is near 1. With x = -order ln p, first = (e^x - 1) / order and second =
-(e^x - 1 - x) / order^2 their first-order parts cancel:
+a difference of large terms if alpha is near 1. With x = -order ln p, first = (e^x - 1) / order and second =
+(e^x - 1 - x) / order^2, their first-order parts cancel:
 
     p (sum(p second) - second - ln p sum(p first) - first entropy) / (1 + order sum(p first))
 """
@@ -63,14 +63,14 @@ from heads_kernels.ops.triton.visible import (
     tiles_in_ranges,
 )
 
-#: About 4 are taken.
+#: A limit; about 4 steps are usual.
 _MOST_STEPS: tl.constexpr = tl.constexpr(32)
 #: 2 epsilon of float32.
 _LEAST_STEP: tl.constexpr = tl.constexpr(2.0**-22)
 
 
 class CentersWritten(NamedTuple):
-    """What the kernel writes."""
+    """The outputs of the kernel."""
 
     centers: Tensor
     dalpha: Tensor | None
@@ -80,7 +80,7 @@ class CentersWritten(NamedTuple):
 
 @triton.jit
 def _masked_scores(of, query, first, place, sizes, TILE: tl.constexpr):
-    """Scores [BLOCK_M, BLOCK_N] of keys `first` and on, -inf where they are hidden, and the values of the keys."""
+    """Scores [BLOCK_M, BLOCK_N] of the keys from `first` on, hidden ones -inf, and the values of the keys."""
     tile = scores_of_keys(
         of, KeyTiles(None, None), query, first, place, sizes, True, TILE.block_n, TILE
     )
@@ -90,10 +90,10 @@ def _masked_scores(of, query, first, place, sizes, TILE: tl.constexpr):
 
 @triton.jit
 def _newton(total, slopes, threshold, order):
-    """The threshold after a step for `total ^ order = 1`, and whether rounding let one move.
+    """The thresholds after a step of Newton's method for `total ^ order = 1`, and whether any of them changed.
 
-    `total` and `slopes` are the sums of probabilities and of their slopes. The left side is a norm of what exceeds the
-    threshold, so it is convex and falls, and thresholds only increase.
+    `total` and `slopes` are the sums of probabilities and of their slopes. The left side is a norm of the excess over
+    the threshold, so it is convex and decreasing, and thresholds only increase.
     """
     z = order * log1p(total - 1.0)
     series = tl.full(z.shape, 1.0, tl.float32)  # (1 - exp(-z)) / z
@@ -108,10 +108,10 @@ def _newton(total, slopes, threshold, order):
 
 @triton.jit
 def attend_sparse(of, place, sizes, TILE: tl.constexpr):
-    """`attended` [BLOCK_M, BLOCK_DV], the largest score, how far the threshold is above it and whether they see
-    anything, of the rows of a head.
+    """`attended` [BLOCK_M, BLOCK_DV] of the rows of a head, their largest score, the distance of the threshold above
+    it, and whether they see any key.
 
-    Rows that see nothing have 0, -inf and 0. With T 0 (a closed head) no row and no key is read.
+    Rows that see no key have 0, -inf and 0. With T 0 (a closed head) no row and no key is read.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -129,7 +129,7 @@ def attend_sparse(of, place, sizes, TILE: tl.constexpr):
         scores, _ = _masked_scores(of, query, tile * BLOCK_N, place, sizes, TILE)
         top = tl.maximum(top, tl.max(scores, 1))
         tl.store(in_reach + number, tile)
-    # Nothing exceeds +inf; a row of nan alone, whose maximum may be -inf, stays nan.
+    # No score exceeds +inf, and a row of only nan, whose maximum may be -inf, stays nan.
     top = tl.where(top == float("-inf"), float("inf"), top)
     above = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -147,7 +147,7 @@ def attend_sparse(of, place, sizes, TILE: tl.constexpr):
             p, slope = powers(y, order)
             total += tl.sum(p, 1)
             slopes += tl.sum(slope, 1)
-            # The maximum waits for all threads: what is stored has been read before.
+            # The maximum synchronises all threads: they have read the list before it is overwritten.
             near = tl.max(tl.where(y == -1.0, 0, 1)) != 0
             tl.store(in_reach + left, tile, mask=near)
             left += near.to(tl.int32)
@@ -234,7 +234,7 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     sees = slopes != 0.0
     of_pair = pair * T + rows
     center = row_terms.delta + slope_differences / tl.where(sees, slopes, 1.0)
-    # Rows with a number that is not finite have lse nan, which is all that the other passes need.
+    # Rows with a number that is not finite have lse nan, from which the other passes know them.
     center = tl.where(row_terms.finite, center, 0.0)
     tl.store(written.centers + of_pair, center, mask=rows < T)
     if written.dalpha is not None:
@@ -258,7 +258,7 @@ def _terms_of_alpha(y, p, slope, order):
 
 
 def centers_pass(call: Call, first: FirstPass, dalpha: Tensor) -> FirstPass:
-    """`first` with the centers as delta, and with the support; fills `dalpha` unless it is empty."""
+    """`first` with the centers as delta, and the support; fills `dalpha` unless it is empty."""
     (B, H, T, D), (_, _, S, Dv) = call.query.shape, call.value.shape
     tiles = tiles_for("entmax_attention.centers", call.query, D, Dv)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)

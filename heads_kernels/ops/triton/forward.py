@@ -3,12 +3,12 @@
     scores = scale * Q K^T                                       gated attention
     scores = scale * ((Q * mixing_h) K^T + content_bias_h)       collaborative attention
 
-Two kernels send a tile of query rows over every tile of keys that it sees (`attend`): the forward pass, and in the
-backward pass that of closed heads, whose forward pass was skipped and whose gate asks for a gradient. Where a short
-query has too few tiles for the GPU (`buffers.key_splits`), its keys are split over several programs, and another kernel
-combines what they leave.
+Two kernels run a tile of query rows against every tile of keys that it sees (`attend`): the forward kernel, and in the
+backward pass the one for closed heads, whose forward pass was skipped, if their gates need a gradient. If a short query
+has too few tiles for the GPU (`buffers.key_splits`), its keys are split over several programs, and another kernel
+combines their results.
 
-On sm_90 a kernel with specialized warps, in Gluon, stands for the first where it can (`specialized`).
+On sm_90 a Gluon kernel with specialized warps replaces the forward kernel where it can (`specialized`).
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ from heads_kernels.ops.triton.tiles import (
 )
 from heads_kernels.ops.triton.visible import own_rows, place_of_rows, with_tile_lists
 
-#: Splits of a row that are read at once: all of a usual call. 32 x 256 numbers take 64 registers of 128 threads.
+#: Splits of a row that are read at once: usually all. 32 x 256 numbers take 64 registers of 128 threads.
 _SPLITS_AT_ONCE: Final = 32
 
 
 class OutputsWritten(NamedTuple):
-    """What a forward pass writes: rows of the output, of what it is before the gate (None: not kept), and lse."""
+    """The outputs of a forward pass: rows of the output, the same before the gate (None: not saved), and lse."""
 
     out: Rows
     attended: Rows | None
@@ -86,7 +86,7 @@ class OutputsWritten(NamedTuple):
 
 
 class SplitParts(NamedTuple):
-    """What the splits of rows leave: `[splits, B, H, T, Dv]`, `[splits, B, H, T]` twice."""
+    """The partial results of splits: `[splits, B, H, T, Dv]`, `[splits, B, H, T]` twice."""
 
     acc: Rows | Tensor
     row_max: Tensor
@@ -96,13 +96,13 @@ class SplitParts(NamedTuple):
 
 @triton.jit
 def _opened(sizes, T):
-    """The sizes with another number of rows: those of a head that take part."""
+    """The sizes with `T` rows: those of a head that take part."""
     return Sizes(sizes.H, T, sizes.S, sizes.group, sizes.scale)
 
 
 @triton.jit
 def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.constexpr):
-    """A program computes BLOCK_M rows of `out` of one head. A closed head writes its zeros and is done."""
+    """A program computes BLOCK_M rows of `out` of one head. For a closed head it only writes zeros."""
     place = place_of_rows(of, sizes, TILE)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     tiles = KeyTiles(key_tiles, value_tiles)
@@ -112,7 +112,7 @@ def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.c
 
 @triton.jit
 def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Store what `attend` returned of ROWS rows of a head, and their output."""
+    """Store the results of `attend` for ROWS rows of a head, and their output."""
     b, h, first_row, T = place.b, place.h, place.first, sizes.T
     if written.attended is not None:
         store_tile(
@@ -125,7 +125,7 @@ def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.c
         if written.lse.above is not None:
             tl.store(written.lse.above + at, attended.above, mask=rows < T)
     gated = times_gate(attended.rows, gate, b, h, rows, tl.arange(0, TILE.block_dv), T, TILE)
-    # Rows that see nothing are 0, whatever their gate.
+    # Rows that see no key are 0, even if their gate is NaN.
     gated = tl.where(attended.sees[:, None], gated, 0.0)
     store_tile(written.out, b, h, first_row, T, gated, TILE.dv, ROWS, TILE.block_dv)
 
@@ -134,8 +134,8 @@ def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.c
 def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE: tl.constexpr):
     """A program computes the sums of BLOCK_M rows over its share of the tiles of keys that they see.
 
-    They are rows of one head; or, `of.grouped`, heads of one key head, which is read once for them all then. Programs
-    of one split follow each other. A closed head stores nothing that is read.
+    The rows are those of one head, or with `of.grouped` the heads that share a key head, which is then read once for
+    all of them. Programs of one split have consecutive numbers. What a closed head stores is not read.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     H, T, group = sizes.H, sizes.T, sizes.group
@@ -172,7 +172,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
 def _combine_kernel(
     terms, dropout, gate, parts, written, sizes, splits, BLOCK_SPLITS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """A program adds up what the splits left of one row, BLOCK_SPLITS at once, and stores it as the forward kernel."""
+    """A program combines the splits of one row, BLOCK_SPLITS at a time, and stores it as the forward kernel does."""
     H, T = sizes.H, sizes.T
     row, pair = tl.program_id(0) % T, tl.program_id(0) // T
     b, h = pair // H, pair % H
@@ -203,7 +203,7 @@ def _combine_kernel(
 
 
 def forward_pass(call: Call, outputs: Results) -> None:
-    """Fill `outputs` (out, attended, lse); empty ones are not kept."""
+    """Fill `outputs` (out, attended, lse), except empty ones."""
     out, attended, lse = outputs
     call = with_positive_scale(call)
     if (specialized := specialized_forward(call, outputs)) is not None:
@@ -241,7 +241,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
 
 
 def is_grouped(call: Call) -> bool:
-    """Whether tiles have the heads that share a key head as rows, so that a key is read once for them all."""
+    """Whether the rows of tiles are the heads that share a key head, so that each key is read once for all of them."""
     H, T = call.H, call.T
     if call.mixing is not None or T != 1 or call.query.stride(1) >= FARTHEST_ROW:
         return False
@@ -256,8 +256,7 @@ def _programs(call: Call, tiles: Tiles, grouped: bool) -> int:
 
 @triton.jit
 def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, TILE: tl.constexpr):
-    """A program computes `rowsum(dout * attended)` of BLOCK_M rows of a closed head, as the forward kernel would; for
-    an open head it does nothing."""
+    """A program computes `rowsum(dout * attended)` of BLOCK_M rows of a closed head; it skips open heads."""
     place = place_of_rows(of, sizes, TILE)
     b, h, rows = place.b, place.h, place.at
     closed = sizes.T - open_rows(gate, b, h, sizes.T, TILE)
@@ -271,7 +270,7 @@ def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, TI
 
 
 def closed_pass(call: Call, of: Operands, reads: Reads, dgate_rows: Tensor) -> None:
-    """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, unless no gate of `call` can close a head."""
+    """Write the rows of closed heads into `dgate_rows` `[B, H, T]`, if the gate of `call` can close heads."""
     if call.gate is None or not can_close(call.gate, call.gate_activation):
         return
     if call.scale < 0.0:
@@ -284,11 +283,11 @@ def closed_pass(call: Call, of: Operands, reads: Reads, dgate_rows: Tensor) -> N
 
 
 def _has_descriptors(call: Call) -> bool:
-    """Whether full tiles may come through descriptors.
+    """Whether full tiles may be loaded through descriptors.
 
-    Not where loops read terms: their lists of tiles do not say which full tiles are neighbours, and terms of larger
-    tiles need the registers that descriptors save. Not in collaborative attention: heads gather features of the key,
-    and the loop is no shorter with the value alone.
+    Not if loops read terms: full tiles in a list need not be neighbours, and the terms of larger tiles need the
+    registers that descriptors save. Not in collaborative attention: heads gather features of the key, and with a
+    descriptor for the value alone the loop is no shorter.
     """
     suits = call.mixing is None and not has_terms(call) and call.key.shape[2] >= FEWEST_KEYS
     return suits and describable(call.key) and describable(call.value)

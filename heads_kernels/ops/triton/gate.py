@@ -1,6 +1,6 @@
 """The gate inside a kernel: values of rows or of elements, activated.
 
-`h` is the head of all rows, or [M] where each row is of a head of its own.
+`h` is the head of all rows, or [M], a head for each row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def activate(values, ACTIVATION: tl.constexpr):
             1.0 + tl.exp(-tl.abs(values))
         )
     elif ACTIVATION == "softplus":
-        # log(1 + y) without losing a small y (Kahan): u = 1 + y is rounded, and y / (u - 1) makes good for it.
+        # log(1 + y) for small y (Kahan): u = 1 + y is rounded, and the factor y / (u - 1) corrects that.
         y = tl.exp(-tl.abs(values))
         u = 1.0 + y
         log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -28,7 +28,7 @@ def activate(values, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def row_gates(gate, b, h, rows, T, TILE: tl.constexpr):
-    """float32 `[M]`: the gates of query rows (a gate of heads has row stride 0)."""
+    """float32 `[M]`: the gates of query rows (a gate per head has row stride 0)."""
     at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h
     values = tl.load(at + rows.to(tl.int64) * gate.stride_t, mask=rows < T, other=0.0)
     return activate(values.to(tl.float32), TILE.activation)
@@ -36,7 +36,7 @@ def row_gates(gate, b, h, rows, T, TILE: tl.constexpr):
 
 @triton.jit
 def element_gates(gate, b, h, rows, columns, T, TILE: tl.constexpr):
-    """float32 `[M, BLOCK_DV]`: the gates of every element of query rows; `columns` are all [BLOCK_DV]."""
+    """float32 `[M, BLOCK_DV]`: the gates of the elements of query rows; `columns` is [BLOCK_DV]."""
     of_rows = h.to(tl.int64) * gate.stride_h + rows.to(tl.int64) * gate.stride_t  # [M]
     at = gate.ptr + b.to(tl.int64) * gate.stride_b + of_rows[:, None]
     at = at + (columns.to(tl.int64) * gate.stride_d)[None, :]
@@ -56,9 +56,9 @@ def times_gate(tile, gate, b, h, rows, columns, T, TILE: tl.constexpr):
 
 @triton.jit
 def head_gate(gate, b, h, TILE: tl.constexpr):
-    """The gate of all rows of a head, where gates are of heads, else 1.
+    """The gate of a head if gates are per head, else 1.
 
-    0 for one that is not finite: what its rows poison is known by their lse (`rows.load_row_terms`).
+    A gate that is not finite gives 0: its rows are known by their lse, which is nan (`rows.load_row_terms`).
     """
     g = 1.0
     if TILE.gate == "heads":
@@ -70,7 +70,7 @@ def head_gate(gate, b, h, TILE: tl.constexpr):
 
 @triton.jit
 def open_rows(gate, b, h, T, TILE: tl.constexpr):
-    """How many rows of a head take part: T, or 0 where an identity gate of heads is exactly 0."""
+    """How many rows of a head take part: T, or 0 if an identity gate per head is exactly 0."""
     taking_part = T
     if TILE.gate == "heads" and TILE.activation == "identity":
         at = gate.ptr + b.to(tl.int64) * gate.stride_b + h.to(tl.int64) * gate.stride_h

@@ -1,25 +1,25 @@
-"""Gated attention backward for sm_90 in Gluon: `dquery`, `dkey` and `dvalue` in five products of a tile.
+"""Gated attention backward for sm_90 in Gluon: `dquery`, `dkey` and `dvalue` in five products per tile.
 
     p = exp(scores - lse)        dp = dattended value^T        dscores = p * (g * dp - delta)
     dvalue = (g * p)^T dattended        dkey = scale * dscores^T query        dquery = scale * dscores key
 
-Grid     One program owns 128 keys of a key head and sums their dkey and dvalue over all query heads that read it (or a
-         part of them, `splits`); tiles of 64 query rows come to it. A closed head has none. Programs take their numbers
-         when they start: those with smaller numbers are at work or done.
-Order    dquery is summed in float32 by copies that add, over the keys in ascending order: of every tile of rows a
+Grid     One program owns 128 keys of a key head and sums their dkey and dvalue over all query heads that read it (or
+         over a part of them, `splits`), in tiles of 64 query rows. A closed head has no tiles. Programs draw their
+         numbers when they start, so those with smaller numbers are running or done.
+Order    dquery is summed in float32 by bulk copies that add, in ascending order of the keys: for every tile of rows, a
          counter says how many programs have added to it. So the same call gives the same bits.
-Warps    8 consumers hold the tiles transposed, [keys, rows]: each four of them 64 keys, and half of the columns of
-         dquery. A producer of 1 warp asks for tiles through tensor descriptors, a reader of 2 warps brings lse and
-         delta of rows, an adder of 1 warp adds dquery.
-Rings    Of STAGES tiles of query and dattended, and lse and delta. `query_ready`, `dout_ready` and `terms_ready`
-         complete when these have come, `free` when they have been read. `dquery_ready` completes when a tile of dquery
+Warps    8 consumer warps compute transposed tiles, [keys, rows]: four warps each have 64 keys, and half of the columns
+         of dquery. A producer of 1 warp loads tiles through tensor descriptors, a reader of 2 warps loads lse and delta
+         of rows, an adder of 1 warp adds dquery.
+Rings    STAGES tiles each of query and dattended, and lse and delta. `query_ready`, `dout_ready` and `terms_ready`
+         complete when these are loaded, `free` when they have been read. `dquery_ready` completes when a tile of dquery
          is in shared memory, `dquery_free` when it has been read there.
 Overlap  Q K^T and dO V^T are issued together. Exponentials run during the second, the gradient of scores during the
          product for dvalue; dquery is stored during the product for dkey.
-Memory   Keys, values, rings, dscores, dquery. Scores, probabilities and both sums stay in registers: 232 a thread of a
-         consumer, 32 of the others: 63,488 for 384 threads.
+Memory   Shared: keys, values, rings, dscores, dquery. Scores, probabilities and both sums stay in registers: 232 per
+         thread of a consumer and 32 of the others, 63,488 for 384 threads.
 
-`specialized` decides what comes here. `tests/support/gluon_emulator.py` runs this file without a GPU.
+`specialized` decides which calls run here. `tests/support/gluon_emulator.py` runs this file without a GPU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from heads_kernels.ops.triton.visible import with_tile_lists
 
 
 class Written(NamedTuple):
-    """What consumers write."""
+    """The outputs of the consumers."""
 
     dkey: Rows
     dvalue: Rows
@@ -76,10 +76,10 @@ class Written(NamedTuple):
 
 @gluon.jit
 def _make_finite(rows, TILE: gl.constexpr):
-    """0 for numbers of keys or values that are not finite; 1 for finite rows, nan for others.
+    """Set numbers of keys or values that are not finite to 0; returns 1 for finite rows, nan for others.
 
     The product for dquery reads keys that a row does not see, and dp of such a pair is multiplied by 0. The scores of
-    nan keys are nan where they are seen; rows that see such a value have lse nan.
+    nan keys are nan for the rows that see them; rows that see such a value have lse nan.
     """
     PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     ones = gl.full([TILE.block_n], 1.0, gl.float32, layout=gl.SliceLayout(1, PART))
@@ -94,7 +94,7 @@ def _make_finite(rows, TILE: gl.constexpr):
 
 @gluon.jit
 def _visible_keys(visible, place, S, KEY: gl.constexpr, TILE: gl.constexpr):
-    """The numbers of a program's keys; -1, which is in no range, for a key that `key_visible` hides."""
+    """The indices of a program's keys; -1, which is in no range, for a key that `key_visible` hides."""
     keys = place.first + gl.arange(0, TILE.block_n, layout=KEY)
     if visible.key_visible is not None:
         at = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys + keys
@@ -110,7 +110,7 @@ def _consumers(
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
-    # Groups of four warps have half of the keys each; of dquery half of the columns.
+    # Each group of four warps has half of the keys, and half of the columns of dquery.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_M, 16]
     )
@@ -193,7 +193,7 @@ def _consumers(
 
 @gluon.jit
 def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
-    """Store `values` of the keys `at` in a `part` of the sums."""
+    """Store `values` of the keys `at` in one `part` of the sums."""
     to = head_of(rows, part, place.hk) + at.to(gl.int64)[:, None] * rows.stride_l + columns[None, :]
     there = (at < S)[:, None] & (columns < WIDTH)[None, :]
     gl.store(to, values.to(rows.ptr.dtype.element_ty), mask=there)
@@ -204,7 +204,7 @@ def _backward_kernel(
     memory, terms, visible, rows_visible, reads, written, order, sizes, splits, together, TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A program computes 128 keys of `dkey` and `dvalue`, and adds what they give to `dquery`."""
+    """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`."""
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
@@ -212,7 +212,7 @@ def _backward_kernel(
     gl.static_assert(
         STAGES % 2 == 0, "the parity of a stage is the phase of dquery_ready and dquery_free"
     )
-    # Of `together` owners at once, the tiles of keys one after the other.
+    # `together` owners run at once; the tiles of keys of each start one after the other.
     tiles = gl.cdiv(sizes.S, BLOCK_N)
     owners = gl.num_programs(0) // tiles
     ticket = gl.atomic_add(order.ticket, 1, sem="relaxed")
@@ -277,7 +277,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     of_key, of_value = (rows_of(part) for _, part in parts)
     counters = torch.zeros(1 + B * H * row_tiles, dtype=torch.int32, device=dquery.device)
     sums = torch.zeros(dquery.shape, dtype=torch.float32, device=dquery.device)
-    # Which programs add to a tile of rows: of a band it is known, else it is counted in lists.
+    # How many programs add to a tile of rows: it follows from a band, else it is counted in lists.
     listed = of.visible.k_lo is not None or of.visible.key_visible is not None
     visible, rows_visible = (
         with_tile_lists(call, of, tiles, by_keys, listed=listed).visible

@@ -1,18 +1,20 @@
 """Gated attention forward for sm_90 in Gluon: `out = act(gate) * softmax(scores under the mask) V`, specialized warps.
 
-Grid     One program computes 128 query rows of one head; of heads whose keys and values share the L2 cache, the tiles
-         with the last rows (of a causal mask the longest) come first. A closed head visits no tile.
-Warps    Two consumers of 4 warps have 64 rows each. A producer of 1 warp asks for tiles through tensor descriptors. An
+Grid     One program computes 128 query rows of one head. Heads are grouped so that their keys and values share the L2
+         cache; in a group, the tiles with the last rows (the longest under a causal mask) come first. A closed head
+         visits no tile.
+Warps    Two consumers of 4 warps have 64 rows each. A producer of 1 warp loads tiles through tensor descriptors. An
          inspector of 2 warps reads the values of partial tiles before consumers do (`gluon_tiles`).
-Rings    Of STAGES tiles of keys, and of values. A barrier `ready` completes when a tile has landed, `free` when both
+Rings    STAGES tiles each of keys and of values. A barrier `ready` completes when a tile has landed, `free` when both
          consumers have read it. Values of partial tiles are `landed` first, and `ready` when they have been inspected.
-Overlap  A consumer issues Q K^T of a tile, then P V of the tile before, and computes the softmax of the one while the
-         other runs. Consumers take `turns` to issue, so that the softmax of one runs during the products of the other.
-Memory   The query, and in its place the output, then two rings. Scores, probabilities and sums stay in registers: 232
-         a thread of a consumer, 40 of the others: 64,512 for 384 threads.
+Overlap  A consumer issues Q K^T of a tile, then P V of the previous tile, and computes the softmax of the first product
+         while the second runs. Consumers take `turns` to issue, so that the softmax of one runs during the products of
+         the other.
+Memory   Shared: the query (later the output in its place), then two rings. Scores, probabilities and sums stay in
+         registers: 232 per thread of a consumer and 40 of the others, 64,512 for 384 threads.
 
-`specialized` decides what comes here. Functions of Triton's kernels that make no tiles of their own run in
-Gluon as they are; tiles have a layout here. `tests/support/gluon_emulator.py` runs both files without a GPU.
+`specialized` decides which calls run here. Functions of Triton's kernels that create no tiles run in Gluon unchanged; a
+tile that is created here needs a layout. `tests/support/gluon_emulator.py` runs both files without a GPU.
 """
 
 from __future__ import annotations
@@ -72,14 +74,14 @@ _NARROWEST: Final = 64
 
 @gluon.jit
 def _scores(query, shared, stage, nothing, TILE: gl.constexpr):
-    """Q K^T of a tile of keys, under way."""
+    """Issue Q K^T of a tile of keys, without waiting for it."""
     keys = shared.key.index(stage).reshape([TILE.block_n, TILE.block_d]).permute((1, 0))
     return warpgroup_mma(query, keys, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _weighed(weights, shared, stage, acc, TILE: gl.constexpr):
-    """`acc + P V` of a tile of values, under way."""
+    """Issue `acc + P V` of a tile of values, without waiting for it."""
     values = shared.value.index(stage).reshape([TILE.block_n, TILE.block_dv])
     return warpgroup_mma(weights, values, acc, is_async=True)
 
@@ -89,7 +91,7 @@ def _masked(
     scores, index, lo, hi, place, shared, visible, terms, visits, sizes, COLUMNS: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The scores of a partial tile: -inf where a row does not see the key, NaN where it sees one with poison."""
+    """The scores of a partial tile: -inf where a row does not see the key, NaN where it sees a poisoned one."""
     stage = index % STAGES
     mbarrier.wait(shared.value_ready.index(stage), (index // STAGES) & 1)
     poison = shared.poison.index(stage).load(COLUMNS)
@@ -105,7 +107,7 @@ def _consumer(
     out_tiles, attended_tiles, shared, visible, terms, gate, lse, place, visits, taking_part, sizes,
     WHO: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a program against all of its tiles, and their output."""
+    """Compute ROWS rows of a program over all of its tiles, and their output."""
     ROWS: gl.constexpr = CONSUMER_ROWS
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_DV: gl.constexpr = TILE.block_dv
@@ -133,7 +135,7 @@ def _consumer(
     if count > 0:
         mbarrier.wait(shared.query_ready.index(WHO), 0)
         query = shared.query.index(WHO).reshape([ROWS, TILE.block_d])
-        # The first tile has no other before it, whose product could run meanwhile.
+        # Before the first tile there is none whose product could run meanwhile.
         mbarrier.wait(shared.key_ready.index(0), 0)
         scores = _scores(query, shared, 0, nothing, TILE)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
@@ -171,8 +173,8 @@ def _consumer(
                     scores, row_max, row_sum, scale_log2, terms
                 )
                 weights = gl.convert_layout(p.to(dtype), WEIGHTS)
-                # ptxas moves the softmax behind the wait for P V unless the weights are among what is waited for and a
-                # wait for something else (the next keys) stands in front of it.
+                # ptxas moves the softmax behind the wait for P V, unless the wait includes the weights and comes after
+                # another wait (for the next keys).
                 mbarrier.wait(
                     shared.key_ready.index(after % STAGES),
                     (after // STAGES) & 1,
@@ -213,7 +215,7 @@ def _write(
         tma.store_wait(0)
     columns = gl.arange(0, TILE.block_dv, layout=gl.SliceLayout(0, SUMS))
     gated = times_gate(attended.rows, gate, b, h, rows, columns, T, TILE)
-    # Rows that see nothing are 0, whatever their gate.
+    # Rows that see no key are 0, even if their gate is NaN.
     gated = gl.where(attended.sees[:, None], gated, 0.0)
     tile.store(gated.to(out_tiles.dtype))
     fence_async_shared()
@@ -226,7 +228,7 @@ def _specialized_kernel(
     query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, terms, visible, gate, lse, sizes, together,
     TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A program computes 128 rows of `out` of one head. A closed head writes its zeros and is done."""
+    """A program computes 128 rows of `out` of one head. For a closed head it only writes zeros."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     dtype: gl.constexpr = query_tiles.dtype
     place = place_of(sizes, together, TILE, ROWS)
@@ -257,7 +259,7 @@ def _specialized_kernel(
     shared = Shared(
         query, key, value, poison, query_ready, key_ready, key_free, value_landed, value_ready, value_free, turns
     )  # fmt: skip
-    # A worker takes no tensors of this partition's layout.
+    # The other partitions cannot take a tensor with the layout of this one.
     place = Place(place.b, place.h, place.hk, place.first, None)
     gl.warp_specialize(
         [
@@ -278,7 +280,7 @@ def _specialized_kernel(
 
 
 def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
-    """Fill `outputs` (out, attended, lse); empty ones are not kept. The scale is not negative."""
+    """Fill `outputs` (out, attended, lse), except empty ones. The scale is not negative."""
     out, attended, lse = outputs
     B, H, T, S = call.sizes
     of, sizes = with_tile_lists(call, operands_of(call), tiles), sizes_of(call)

@@ -1,7 +1,7 @@
-"""Tiles of query rows of the backward kernel in Gluon: which ones a program visits, who brings them, who adds dquery.
+"""Tiles of query rows of the backward kernel in Gluon: which ones a program visits, and the warps that move them.
 
-Consumers (`gluon_backward`) read rings of tiles in shared memory, full tiles first, then partial. `producer` of one
-warp and `reader` of two bring them; `adder` of one takes tiles of dquery from there.
+Consumers (`gluon_backward`) read rings of tiles in shared memory, full tiles first, then partial ones. `producer` (one
+warp) and `reader` (two) load them; `adder` (one) adds tiles of dquery from shared memory to global memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Global(NamedTuple):
     key: Any  # [1, 1, BLOCK_N, BLOCK_D]
     value: Any
     dout: Any  # dattended: dout times the gates of rows
-    dquery: Any  # float32 sums
+    dquery: Any  # float32, in global memory
     end: None = None
 
 
@@ -66,7 +66,7 @@ class Order(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """The tiles of rows of a head, in a kernel: of `count` the first `full` are full, the first `plain` not masked."""
+    """The `count` tiles of rows of a head, in a kernel: the first `full` are full, the first `plain` need no mask."""
 
     visits: Any
     full: Any
@@ -85,14 +85,14 @@ def tiles_of_head(visible, gate, place, index, sizes, TILE: gl.constexpr):
     taking_part = gl.minimum(open_rows(gate, place.b, h, T, TILE), 1)
     full = (visits.full_end - visits.full_start) * taking_part
     count = full + partial_count(visits) * taking_part
-    # Beyond the last key there are none whose dscores are 0.
+    # A tile with keys beyond the last one is masked, so that their dscores are 0.
     plain = gl.where(place.first + BLOCK_N <= S, full, 0)
     return own, Visit(visits, full, plain, count)
 
 
 @gluon.jit
 def _first_row(visible, place, visit, index, TILE: gl.constexpr):
-    """The first row of the tile that is visited at `index`; full ones from the last on, as in all other programs."""
+    """The first row of the tile that is visited at `index`; full tiles in descending order, as in all programs."""
     own = place.first // TILE.block_n
     if index < visit.full:
         number = visit.visits.full_start + visit.full - 1 - index
@@ -113,7 +113,7 @@ def next_place(stage, phase, STAGES: gl.constexpr):
 def producer(
     memory, reads, shared, visible, place, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Ask for the keys and values, and for tiles of query and dattended as their places become free."""
+    """Load the keys and values, and tiles of query and dattended as their places become free."""
     BYTES: gl.constexpr = 2 * TILE.block_m * TILE.block_d
     ready = shared.keys_ready.index(0)
     mbarrier.expect(ready, 4 * TILE.block_n * TILE.block_d)
@@ -139,12 +139,12 @@ def producer(
 def reader(
     reads, shared, visible, place, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Bring lse and delta of rows. Of masked tiles, make 0 of rows with a number that is not finite.
+    """Load lse and delta of rows. In masked tiles, set rows with a number that is not finite to 0.
 
-    Their lse is nan, by which the keys that they see become nan, and no others; see `rows.load_row_terms`.
+    Their lse is nan, which makes the gradients of exactly the keys that they see nan; see `rows.load_row_terms`.
     """
     BLOCK_M: gl.constexpr = TILE.block_m
-    # Parts of 8 rows and 64 features: 8 numbers a thread.
+    # Parts of 8 rows and 64 features: 8 numbers per thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, PART)
@@ -187,7 +187,7 @@ def reader(
 def adder(
     memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Add tiles of dquery to what programs with keys before these have added."""
+    """Add tiles of dquery in global memory, after the programs with smaller keys have added theirs."""
     stage, phase = place.first * 0, place.first * 0
     tiles = gl.cdiv(sizes.T, TILE.block_m)
     for number in range(heads):

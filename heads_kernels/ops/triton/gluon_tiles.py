@@ -1,7 +1,7 @@
-"""Tiles of kernels in Gluon: which ones a program visits, who asks for them and who looks at them first.
+"""Tiles of keys of the forward kernel in Gluon: which ones a program visits, and the warps that load and inspect them.
 
-Consumers (`gluon_forward`) read rings of tiles of keys and values in shared memory, full tiles first, then partial.
-Two workers bring them: `producer` of one warp, and `inspector` of two.
+Consumers (`gluon_forward`) read rings of tiles of keys and values in shared memory, full tiles first, then partial
+ones. `producer` (one warp) loads them, and `inspector` (two warps) reads partial ones first.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ store_tiles: Final = (
     tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 )
 
-#: Bytes that heads in work at once read: of the 50 MiB of L2, what others leave (heuristic).
+#: Bytes that the heads that run at once may read: what other data leave of the 50 MiB of L2 (heuristic).
 CACHED: Final = 32 << 20
-#: Query rows of a consumer: the fewest that four warps multiply.
+#: Query rows of a consumer: the fewest that four warps can multiply.
 CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)
-#: Keys looked at together for a hidden one. Heuristic: 8 a thread, as of `visible`.
+#: Keys that are searched together for a hidden one. Heuristic: 8 per thread, as in `visible`.
 _SCAN: gl.constexpr = gl.constexpr(1024)
 
 
@@ -61,7 +61,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers that each complete by so many arrivals."""
+    """NUMBER barriers, each of which completes after ARRIVALS arrivals."""
     added = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
         mbarrier.init(added.index(i), count=ARRIVALS)
@@ -70,7 +70,7 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def place_of(sizes, together, TILE: gl.constexpr, ROWS: gl.constexpr):
-    """The place of a program among `together` heads that are in work at once; `sizes.T` rows have tiles."""
+    """The place of a program among `together` heads that run at once; `sizes.T` rows have tiles."""
     tiles = gl.cdiv(sizes.T, TILE.block_m)
     heads = gl.num_programs(0) // tiles
     first = gl.program_id(0) // (together * tiles) * together
@@ -122,7 +122,7 @@ def first_key(visible, place, index, visits, TILE: gl.constexpr):
 def producer(
     query_tiles, key_tiles, value_tiles, shared, visible, place, visits, TILE: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Ask for the query, and for the tiles of keys and values as their places become free."""
+    """Load the query, and tiles of keys and values as their places become free."""
     ROWS: gl.constexpr = CONSUMER_ROWS
     KEY_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_d
     VALUE_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_dv
@@ -157,12 +157,12 @@ def producer(
 
 @gluon.jit
 def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Of partial tiles: 0 for values that are not finite, and NaN as the `poison` of their keys.
+    """In partial tiles, set values that are not finite to 0, and the `poison` of their keys to NaN.
 
     The product reads values of keys that a row does not see, and 0 times NaN is NaN. Poison is added to the scores of
-    the rows that do see the key (`scores.poison`). Most tiles are finite: only sums of `0 * value` are formed of them.
+    the rows that do see the key (`scores.poison`). Most tiles are finite, which the sum of `0 * value` shows.
     """
-    # Parts of 8 rows and 64 features: 8 numbers a thread.
+    # Parts of 8 rows and 64 features: 8 numbers per thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     OF_KEYS: gl.constexpr = gl.SliceLayout(1, PART)
     BLOCK_N: gl.constexpr = TILE.block_n
@@ -201,6 +201,6 @@ def tiles_of(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
 
 @functools.cache
 def _layout(*shape: Any) -> gl.NVMMASharedLayout:
-    """The layout of a tile in shared memory, of its sizes and dtype."""
+    """The layout of a tile in shared memory, from its sizes and dtype."""
     *sizes, dtype = shape
     return gl.NVMMASharedLayout.get_default_for(sizes, getattr(gl, str(dtype).split(".")[1]))

@@ -3,12 +3,12 @@
     p = exp(scores - lse)        dp = dattended value^T        dscores = p * (dp - delta)        dattended = g * dout
     dvalue = p^T dattended       dkey = scale * dscores^T query        dcontent_bias = scale * colsum(dscores)
 
-With mixing the query is `query * mixing_h`, and `dkey` is the sum over the heads. Dropout multiplies `p` in `dvalue`,
-and `dp`, by what it keeps. Tiles of scores are transposed, `[BLOCK_N, BLOCK_M]`.
+With mixing, the query is `query * mixing_h`, and `dkey` is the sum over the heads. Dropout multiplies `dp`, and `p` in
+`dvalue`, by 0 or its scale. Tiles of scores are transposed, `[BLOCK_N, BLOCK_M]`.
 
-A collaborative head's features are gathered as in the forward pass (`score_tiles`): those of the keys stay on chip for
-the whole head, and a tile of query rows is loaded and mixed once, for the scores and for `dkey`. A head's sum is added
-to `dkey` in memory, in float32; `queries` has the reason for that and for `disable_licm`.
+With mixing, the features of a head are gathered as in the forward pass (`score_tiles`): those of the keys stay on chip
+for the whole head, and a tile of query rows is loaded and mixed once, for the scores and for `dkey`. The sum of a head
+is added to `dkey` in memory, in float32; `queries` has the reason for that and for `disable_licm`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from heads_kernels.ops.triton.visible import (
 
 
 class KeySums(NamedTuple):
-    """Sums of a program's keys, in a kernel: [BLOCK_N, W], [BLOCK_N, BLOCK_DV], [BLOCK_N]."""
+    """Sums for a program's keys, in a kernel: [BLOCK_N, W], [BLOCK_N, BLOCK_DV], [BLOCK_N]."""
 
     dkey: Any
     dvalue: Any
@@ -66,7 +66,7 @@ class KeySums(NamedTuple):
 
 
 class KeysWritten(NamedTuple):
-    """What a kernel writes; None for what is not asked for."""
+    """The outputs of a kernel; None: not requested."""
 
     dkey: Rows | None  # float32 with mixing
     dvalue: Rows | None
@@ -78,7 +78,7 @@ class KeysWritten(NamedTuple):
 def _rows_tile(
     of, reads, of_head, keys, written, sums, tile, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """`sums` after one tile of query rows of the head of `place`, which has the program's keys."""
+    """`sums` after one tile of query rows of the head of `place`; `place` also has the program's keys."""
     BLOCK_N: tl.constexpr = TILE.block_n
     first_row = tile * TILE.block_m
     rows = first_row + tl.arange(0, TILE.block_m)
@@ -142,9 +142,10 @@ def _rows_of_head(
 
 @triton.jit
 def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
-    """A program owns BLOCK_N keys of a key head and sums over the query heads that read it (a part of them, `splits`,
-    where key heads alone would not fill the GPU; the parts are added up afterwards). Key, value and both sums stay on
-    chip.
+    """A program owns BLOCK_N keys of a key head and sums over the query heads that read it.
+
+    If the key heads alone would not fill the GPU, it sums over a part of them (`splits`), and the parts are added up
+    afterwards. Key, value and both sums stay on chip.
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     S, group = sizes.S, sizes.group
@@ -189,8 +190,7 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
 
 @triton.jit
 def _add_head(of, reads, keys, visits, written, split, place, sizes, splits, TILE: tl.constexpr):
-    """`dvalue` and `dcontent` of the head of `place`. What it adds to `dkey` at its columns is added in memory, in
-    float32."""
+    """`dvalue` and `dcontent` of the head of `place`; its term of `dkey` is added in memory, in float32."""
     features = keys.features
     sums = _no_sums(features.columns.shape[0], TILE)
     sums = _rows_of_head(of, reads, keys, written, sums, visits, 1, place, sizes, TILE)
@@ -206,7 +206,7 @@ def _add_head(of, reads, keys, visits, written, split, place, sizes, splits, TIL
 def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     """A program owns BLOCK_N keys and goes through the heads.
 
-    Where tiles alone would not fill the GPU it takes a part of the heads (`splits`), whole groups that share a value
+    If tiles alone would not fill the GPU, it takes a part of the heads (`splits`) in whole groups that share a value
     head, and the parts are added up afterwards. The sums of one head and `dvalue` of its group stay on chip; `dkey`
     starts as zeros. A head that uses more than `TILE.resident` features is computed once for every `TILE.resident`
     features of `dkey`.
@@ -224,14 +224,14 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
         visits = tiles_that_see(of.visible, b, b * 0, first_key, T, S, BLOCK_N, TILE.block_m)
     dvalue = tl.zeros((BLOCK_N, TILE.block_dv), tl.float32)  # of the heads of a group so far
     heads = tl.cdiv(H // group, splits.shares) * group
-    # Addresses that are the same for all heads are not hoisted: they would take registers from the loops over tiles.
+    # disable_licm: hoisted addresses, which are the same for all heads, would take registers from the loops over tiles.
     for index in tl.range(0, tl.minimum(heads, H - split * heads), disable_licm=True):
         h = split * heads + index
         place = Place(b, h, h // group, first_key, at)
         if (of.visible.lists is not None) or (of.visible.by_head is not None):
             visits = tiles_seeing(of.visible, place, T, S, BLOCK_N, TILE.block_m)
         chunks = active_chunks(of.mixing, h, TILE)
-        # A closed head has no chunks, and so takes none of the branches below.
+        # A closed head has no chunks, so it takes none of the branches below.
         count = tl.where(open_rows(reads.gate, b, h, T, TILE) == 0, 0, chunks.length)
         chunks = Chunks(count, chunks.numbers)
         content = None
@@ -254,7 +254,7 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
                     )
         if TILE.chunks * BLOCK_D > RESIDENT:  # noqa: SIM102
             if count * BLOCK_D > RESIDENT:
-                # Every round computes the same `dvalue` and `dcontent`, so the last ones are kept.
+                # Every round computes the same `dvalue` and `dcontent`; those of the last round are used.
                 for number in range(
                     0, count if written.dkey is not None else 1, RESIDENT // BLOCK_D
                 ):
@@ -278,9 +278,9 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
 def keys_pass(
     call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor, dcontent_bias: Tensor
 ) -> None:
-    """Fill `dkey`, `dvalue` and `dcontent_bias`; an empty one is not computed.
+    """Fill `dkey`, `dvalue` and `dcontent_bias`, except empty ones.
 
-    Of gated heads wider than 128 the sums of both do not fit into registers: each has a launch of its own.
+    For gated heads wider than 128, both sums do not fit into registers, so each has its own launch.
     """
     if not (dkey.numel() or dvalue.numel() or dcontent_bias.numel()):
         return

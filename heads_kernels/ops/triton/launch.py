@@ -1,8 +1,8 @@
 """The launch of a kernel.
 
-Triton finds the compiled kernel of a launch by its arguments in 20 us; a compiled one is launched in 6. So compiled
-kernels are kept here too, by what Triton may compile for and more: the values of numbers, not only whether they are 1
-or a multiple of 16. Triton's settings of how it compiles are those of the first launch.
+Triton takes 20 us to find the compiled kernel of a launch by its arguments, and 6 us to launch it. So compiled kernels
+are cached here too, by everything that Triton may specialize on and more: the values of numbers, not only whether they
+are 1 or a multiple of 16. Triton's compilation settings are those of the first launch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from heads_kernels.ops.triton.tiles import Tiles
 
 #: Key of a launch -> the compiled kernel, and the values of its constants in the order of its parameters.
 _KEPT: Final[dict[tuple[object, ...], tuple[Any, tuple[object, ...]]]] = {}
-#: Calls with other numbers of rows or keys have other keys: so many are kept. Heuristic.
+#: Entries of the cache; calls with other numbers of rows or keys have entries of their own. Heuristic.
 _MOST_KEPT: Final = 4096
 _PLAIN: Final = frozenset({type(None), int, float, bool})
 _POINTERS: Final = frozenset(POINTERS)
@@ -42,7 +42,7 @@ def launch(
         compiled[programs, 1, 1](*args, *values)
         return
     compiled = kernel[(programs,)](*args, **constants, **tiles.launch_options)
-    # None: interpreted. On AMD kernels are compiled for the size of the memory behind a pointer too.
+    # None: interpreted. On AMD, kernels are also specialized on the size of the memory behind a pointer.
     if compiled is None or torch.version.hip:
         return
     if len(_KEPT) >= _MOST_KEPT:

@@ -1,14 +1,14 @@
 """Tiles of rows in memory: the one place where kernels form addresses of queries, keys, values and gradients.
 
-On NVIDIA's sm_90 and newer full tiles of keys and values come through tensor descriptors: one thread asks for a whole
-tile. The copy takes no addresses, registers or instructions of the other threads, so that a step takes two tiles.
-Partial tiles, which would spill, and rows that no descriptor can describe come through pointers. So do those of
-collaborative attention: heads gather features of the key, and descriptors of the value alone make two of its three
-loops longer.
+On NVIDIA's sm_90 and newer, full tiles of keys and values are loaded through tensor descriptors: one thread requests a
+whole tile. The copy needs no addresses, registers or instructions of the other threads, which leaves registers for two
+tiles per step. Partial tiles, which would spill, and rows that no descriptor can describe are loaded through pointers.
+So are those of collaborative attention: heads gather features of the key, and descriptors of the value alone make two
+of its three loops longer.
 
-Descriptors are made on the host, per call: both take 25 us of its time, most of it in Triton's launcher. Those made in
-a kernel need `triton.set_allocator`, global state of the user's process. They are arguments of their own, because
-Triton 3.6 finds none inside tuples.
+Descriptors are made on the host for each call: both take 25 us, most of it in Triton's launcher. Descriptors made in a
+kernel would need `triton.set_allocator`, global state of the user's process. They are separate arguments, because
+Triton 3.6 does not find them inside tuples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-#: Fewer keys come through pointers: a shorter call ends before the 25 us of its launch do (heuristic).
+#: Fewer keys are loaded through pointers: a shorter call takes less than the 25 us of the descriptors (heuristic).
 FEWEST_KEYS = 512
 
 
@@ -43,7 +43,7 @@ def tiles_in(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
 
 
 def described_strides(rows: Tensor) -> list[int]:
-    """The strides of `rows`; 8, which suits descriptors, for batches, heads and rows where there is one only."""
+    """The strides of `rows`; 8, which a descriptor can have, for dimensions of size 1."""
     outer = zip(rows.shape[:3], rows.stride()[:3], strict=True)
     return [*(8 if size == 1 else stride for size, stride in outer), 1]
 
@@ -52,7 +52,7 @@ def described_strides(rows: Tensor) -> list[int]:
 def load_keys(
     rows, tiles, b, h, first, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """`load_tile`; a full tile comes through the descriptor `tiles` of `rows`, unless that is None."""
+    """`load_tile`; a full tile is loaded through the descriptor `tiles` of `rows`, unless that is None."""
     if (tiles is None) or (there is not None):
         tile = load_tile(rows, b, h, first, there, WIDTH, BLOCK, COLUMNS)
     else:
@@ -79,7 +79,7 @@ def pair_addresses(cells, far, of_batch, pairs):
 
 @triton.jit
 def tile_addresses(rows, b, h, first, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Addresses `[BLOCK, COLUMNS]` of rows `first` and on; `first` is an int32 scalar."""
+    """Addresses `[BLOCK, COLUMNS]` of the rows from `first` on; `first` is an int32 scalar."""
     start = head_of(rows, b, h) + first.to(tl.int64) * rows.stride_l
     return start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + tl.arange(0, COLUMNS)[None, :]
 
@@ -88,9 +88,9 @@ def tile_addresses(rows, b, h, first, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 def load_tile(
     rows, b, h, first, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """`[BLOCK, COLUMNS]` of rows `first` and on; 0 in rows that are not `there` [BLOCK] and in columns from WIDTH.
+    """`[BLOCK, COLUMNS]` of the rows from `first` on; 0 in rows that are not `there` [BLOCK] and in columns from WIDTH.
 
-    `there` is None where all rows are.
+    `there` None: all rows are.
     """
     inside = None
     if WIDTH != COLUMNS:
@@ -100,7 +100,7 @@ def load_tile(
 
 @triton.jit
 def _load(at, there, inside):
-    """What is at `at` [BLOCK, W]: 0 in rows that are not `there` and columns that are not `inside`; None: all are."""
+    """Load `at` [BLOCK, W]; 0 in rows that are not `there` and in columns that are not `inside`; None: all are."""
     if (there is None) and (inside is None):
         tile = tl.load(at)
     elif there is None:
@@ -125,9 +125,9 @@ def store_tile(
 # ---------------------------------------------------------------------- rows shared by the heads, with mixing
 @triton.jit
 def load_features(rows, b, first, there, columns, used, BLOCK: tl.constexpr):
-    """`[BLOCK, W]`: the features `columns` of rows shared by the heads, where they are `used` (None: all); [W] both.
+    """`[BLOCK, W]`: the features `columns` of rows shared by the heads, where they are `used` (None: all); both [W].
 
-    `there` is as of `load_tile`.
+    `there` is as in `load_tile`.
     """
     start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l
     at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + columns[None, :]
@@ -138,7 +138,7 @@ def load_features(rows, b, first, there, columns, used, BLOCK: tl.constexpr):
 def add_columns(
     rows, b, first, L, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Add `values` [BLOCK, COLUMNS] to what stands in memory from `column` on; a program's own rows only."""
+    """Add `values` [BLOCK, COLUMNS] in memory, from `column` on; only to rows that the program owns."""
     start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
     at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + tl.arange(0, COLUMNS)[None, :]
     of_columns = (column + tl.arange(0, COLUMNS) < WIDTH)[None, :]
