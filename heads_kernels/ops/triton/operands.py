@@ -1,9 +1,9 @@
-"""What kernels know of a tensor: named tuples of a pointer and strides, packed here and read in kernels.
+"""How kernels take tensors: named tuples of a pointer and strides, packed here and read in kernels.
 
 Strides count elements. A dimension that broadcasts has stride 0. Absent tensors are None, which a kernel sees at
-compile time; a tuple that may be None has no such fields, for Triton 3.6 cannot compare it then. A tuple of tuples that
-a kernel takes has a constant behind them (`end` where it has no other): of constants in inner tuples, which numbers
-that are 1 become, Triton 3.6 forgets the values unless a constant of the outer tuple comes after them.
+compile time. Two rules work around Triton 3.6. A tuple that may be None has no fields that may be None, since it could
+not be compared with None. And the last field of a tuple of tuples is a constant (`end` if there is no other): without
+it, Triton forgets the values of constants in the inner tuples, which numbers that are 1 become.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 
 
 class Rows(NamedTuple):
-    """Rows of a width, contiguous: `[B, H, L, W]`, or `[B, L, W]` shared by the heads (`stride_h` 0)."""
+    """Contiguous rows: `[B, H, L, W]`, or `[B, L, W]` shared by the heads (`stride_h` 0)."""
 
     ptr: Tensor
     stride_b: int
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """A gate as `[B, H, T, Dv]`, every stride its own."""
+    """A gate as `[B, H, T, Dv]`, with any strides."""
 
     ptr: Tensor
     stride_b: int
@@ -51,7 +51,7 @@ class Mixing(NamedTuple):
 class Bias(NamedTuple):
     """A bias of the scores, `[B1, B2, H, T, S]`: batch b reads entry `(b // inner, b % inner)`.
 
-    A table of offsets is a bias whose rows begin one element further left each.
+    A table of offsets is a bias in which each row begins one element further left than the row before.
     """
 
     ptr: Tensor
@@ -64,25 +64,25 @@ class Bias(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What scores have beside the product of query and key; see `scores`."""
+    """The terms of scores other than the product of query and key; see `scores`."""
 
     bias: Bias | None
-    far_bias: int | None  # not None: elements of a head are further apart than 32 bits count
+    far_bias: int | None  # not None: offsets between elements of a head need more than 32 bits
     softcap: float | None
     sinks: Tensor | None
-    alpha: Tensor | None  # of entmax in the place of softmax; see `entmax`
+    alpha: Tensor | None  # not None: entmax in place of softmax; see `entmax`
 
 
 class RowLse(NamedTuple):
-    """`lse` `[B, H, T]` of rows, None where it is not asked for; of entmax their largest score, and how far the
-    threshold is above it."""
+    """`lse` `[B, H, T]`, None if it is not requested; with entmax the largest score, and the distance of the threshold
+    `above` it."""
 
     ptr: Tensor | None
     above: Tensor | None
 
 
 def row_lse_of(lse: Tensor) -> RowLse:
-    """The `lse` of an op's results, empty where it is not asked for: of entmax `[2, B, H, T]`."""
+    """The `RowLse` of an op's `lse`, which is empty if it is not requested, and `[2, B, H, T]` with entmax."""
     if not lse.numel():
         return RowLse(None, None)
     return RowLse(lse, None) if lse.dim() == 3 else RowLse(*lse)
@@ -99,9 +99,9 @@ class Dense(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """Of every tile of rows (or of keys) the tiles that it meets: see `visible`.
+    """For every tile of rows (or of keys), the tiles of keys (or of rows) to visit; see `visible`.
 
-    A list has `length` places for full tiles and `length` for partial ones; `counts` says how many there are of both.
+    A list has `length` places for full tiles and `length` for partial ones; `counts` has the two numbers of tiles.
     Strides count lists.
     """
 
@@ -113,7 +113,7 @@ class TileLists(NamedTuple):
 
 
 class Support(NamedTuple):
-    """bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `entmax`.
+    """Bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `entmax`.
 
     Tiles have `block_m` rows and `block_n` keys.
     """
@@ -139,11 +139,11 @@ class Visible(NamedTuple):
     by_head: int | None  # not None: `k_lo`, `k_hi` or `first_keys` differ between heads
     dense: Dense | None
     lists: TileLists | None  # of a call whose intervals do not say which tiles are full
-    far_dense: int | None  # as of a bias
+    far_dense: int | None  # as `far_bias`
 
 
 class Dropout(NamedTuple):
-    """Kept where the word of an element is at least `threshold`; kept probabilities are multiplied by `scale`."""
+    """An element is kept if its word is at least `threshold`; kept probabilities are multiplied by `scale`."""
 
     seed: Tensor
     threshold: int
@@ -151,7 +151,7 @@ class Dropout(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of a call: heads, query rows, keys, query heads that share a head of values, the factor of products."""
+    """Numbers of a call: heads, query rows, keys, query heads per value head, scale."""
 
     H: int
     T: int
@@ -161,16 +161,16 @@ class Sizes(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How many batches a kernel has, and into how many shares it splits what one program would add up."""
+    """The number of batches, and the number of shares into which a sum is split."""
 
     batches: int
     shares: int
 
 
 class Place(NamedTuple):
-    """Where a program is, in a kernel: batch, head and key head, and query rows (or keys) `at` [N] from `first` on.
+    """The place of a program, in a kernel: batch, head and key head, and query rows (or keys) `at` [N] from `first` on.
 
-    `h` is the head of all rows, or [N] where each row is of a head of its own.
+    `h` is the head of all rows, or [N], a head for each row.
     """
 
     b: Any
@@ -197,7 +197,7 @@ class Excluded(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What scores are made of, what hides and drops them, and the values that they weigh."""
+    """The operands of a pass: those of scores, mask and dropout, and the values."""
 
     query: Rows
     key: Rows
@@ -213,7 +213,7 @@ class Operands(NamedTuple):
     end: None = None
 
 
-#: Tuples of a pointer and numbers.
+#: Tuples of a tensor and numbers.
 POINTERS: Final = (Rows, Gate, Mixing, Bias, Dense, Support, Dropout, Excluded)
 
 
@@ -267,13 +267,13 @@ def operator_of(call: Call) -> str:
 
 
 def tiles_of_pass(call: Call, part: str, descriptors: bool = False) -> Tiles:
-    """The tiles of a pass of the operator, such as "keys"; `descriptors` as of `tiles_for`."""
+    """The tiles of a pass of the operator, such as "keys"; `descriptors` as in `tiles_for`."""
     name = f"{operator_of(call)}.{part}"
     return tiles_for(name, call.query, call.D, call.Dv, has_terms(call), descriptors)
 
 
 def has_terms(call: Call) -> bool:
-    """Whether the loops over tiles read a bias, a cap or a dense mask, draw random numbers, or have entmax."""
+    """Whether the loops over tiles have a bias, a cap, a dense mask, dropout or entmax."""
     parts = call.bias, call.offset_bias, call.dense_mask, call.alpha
     return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
 
@@ -297,7 +297,7 @@ def _bias_of(call: Call) -> Bias | None:
 
 
 def with_positive_scale(call: Call) -> Call:
-    """The same scores with a scale that is not negative, as the online softmax asks: the query changes sign with it."""
+    """The call with a scale that is not negative, as the online softmax requires; the query changes sign with it."""
     if call.scale >= 0.0:
         return call
     content_bias = None if call.content_bias is None else call.content_bias.neg()
@@ -341,7 +341,7 @@ def _visible_of(intervals: Intervals) -> Visible:
 
 
 def _far(pairs: Tensor | None) -> int | None:
-    """1 where the elements of a head, and those that a last tile would have, need more than 32 bits."""
+    """1 if offsets in a head, also those of a last partial tile, need more than 32 bits; else None."""
     if pairs is None:
         return None
     sizes, strides = pairs.shape[-2:], pairs.stride()[-2:]
@@ -350,7 +350,7 @@ def _far(pairs: Tensor | None) -> int | None:
 
 
 def strides_of(tensor: Tensor) -> list[int]:
-    """Its strides, 0 where it broadcasts."""
+    """The strides of a tensor, 0 where it broadcasts."""
     if 1 not in tensor.shape:
         return list(tensor.stride())
     return [s if size != 1 else 0 for s, size in zip(tensor.stride(), tensor.shape, strict=True)]

@@ -3,9 +3,9 @@
     dmixed_h = dscores_h key
     dquery = sum over h of mixing_h * dmixed_h        dmixing_h = colsum(query * dmixed_h)
 
-A collaborative head's features are gathered as in the forward pass (`score_tiles`): its mixed query stays on chip, and
-a tile of keys is loaded once, for the scores and for `dmixed`. A head's sum is added to `dquery` in memory, in float32:
-heads gather different features, and sums for all of them do not fit beside those of one head. The loop over heads
+With mixing, the features of a head are gathered as in the forward pass (`score_tiles`): its mixed query stays on chip,
+and a tile of keys is loaded once, for the scores and for `dmixed`. The sum of a head is added to `dquery` in memory, in
+float32: heads gather different features, and there are no registers for the sums of all features. The loop over heads
 hoists nothing (`disable_licm`): addresses that heads share would take registers from the loops over tiles.
 """
 
@@ -61,7 +61,7 @@ from heads_kernels.ops.triton.visible import (
 
 
 class QueriesWritten(NamedTuple):
-    """What a kernel writes, with mixing in float32; None for what is not asked for."""
+    """The outputs of a kernel, with mixing in float32; None: not requested."""
 
     dquery: Rows | None
     dmixing: Tensor | None  # [B, tiles, H, Ds]
@@ -91,7 +91,7 @@ def _keys_tile(
 def _keys_of_head(of, reads, query, visits, place, taking_part, sizes, TILE: tl.constexpr):
     """`dquery` [BLOCK_M, W] of the query of the head of `place` over all tiles of keys, and which rows see a key.
 
-    Rows that see nothing are 0, whatever is in the keys beside them.
+    Rows that see no key are 0, even if the keys of their tiles are not finite.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     b, h, rows = place.b, place.h, place.at
@@ -117,8 +117,8 @@ def _keys_of_head(of, reads, query, visits, place, taking_part, sizes, TILE: tl.
 
 @triton.jit
 def _gated_queries_kernel(of, reads, written, sizes, TILE: tl.constexpr):
-    """A program owns BLOCK_M query rows of a head, in the order of the forward kernel. The rows of query and dout and
-    the sum stay on chip; a closed head writes its zeros and is done."""
+    """A program owns BLOCK_M query rows of a head, in the order of the forward kernel. The rows of query and dout, and
+    the sum, stay on chip. For a closed head it only writes zeros."""
     BLOCK_M: tl.constexpr = TILE.block_m
     place = place_of_rows(of, sizes, TILE)
     b, h, first_row, rows = place.b, place.h, place.first, place.at
@@ -136,8 +136,8 @@ def _gated_queries_kernel(of, reads, written, sizes, TILE: tl.constexpr):
 def _finish_head(of, dmixed, sees, chunks, number, written, part, place, sizes, TILE: tl.constexpr):
     """Add mixing * `dmixed` [BLOCK_M, W] to `dquery`, and store the column sums of query * `dmixed` for `dmixing`.
 
-    The features are those of the chunks from place `number` of their list on. W is split in halves down to one chunk:
-    what is read from memory needs registers beside `dmixed`.
+    The features are those of the listed chunks from place `number` on. W is halved down to one chunk, since `dmixed`
+    leaves few registers for the loads.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -153,7 +153,7 @@ def _finish_head(of, dmixed, sees, chunks, number, written, part, place, sizes, 
         end = tl.where(chunks.length > number, T, 0)
         if written.dquery is not None:
             vector = load_mixing(of.mixing, h, columns, columns < TILE.d)[None, :]
-            # Rows that see nothing add nothing, whatever the mixing vector holds.
+            # Rows that see no key add nothing, even if the mixing vector is not finite.
             term = tl.where(sees[:, None], vector * dmixed, 0.0)
             add_columns(
                 written.dquery, part, place.first, end, column, term, TILE.d, BLOCK_M, BLOCK_D
@@ -170,8 +170,8 @@ def _finish_head(of, dmixed, sees, chunks, number, written, part, place, sizes, 
 
 @triton.jit
 def _add_head(of, reads, query, visits, written, split, place, sizes, splits, TILE: tl.constexpr):
-    """Add the term of the head of `place` to `dquery` at its columns, and store the program's part of its `dmixing`
-    there."""
+    """Add the term of the head of `place` to the columns of `dquery` that it uses, and store the program's part of its
+    `dmixing` there."""
     dmixed, sees = _keys_of_head(of, reads, query, visits, place, sizes.T, sizes, TILE)
     part = split * splits.batches + place.b
     features = query.features
@@ -184,10 +184,10 @@ def _add_head(of, reads, query, visits, written, split, place, sizes, splits, TI
 def _collaborative_queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE: tl.constexpr):
     """A program owns BLOCK_M query rows and goes through the heads, or a part of them (`splits`).
 
-    What a head adds to `dquery` is added in memory, in float32, once a head: `dmixing` asks for the sum of the head
-    alone, and both do not fit on chip. The program writes its part of `dmixing`; both outputs start as zeros. A head
-    that uses more than `TILE.resident` features is computed once for every `TILE.resident` features of `dmixed`. With
-    SKIPS 0 these are all features, since `dmixing` is asked for where `mixing` is 0 too.
+    The term of a head is added to `dquery` in memory, in float32, once per head: `dmixing` needs the sum of a single
+    head, and both sums do not fit on chip. The program writes its part of `dmixing`; both outputs start as zeros. A
+    head that uses more than `TILE.resident` features is computed once for every `TILE.resident` features of `dmixed`.
+    With SKIPS 0 it uses all features, since `dmixing` is needed where `mixing` is 0 too.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -204,7 +204,6 @@ def _collaborative_queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE
         if of.visible.lists is None:
             visits = tiles_in_ranges(of.visible, b, b * 0, lo, hi, rows, T, TILE.block_n)
     heads = tl.cdiv(H, splits.shares)
-    # Addresses that are the same for all heads are not hoisted: they would take registers from the loops over tiles.
     for index in tl.range(0, tl.minimum(heads, H - split * heads), disable_licm=True):
         h = split * heads + index
         place = Place(b, h, h // sizes.group, first_row, rows)
@@ -215,7 +214,7 @@ def _collaborative_queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE
         active = active_chunks(of.mixing, h, TILE)
         count = tl.where(SKIPS == 0, tl.cdiv(TILE.d, BLOCK_D), active.length)
         numbers = tl.where(SKIPS == 0, ALL_CHUNKS, active.numbers)
-        # A closed head has no chunks, and so takes none of the branches below.
+        # A closed head has no chunks, so it takes none of the branches below.
         count = tl.where(open_rows(reads.gate, b, h, T, TILE) == 0, 0, count)
         chunks = Chunks(count, numbers)
         for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
@@ -236,12 +235,12 @@ def _collaborative_queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE
 
 
 def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Tensor) -> None:
-    """Fill `dquery` and `dmixing_rows`; an empty one is not computed."""
+    """Fill `dquery` and `dmixing_rows`, except empty ones."""
     if not (dquery.numel() or dmixing_rows.numel()):
         return
     B, H, T, _ = call.sizes
     if H == 0:
-        dquery.zero_()  # no head writes it
+        dquery.zero_()  # without heads no kernel writes it
         return
     tiles = tiles_of_pass(call, "queries")
     row_tiles = -(-T // tiles.block_m)

@@ -1,13 +1,13 @@
-"""The first pass of the backward, one for both operators: `delta` and the rows of the gate's gradient in one read.
+"""The first pass of the backward, for both operators: `delta`, and the gate's gradient by row, in one read.
 
     dgate row = rowsum(dout * attended)        delta = rowsum(dattended * attended) - dlse        dattended = g * dout
 
-`g` is the activated gate. For gates of heads and of rows `delta = g * (dgate row) - dlse`; a gate of elements keeps
-`dout * attended` as it is, and its `dattended` is written for the passes that follow. `dlse`, the gradient of `lse`,
+`g` is the activated gate. For gates per head and per row, `delta = g * (dgate row) - dlse`. For a gate per element,
+`dout * attended` is not summed, and `dattended` is written for the passes that follow. `dlse`, the gradient of `lse`,
 adds `dlse * p` to `dscores = p * (dp - delta)`.
 
 The passes that follow read `lse` and `delta` of every row in every tile, so both are prepared here: see
-`load_row_terms`. A row with a sink has a finite `lse` also where it sees no key. Such rows are found by the mask then.
+`load_row_terms`. With a sink, `lse` is finite even if a row sees no key; the mask then shows which rows see one.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ from heads_kernels.ops.triton.visible import (
 
 
 class Reads(NamedTuple):
-    """What the other passes read of query rows."""
+    """The data of query rows that the other passes read."""
 
     dattended: Rows  # [B, H, T, Dv]: dout, or g * dout
-    gate: Gate | None  # what dattended still lacks
+    gate: Gate | None  # by which dattended is still to be multiplied
     lse: RowLse  # prepared: `load_row_terms`
     delta: Tensor  # [B, H, T], prepared
     end: None = None
 
 
 class FirstPass(NamedTuple):
-    """What the first pass leaves for those that follow, packed for their kernels."""
+    """The results of the first pass, packed for the kernels of the passes that follow."""
 
     operands: Operands
     reads: Reads
     kind: str  # of `reads.gate`: `gate_kind`
-    support: Support | None = None  # of entmax; outside of it nothing has a gradient
+    support: Support | None = None  # of entmax; all gradients outside of it are 0
 
 
 class RowsRead(NamedTuple):
-    """What the first kernel reads of rows beside tiles."""
+    """The data of rows that the first kernel reads besides tiles."""
 
     lse: Tensor | None
     dlse: Tensor | None
@@ -85,18 +85,18 @@ class RowsRead(NamedTuple):
 
 
 class RowsWritten(NamedTuple):
-    """What the first kernel writes."""
+    """The outputs of the first kernel."""
 
     lse: Tensor
     delta: Tensor
-    dgate_rows: Tensor | Rows | None  # Rows of a gate of elements
+    dgate_rows: Tensor | Rows | None  # Rows for a gate per element
     dattended: Rows | None
     dsinks: Tensor | None
     end: None = None
 
 
 class RowTerms(NamedTuple):
-    """Of query rows, in a kernel: see `load_row_terms`."""
+    """Terms of query rows, in a kernel; see `load_row_terms`."""
 
     lse: Any
     above: Any
@@ -107,7 +107,7 @@ class RowTerms(NamedTuple):
 
 @triton.jit
 def _see_a_key(visible, terms, b, h, rows, T, S, BLOCK_N: tl.constexpr):
-    """Whether `rows` [BLOCK_M] see any key: the tiles of keys are looked at until each has seen one."""
+    """Whether `rows` [BLOCK_M] see any key: tiles of keys are searched until every row has seen one."""
     lo, hi = ranges(visible, b, h, rows, T, S)
     sees = lo < hi
     if (visible.key_visible is not None) or (visible.dense is not None) or (terms.bias is not None):
@@ -125,7 +125,7 @@ def _see_a_key(visible, terms, b, h, rows, T, S, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _rows_kernel(dout, attended, gate, terms, read, written, sizes, TILE: tl.constexpr):
-    """A program reads BLOCK_M rows of a head once. Rows that see nothing get 0, whatever stands in `dout` there."""
+    """A program reads BLOCK_M rows of a head once. Rows that see no key get 0, even if `dout` is not finite there."""
     BLOCK_M: tl.constexpr = TILE.block_m
     T = sizes.T
     tiles = tl.cdiv(T, BLOCK_M)
@@ -175,21 +175,22 @@ def _rows_kernel(dout, attended, gate, terms, read, written, sizes, TILE: tl.con
     tl.store(written.delta + of_pair, delta, mask=rows < T)
     if written.dsinks is not None:
         share = tl.exp(tl.load(terms.sinks + h).to(tl.float32) - row_lse)
-        # The lse of a row that sees nothing is the sink.
+        # The lse of a row that sees no key is the sink.
         alone = tl.where(row_lse != float("-inf"), of_lse, 0.0)
         tl.store(written.dsinks + of_pair, tl.where(sees, -share * total, alone), mask=rows < T)
 
 
 @triton.jit
 def load_row_terms(reads, of_head, b, h, rows, sizes, TILE: tl.constexpr):
-    """The terms of query rows, [M] each; as the first pass left them.
+    """The terms of query rows, [M] each, as the first pass wrote them.
 
-    `of_head` is what `head_gate` gave for their head: a scalar, so that it takes no register a row and no load a tile.
+    `of_head` is the result of `head_gate` for their head: a scalar, which takes no register per row and no load per
+    tile.
 
-    lse is `scores.prepared`; of entmax it is the largest score, and the threshold is `above` it. A row that sees no key
-    has lse +inf, so that its `p` is 0. A row that sees a key and has a number that is not finite has lse nan, delta 0
-    and gate 0, and is not `finite`: its query and dout are read as 0, so that it makes nan of the keys that it sees and
-    of no others.
+    lse is `scores.prepared`; with entmax it is the largest score, and the threshold is `above` it. A row that sees no
+    key has lse +inf, so that its `p` is 0. A row that sees a key and has a number that is not finite has lse nan,
+    delta 0 and gate 0, and is not `finite`: its query and dout are read as 0, so that exactly the gradients of the keys
+    that it sees become nan.
     """
     T = sizes.T
     of_pair = (b * sizes.H + h).to(tl.int64) * T + rows
@@ -208,7 +209,7 @@ def load_row_terms(reads, of_head, b, h, rows, sizes, TILE: tl.constexpr):
 
 @triton.jit
 def along(terms, AXIS: tl.constexpr):
-    """The terms of rows for a tile of scores, of which AXIS is that of the keys."""
+    """The terms of rows, broadcast to a tile of scores whose dimension AXIS is that of the keys."""
     return RowTerms(
         tl.expand_dims(terms.lse, AXIS), tl.expand_dims(terms.above, AXIS), tl.expand_dims(terms.delta, AXIS),
         tl.expand_dims(terms.g, AXIS), tl.expand_dims(terms.finite, AXIS),
@@ -237,9 +238,9 @@ def dscores_of_tile(
 def first_pass(
     call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor | None, gated_rows: bool = False
 ) -> FirstPass:  # fmt: skip
-    """Fill `dgate` and `dsinks`, unless they are empty or None, and what the other passes read.
+    """Fill `dgate` and `dsinks`, unless they are empty or None, and return the data that the other passes read.
 
-    `gated_rows`: dattended has the gates of rows in it, which otherwise are left to those passes.
+    With `gated_rows`, dattended includes the gates of rows; otherwise those passes apply them.
     """
     B, H, T, Dv = dout.shape
     operands, gate, kind = operands_of(call), gate_of(call.gate), gate_kind(call.gate)

@@ -1,9 +1,9 @@
-"""Tiles of scores: products of query rows and keys of a head that has a query of its own, or mixes a shared one.
+"""Tiles of scores: products of query rows and keys of a head that has its own query, or mixes a shared one.
 
-Mixing vectors are read by chunks of BLOCK_D features, of which a head uses those that are not all zero. Heads that use
-few features take few steps over a tile; how many is decided on the device. Few chunks are gathered into one tile, mixed
-once and stay on chip like a query of the head's own, and so are the same features of keys. Where a head uses more than
-RESIDENT features, its scores are computed chunk by chunk in every tile.
+Mixing vectors are read in chunks of BLOCK_D features; a head skips chunks that are all zero, so heads that use few
+features take few steps per tile. The number of steps is determined on the device. If a head uses at most RESIDENT
+features, its chunks of the query are gathered into one tile, mixed once, and stay on chip like the query of an ordinary
+head; so do the same features of keys. Otherwise its scores are computed chunk by chunk in every tile.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Chunks(NamedTuple):
 
 
 class Features(NamedTuple):
-    """The features that a tile of queries or keys has, in a kernel.
+    """The features in a tile of queries or keys, in a kernel.
 
-    `columns` and `used` [W] are those of the list `chunks` from place `first` on; None: all, of a head's own. `scored`
-    is None where these make up the scores, else the list of the chunks that do, one by one.
+    `columns` and `used` [W] are those of the list `chunks` from place `first` on; None: all features of a head that has
+    its own query. `scored` is None if these features give the scores, else the list of all chunks that do.
     """
 
     columns: Any
@@ -52,7 +52,7 @@ class Features(NamedTuple):
 class QueryRows(NamedTuple):
     """The query rows of a program for a head, in a kernel: `q` [BLOCK_M, W], and the range of keys of each [BLOCK_M].
 
-    `q` is None where scores are computed chunk by chunk.
+    `q` is None if scores are computed chunk by chunk.
     """
 
     q: Any
@@ -64,7 +64,7 @@ class QueryRows(NamedTuple):
 class OwnKeys(NamedTuple):
     """The keys of a program for a head, in a kernel: `k` [BLOCK_N, W], `v` [BLOCK_N, BLOCK_DV] and `content` [BLOCK_N].
 
-    `k` is None where scores are computed chunk by chunk, `content` where there is no content bias.
+    `k` is None if scores are computed chunk by chunk, `content` if there is no content bias.
     """
 
     k: Any
@@ -74,16 +74,16 @@ class OwnKeys(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Descriptors of keys and values, in a kernel; None: they come through pointers."""
+    """Descriptors of keys and values, in a kernel; None: they are loaded through pointers."""
 
     key: Any
     value: Any
 
 
 class ScoreTile(NamedTuple):
-    """Scores, in a kernel, and what was loaded for them: keys and values, or query rows and their dattended.
+    """Scores, in a kernel, and the tiles loaded for them: keys and values, or query rows and their dattended.
 
-    `cap` is the slope of the cap. What there is not is a number: Triton 3.6 returns no tuples with None.
+    `cap` is the slope of the cap. An absent field is a number, because Triton 3.6 cannot return a tuple with None.
     """
 
     scores: Any
@@ -111,12 +111,12 @@ def mixed(tile, mixing, h, columns, used):
 def active_chunks(mixing, h, TILE: tl.constexpr):
     """The chunks of a head that are not all zero.
 
-    A head without any has one step a tile all the same, over chunk 0: its scores are its content bias.
+    A head without such chunks still takes one step per tile, over chunk 0: its scores are its content bias.
     """
     chunks = tl.arange(0, TILE.chunks)
     d = chunks[:, None] * TILE.block_d + tl.arange(0, TILE.block_d)[None, :]  # [chunks, BLOCK_D]
     at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d.to(tl.int64) * mixing.stride_d
-    used = tl.load(at, mask=d < TILE.d, other=0.0) != 0.0  # in its own dtype
+    used = tl.load(at, mask=d < TILE.d, other=0.0) != 0.0  # in the dtype of mixing
     active = tl.max(used.to(tl.int32), 1)  # [chunks]
     place = (tl.cumsum(active) - active).to(tl.int64)
     numbers = tl.sum(tl.where(active != 0, chunks.to(tl.int64) << (4 * place), 0))
@@ -131,8 +131,7 @@ def chunk_at(chunks, place):
 
 @triton.jit
 def gathered(chunks, first, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """The features of the chunks of a list from place `first` on, one chunk behind the other, and which of them there
-    are: [COLUMNS] both."""
+    """The features of the listed chunks from place `first` on, and which of them exist; both [COLUMNS]."""
     place = first + tl.arange(0, COLUMNS) // TILE.block_d
     columns = chunk_at(chunks, place) * TILE.block_d + tl.arange(0, COLUMNS) % TILE.block_d
     return columns, (place < chunks.length) & (columns < TILE.d)
@@ -140,15 +139,15 @@ def gathered(chunks, first, COLUMNS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def halves(tile):
-    """The columns of `tile` [M, W] up to W / 2, and those from there on."""
+    """The left and the right half of `tile` [M, W]."""
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def add_chunks(rows, b, first, L, chunks, place, values, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Add `values` [BLOCK, W] to the features of the chunks of a list from `place` on; a program's own rows only.
+    """Add `values` [BLOCK, W] to the features of the listed chunks from `place` on; only in rows that the program owns.
 
-    W is split in halves down to one chunk: what is read from memory needs registers beside `values`.
+    W is halved down to one chunk, since `values` leave few registers for the loads.
     """
     if values.shape[1] > TILE.block_d:
         low, high = halves(values)
@@ -164,7 +163,7 @@ def add_chunks(rows, b, first, L, chunks, place, values, BLOCK: tl.constexpr, TI
 # ---------------------------------------------------------------------- tiles of scores
 @triton.jit
 def load_query(of, features, b, h, first, there, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """`[BLOCK, W]`: rows of the query of a head, mixed where it is shared; `there` is as of `load_tile`."""
+    """`[BLOCK, W]`: rows of the query of a head, mixed if it is shared; `there` is as in `load_tile`."""
     if features.columns is None:
         q = load_tile(of.query, b, h, first, there, TILE.d, BLOCK, TILE.block_d)
     else:
@@ -175,7 +174,7 @@ def load_query(of, features, b, h, first, there, BLOCK: tl.constexpr, TILE: tl.c
 
 @triton.jit
 def load_key(of, tiles, features, b, hk, first, there, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """`[BLOCK, W]`: keys of a key head; `tiles` and `there` are as of `load_keys`."""
+    """`[BLOCK, W]`: keys of a key head; `tiles` and `there` are as in `load_keys`."""
     if features.columns is None:
         k = load_keys(of.key, tiles, b, hk, first, there, TILE.d, BLOCK, TILE.block_d)
     else:
@@ -185,10 +184,10 @@ def load_key(of, tiles, features, b, hk, first, there, BLOCK: tl.constexpr, TILE
 
 @triton.jit
 def load_content_bias(content_bias, b, h, keys, S):
-    """float32 `[N]`: the content bias of keys, 0 where there is none.
+    """float32 `[N]`: the content bias of keys, 0 without one.
 
-    Beyond 2^120 it counts as that, so that its product with the scale is finite. Products with a power of 2 are exact:
-    equal ones are equal to their maximum in the softmax.
+    It is clamped to 2^120, so that its product with the scale is finite. A power of 2 makes that product exact: clamped
+    scores are equal to their maximum in the softmax.
     """
     at = head_of(content_bias, b, h) + keys.to(tl.int64) * content_bias.stride_l
     values = tl.load(at, mask=keys < S, other=0.0).to(tl.float32)
@@ -204,7 +203,7 @@ def _chunk_by_chunk(
 ):  # fmt: skip
     """Products [BLOCK_M, BLOCK_N] of the head of `place`, or BY_KEYS [BLOCK_N, BLOCK_M], over a list of chunks.
 
-    `rows` and `keys` say which there are; None: all.
+    `rows` and `keys` are which of them exist; None: all.
     """
     BLOCK_D: tl.constexpr = TILE.block_d
     b, h = place.b, place.h
@@ -229,7 +228,7 @@ def raw_scores(
 ):
     """Products [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on, these keys, and their values.
 
-    `there` is as of `load_keys`. What is not used after all is not loaded.
+    `there` is as in `load_keys`. The compiler removes loads whose results are not used.
     """
     b, h, features = place.b, place.h, query.features
     keys = first + tl.arange(0, BLOCK_N)
@@ -243,7 +242,7 @@ def raw_scores(
         )  # fmt: skip
     if (features.scored is None) or (features.columns is not None):
         k = load_key(of, tiles.key, features, b, place.hk, first, there, BLOCK_N, TILE)
-    # Before the product: behind it, float32 of the pass by query rows takes all registers and spills.
+    # Loaded before the product: after it, the float32 pass by query rows would take all registers and spill.
     if of.value is not None:
         v = load_keys(
             of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv
@@ -259,7 +258,7 @@ def raw_scores(
 def scores_of_keys(
     of, tiles, query, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on; a full tile comes by `tiles`."""
+    """Scores [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on; `tiles` are as in `load_keys`."""
     keys = first + tl.arange(0, BLOCK_N)
     heads = place.h
     if of.grouped is not None:
@@ -284,7 +283,7 @@ def scores_of_rows(
 ):
     """Scores [BLOCK_N, BLOCK_M] of a program's keys and the query rows from `first` on.
 
-    `there` says which rows are read, as of `load_tile`; `dattended` may be None.
+    `there` says which rows are read, as in `load_tile`; `dattended` may be None.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n

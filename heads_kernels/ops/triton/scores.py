@@ -2,19 +2,19 @@
 
     score = softcap * tanh(scale * raw / softcap) + bias
 
-Without a cap and a bias the scores of kernels are the raw products, and the scale is a factor of the one multiply-add
-of their softmax; with either of them the scores are final, and the factor is log2(e). Kernels are compiled for one or
-the other. The softmax is in base 2: `p = 2**(scale_log2 * (score - row_max))`. Scores with terms may be large: their
-difference is formed first, which no finite score overflows and which is exact near the maximum. Products accumulate in
-float32. Dropout is Philox4x32-10 of the seed and the element, as `heads_kernels.ops.philox` defines it.
+Without a cap and a bias, scores in kernels are the raw products, and the scale is a factor of the single multiply-add
+of their softmax; with a cap or a bias, scores are final, and the factor is log2(e). Kernels are compiled for one or the
+other. The softmax is in base 2: `p = 2**(scale_log2 * (score - row_max))`. Scores with terms may be large, so the
+difference is computed first: it does not overflow, and it is exact near the maximum. Products accumulate in float32.
+Dropout is Philox4x32-10 of the seed and the element, as `heads_kernels.ops.philox` defines it.
 
-alpha-entmax in the place of softmax is `csrc/cpu/entmax.h` in Triton (Correia, Niculae, Martins 2019):
+alpha-entmax in place of softmax is computed as in `csrc/cpu/entmax.h` (Correia, Niculae, Martins 2019):
 
     p = [1 + order (s - threshold)]_+ ^ (1 / order)        order = alpha - 1
 
-The threshold of a row makes its probabilities add up to 1. It is saved in the place of lse, to which it tends as order
-tends to 0, in two numbers: the largest score, and how far the threshold is above it. Kernels are compiled for softmax
-or entmax, by `terms.alpha`.
+The threshold of a row makes its probabilities add up to 1. It is saved in place of lse, to which it tends as order
+tends to 0, as two numbers: the largest score, and the distance of the threshold above it. Kernels are compiled for
+softmax or entmax, by `terms.alpha`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from heads_kernels.ops.triton.load import pair_addresses
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-#: The smallest normal float32: what stands for a scale of 0.
+#: The smallest normal float32, in place of a scale of 0.
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 _ROOT_HALF: tl.constexpr = tl.constexpr(0x3F3504F3)  # bits of sqrt(1/2)
 _ONE: tl.constexpr = tl.constexpr(0x3F800000)
@@ -41,7 +41,7 @@ def product(a, b, acc):
 
 @triton.jit
 def finite_part(tile):
-    """`tile` with 0 for NaN and infinities: for products whose other factor is nan wherever one of them is seen."""
+    """`tile` with 0 for NaN and infinities: for products whose other factor is nan for pairs that see one of them."""
     wide = tile.to(tl.float32)
     return tl.where((wide - wide) == 0.0, wide, 0.0).to(tile.dtype)
 
@@ -50,8 +50,8 @@ def finite_part(tile):
 def poison(operand):
     """float32 `[N]`: nan for the rows of `operand` [N, W] that are not finite, 0 for others.
 
-    Added to the scores of keys before hidden ones become -inf, it makes nan of those who see such a row, and of nobody
-    else: the product with `finite_part(operand)` then needs no mask.
+    It is added to the scores of keys before hidden ones become -inf. Query rows that see such a key then become nan,
+    and no others, so the product with `finite_part(operand)` needs no mask.
     """
     wide = operand.to(tl.float32)
     return tl.sum(wide - wide, 1)
@@ -59,9 +59,9 @@ def poison(operand):
 
 @triton.jit
 def load_bias(terms, pairs, T, S):
-    """float32: the bias of `pairs`; 0 where there is none.
+    """float32: the bias of `pairs`; 0 without one.
 
-    It is loaded before the product of query and key, to be on its way meanwhile.
+    Call it before the product of query and key, which hides the load.
     """
     values = 0.0
     if terms.bias is not None:
@@ -76,7 +76,7 @@ def load_bias(terms, pairs, T, S):
 
 @triton.jit
 def finish(raw, bias, terms, scale):
-    """The scores of `raw` products, and the slope of the cap: what the gradient of a score is multiplied by."""
+    """The scores of `raw` products, and the slope of the cap, by which the gradient of a score is multiplied."""
     scores, slope = raw, 1.0
     if terms.softcap is not None:
         share = _tanh(raw * scale * (1.0 / terms.softcap))
@@ -105,7 +105,7 @@ def _tanh(x):
 
 @triton.jit
 def natural(scores, scale, terms):
-    """Finished scores, scaled where they are raw."""
+    """Final scores: raw ones times the scale."""
     if (terms.softcap is None) and (terms.bias is None):
         scores = scores * scale
     return scores
@@ -114,9 +114,9 @@ def natural(scores, scale, terms):
 # ---------------------------------------------------------------------- softmax
 @triton.jit
 def softmax_scale(scale, terms):
-    """What scores are multiplied by in the softmax, in base 2.
+    """The factor of scores in the softmax, in base 2.
 
-    It is above 0, as the online form asks: the largest score stays the largest, and hidden scores stay -inf.
+    It is above 0, as the online form requires: the largest score stays the largest, and hidden scores stay -inf.
     """
     scale_log2 = LOG2E
     if (terms.softcap is None) and (terms.bias is None):
@@ -136,10 +136,10 @@ def weights_over(scores, row_max, scale_log2, terms):
 
 @triton.jit
 def online_softmax(scores, row_max, row_sum, scale_log2, terms):
-    """One tile of a row's softmax: probabilities over the new `row_max`, and `row_max`, `row_sum`, `alpha`.
+    """One tile of the softmax of rows: probabilities relative to the new `row_max`, and `row_max`, `row_sum`, `alpha`.
 
-    scores [M, N], hidden ones -inf; row_max [M] the largest score so far, row_sum [M] the sum of probabilities. What
-    was accumulated before is multiplied by `alpha` [M]. Rows without a visible score so far have row_max -inf.
+    scores [M, N], hidden ones -inf; row_max [M] is the largest score so far, row_sum [M] the sum of probabilities.
+    Multiply earlier sums by `alpha` [M]. Rows without a visible score so far have row_max -inf.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -163,7 +163,7 @@ def log_sum_exp(row_max, row_sum, scale_log2, terms):
 
 @triton.jit
 def add_sink(lse, terms, h):
-    """`lse` with the sink of the head, and the share of the softmax that is left to keys; both [M]."""
+    """`lse` with the sink of the head, and the share of the probability that remains for keys; both [M]."""
     sink = tl.load(terms.sinks + h).to(tl.float32)
     row_max = tl.maximum(lse, sink)
     base = tl.where(row_max == float("-inf"), 0.0, row_max)
@@ -173,7 +173,7 @@ def add_sink(lse, terms, h):
 
 @triton.jit
 def prepared(lse, terms):
-    """`lse` as `probabilities` reads it: in base 2 for raw scores."""
+    """`lse` in the form that `probabilities` takes: in base 2 for raw scores."""
     if (terms.softcap is None) and (terms.bias is None) and (terms.alpha is None):
         lse = lse * LOG2E
     return lse
@@ -192,14 +192,14 @@ def probabilities(scores, lse, scale, terms):
 # ---------------------------------------------------------------------- entmax
 @triton.jit
 def load_order(terms, h):
-    """`alpha - 1` of head h; nan, which makes nan of the whole head, for an alpha outside of (1, 2]."""
+    """`alpha - 1` of head h; nan for an alpha outside of (1, 2], which makes the whole head nan."""
     alpha = tl.load(terms.alpha + h)
     return tl.where((alpha > 1.0) & (alpha <= 2.0), alpha - 1.0, float("nan"))
 
 
 @triton.jit
 def log1p(y):
-    """ln(1 + y) for y >= -1, finite for -1; by the method of fdlibm, for `tl.log` is only exact to 2^-22 near 1."""
+    """ln(1 + y) for y >= -1, finite for -1, by the method of fdlibm: near 1, `tl.log` is accurate to 2^-22 only."""
     u = 1.0 + y
     lost = (y - (u - 1.0)) / tl.maximum(u, SMALLEST)
     # u = 2^n (1 + f), with 1 + f between sqrt(1/2) and sqrt(2).
@@ -222,8 +222,8 @@ def above_threshold(scores, top, above, order):
 
 @triton.jit
 def powers(y, order):
-    """Probabilities `(1 + y) ^ (1 / order)` and their slopes `p ^ (2 - alpha)`, by which they grow with their scores
-    while the threshold is held: 0 where p is 0."""
+    """Probabilities `(1 + y) ^ (1 / order)`, and their slopes `p ^ (2 - alpha)`: the derivatives by their scores with a
+    fixed threshold, 0 where p is 0."""
     u = 1.0 + y
     if order == 1.0:
         p = u
@@ -266,7 +266,7 @@ def dropped(tile, keep, dropout):
 def weigh(scores, of_rows, seen, terms, h, scale):
     """Probabilities of `scores`, 0 where they are not `seen` (None: all are), and the slopes for `gradient_of_tile`.
 
-    `of_rows` broadcasts to the tile: see `rows.load_row_terms`.
+    `of_rows` are the terms of `rows.load_row_terms`, broadcast to the tile.
     """
     if terms.alpha is None:
         slope = probabilities(scores, of_rows.lse, scale, terms)
@@ -288,8 +288,8 @@ def gradient_of_tile(slope, dp, keep, cap, seen, of_rows, of):
 
         dscores = slope * (g * dropped(dp) - delta) * cap
 
-    `slope` is what `weigh` gave, `cap` the slope of the cap, `of_rows` as there. Its delta is a row's sum of dout *
-    attended with softmax, else the mean of dp by the slopes.
+    `slope` is from `weigh`, `cap` is the slope of the cap, and `of_rows` is as in `weigh`. delta is the sum of dout *
+    attended of a row with softmax, and the mean of dp weighted by the slopes with entmax.
     """
     dscores = slope * (dropped(dp, keep, of.dropout) * of_rows.g - of_rows.delta) * cap
     if of.terms.alpha is not None:

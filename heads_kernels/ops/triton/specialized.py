@@ -1,7 +1,7 @@
 """Which calls the kernels with specialized warps serve, on sm_90: `gluon_forward` and `gluon_backward`.
 
-All others have the kernels in Triton. Where tiles would be mostly padding they have too: queries of a few rows, narrow
-heads, values of another width. Keys are so many as for other descriptors.
+All other calls run in Triton's kernels. So do calls whose tiles would be mostly padding: queries of a few rows, narrow
+heads, values of another width. There must be as many keys as for other descriptors (`load.FEWEST_KEYS`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from heads_kernels.ops.triton.load import FEWEST_KEYS, describable
 from heads_kernels.ops.triton.tiles import Tiles, padded, warp_tiles
 
 _RELEASE: Final = tuple(map(int, triton.__version__.split(".")[:2]))
-#: Names of Gluon, which is experimental, change between releases: those that its kernels have been compiled with.
+#: Names in Gluon, which is experimental, change between releases: the kernels were compiled with these.
 _HAS_GLUON: Final = (3, 6) <= _RELEASE <= (3, 9)
-#: It has copies that add to a tile, which the backward kernel needs.
+#: Whether Gluon has the copies that add to a tile, which the backward kernel needs.
 HAS_ADDING_COPIES: Final = _RELEASE >= (3, 8)
 
 
@@ -36,7 +36,7 @@ def specialized_forward(call: Call, outputs: Results) -> Tiles | None:
 def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tiles | None:
     """The tiles of the backward kernel, if it serves the call.
 
-    All of dquery, dkey and dvalue are asked for. Of a cap or a dense mask its loops would spill registers.
+    It requires that all of dquery, dkey and dvalue are requested. With a cap or a dense mask its loops would spill.
     """
     g = gradients
     asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
@@ -46,9 +46,9 @@ def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tile
 
 
 def served(call: Call, tensors: Sequence[Tensor]) -> bool:
-    """Whether they can serve the call.
+    """Whether both kernels can serve the call.
 
-    They have no biases, dropout, mixing, entmax or first keys, and descriptors must be able to describe all tensors.
+    They support no biases, dropout, mixing, entmax or first keys, and descriptors must be able to describe all tensors.
     """
     others = call.mixing, call.alpha, call.bias, call.offset_bias, call.first_keys
     plain = not call.dropout_p and all(part is None for part in others)

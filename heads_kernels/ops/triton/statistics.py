@@ -1,7 +1,7 @@
-"""Attention statistics on the `triton` backend, of the scores of either operator.
+"""Attention statistics on the `triton` backend, for the scores of both operators.
 
-A tile of query rows goes over every tile of keys that it sees; what is kept of a row is a few sums. What keys receive
-is summed in a second pass, over the tiles of rows that see a tile of keys.
+A tile of query rows visits every tile of keys that it sees and accumulates a few numbers per row. What keys receive is
+summed in a second pass, over the tiles of rows that see a tile of keys.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from heads_kernels.ops.triton.visible import (
 
 
 class Shares(NamedTuple):
-    """What the pass by rows leaves to the pass by keys: a row's largest score, and its share, `[B, H, T]` contiguous.
+    """Results of the pass by rows for the pass by keys: `row_max` and `share`, `[B, H, T]` contiguous.
 
-    The product of a row's weight and a probability is `2**(scale_log2 * (score - row_max)) * share`; a share of 0
-    leaves the row out. `weights` are those of rows, as the call has them; their strides are 0 where they broadcast.
+    The weight of a row times a probability is `2**(scale_log2 * (score - row_max)) * share`; a share of 0 leaves the
+    row out. `weights` are the row weights of the call; their strides are 0 where they broadcast.
     """
 
     row_max: Tensor
@@ -69,7 +69,7 @@ class Shares(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What the pass by rows writes, `[B, H, T]` contiguous; `shares` is None where `received` is not asked for."""
+    """The outputs of the pass by rows, `[B, H, T]` contiguous; `shares` is None if `received` is not requested."""
 
     lse: Tensor
     max_score: Tensor
@@ -82,7 +82,7 @@ class Written(NamedTuple):
 
 @triton.jit
 def _statistics_kernel(of, written, sizes, TILE: tl.constexpr):
-    """A program reads every key that BLOCK_M rows of a head see and keeps five numbers a row on chip."""
+    """A program reads every key that BLOCK_M rows of a head see; five numbers per row stay on chip."""
     place = place_of_rows(of, sizes, TILE)
     seen = accumulate(of, KeyTiles(None, None), place, None, sizes, TILE)
     _store_rows(seen, of.terms, place, written, sizes)
@@ -128,7 +128,7 @@ def _store_rows(seen, terms, place, written, sizes):
 
 @triton.jit
 def _received_tile(of, shares, keys, tile, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr):
-    """What BLOCK_N keys receive of one tile of query rows, [BLOCK_N]; scores are transposed, [BLOCK_N, BLOCK_M]."""
+    """What BLOCK_N keys receive from one tile of query rows, [BLOCK_N]; scores are transposed, [BLOCK_N, BLOCK_M]."""
     first_row = tile * TILE.block_m
     rows = first_row + tl.arange(0, TILE.block_m)
     there = rows < sizes.T
@@ -146,7 +146,7 @@ def _received_tile(of, shares, keys, tile, place, sizes, PARTIAL: tl.constexpr, 
 
 @triton.jit
 def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
-    """A program owns BLOCK_N keys of a head and sums over the tiles of rows that see them, in one order."""
+    """A program owns BLOCK_N keys of a head and sums over the tiles of rows that see them, in a fixed order."""
     BLOCK_N: tl.constexpr = TILE.block_n
     H, T, S = sizes.H, sizes.T, sizes.S
     tiles = tl.cdiv(S, BLOCK_N)
@@ -191,7 +191,7 @@ def statistics(call: Call, results: Buffers) -> None:
     )  # fmt: skip
     if shares is None or not results.received.numel():
         return
-    # The keys of a program stay on chip as the rows do in the pass by rows, and rows come as keys do.
+    # Keys stay on chip here, as rows do in the pass by rows, so the two sizes are exchanged.
     tiles = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)
     launch(
         _received_kernel, B * H * -(-S // tiles.block_n), call.query, tiles,

@@ -1,21 +1,22 @@
-"""Which tiles a kernel runs with.
+"""The tile sizes of kernels.
 
-`heads_kernels/tuned/<gpu>.json`, written by `python -m benchmarks.tune`, holds tiles measured on that very GPU. For all
-others there is a table for each kind of GPU. Every row of it is a heuristic: the largest tiles of a usual shape whose
+`heads_kernels/tuned/<gpu>.json`, written by `python -m benchmarks.tune`, has tiles measured on that GPU. For all other
+GPUs there is a table for each kind. Every row of it is a heuristic: the largest tiles of a usual shape with which the
 kernel, compiled for that kind, keeps its sums in registers and its tiles in shared memory
-(`python -m benchmarks.static.ahead_of_time` shows both). What the rows have in common:
+(`python -m benchmarks.static.ahead_of_time` shows both). The reasons behind the rows:
 
-- 8 warps share tiles of 128 rows: of 64 rows each of two groups of 4 warps would hold a copy on sm_90.
-- Where 128 registers a thread are enough, two programs share a multiprocessor: one multiplies during the softmax of the
+- 8 warps share tiles of 128 rows: with 64 rows on sm_90, each of two groups of 4 warps would have a copy of the tile.
+- If 128 registers per thread are enough, two programs share a multiprocessor: one multiplies during the softmax of the
   other.
-- In the passes over keys scores are transposed: query rows are the columns of a tile and take a register each. So tiles
-  have few query rows and 128 keys.
-- In the backward passes of collaborative attention 16 rows (or keys) stand beside 128 keys (or rows): 32 spill in the
-  loop over keys, and ptxas serializes their products in the loop over rows.
-- A tile of keys that comes through a descriptor takes no registers for addresses, so that a step over full tiles has
-  two of them. Heads of 64 features have none: two would not leave 128 registers, and one is hardly shorter (3 %).
-- float32 is multiplied without tensor cores; an operand is in registers then, and tiles are small.
-- "other" fits into 64 KiB of shared memory: AMD's, and NVIDIA's small parts (sm_86, sm_89, sm_120).
+- In the passes over keys, scores are transposed: query rows are the columns of a tile and take a register each. So
+  tiles have few query rows and 128 keys.
+- In the backward passes of collaborative attention, tiles have 16 rows and 128 keys, or 16 keys and 128 rows: 32 spill
+  in the loop over keys, and in the loop over rows ptxas would serialize their products.
+- A tile of keys that is loaded through a descriptor takes no registers for addresses, so a step over full tiles has two
+  of them. Heads of 64 features use no descriptors: two tiles need more than 128 registers, one saves hardly any
+  instructions (3 %).
+- float32 is multiplied without tensor cores, with an operand in registers, so tiles are small.
+- "other" fits into 64 KiB of shared memory: AMD's GPUs, and NVIDIA's small ones (sm_86, sm_89, sm_120).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)  # `_constants` makes one for equal numbers
 class TileConstants:
-    """What a kernel is compiled for: the sizes of its tiles, the widths of heads, the gate."""
+    """The compile-time constants of a kernel: the sizes of its tiles, the widths of heads, the kind of gate."""
 
     block_m: tl.constexpr  # query rows of a tile
     block_n: tl.constexpr  # keys of a tile
@@ -90,7 +91,7 @@ class TileConstants:
 
 
 def tile_constants(call: Call, tiles: Tiles, gate: str = "none", width: int = 0) -> TileConstants:
-    """The description of kernels with these tiles; `gate` is its kind, `width` that of all tiles, unless it is 0."""
+    """The constants of kernels with these tiles; `gate` is a kind of gate, `width` the width of all tiles if not 0."""
     mixes, activation = call.mixing is not None, call.gate_activation
     return _constants(tiles, call.D, call.Dv, mixes, gate, activation, width)
 
@@ -111,9 +112,9 @@ def tiles_for(
 ) -> Tiles:
     """The tiles of `kernel` on the GPU that holds `like`, for a call of these widths with the rows and dtype of `like`.
 
-    D is the width of scores (`Ds` of collaborative attention), Dv that of values, 0 where there are none; `terms`
-    whether scores have a bias or a cap, the mask is dense or there is dropout: then tiles measured without them may not
-    fit. `descriptors`: tensor descriptors can describe the key and the value.
+    D is the width of scores (`Ds` of collaborative attention), Dv that of values, 0 without values. `terms` is whether
+    scores have a bias or a cap, the mask is dense, or there is dropout: tiles measured without them may not fit then.
+    `descriptors` is whether tensor descriptors can describe the key and the value.
     """
     if TRITON_INTERPRETED:
         return _interpreted(like, D, descriptors)
@@ -123,9 +124,9 @@ def tiles_for(
 
 
 def warp_tiles(kernel: str, like: Tensor, width: int) -> Tiles | None:
-    """The tiles of the kernel in Gluon that stands for `kernel` where heads have this width; None where none does.
+    """The tiles of the Gluon kernel that replaces `kernel` for heads of this width; None if there is none.
 
-    `num_stages` is how many tiles of keys, and of values, are in shared memory, `num_warps` that of each consumer.
+    `num_stages` is the number of tiles of keys, and of values, in shared memory; `num_warps` that of a consumer.
     """
     if TRITON_INTERPRETED or like.dtype.itemsize != 2:
         return None
@@ -135,7 +136,7 @@ def warp_tiles(kernel: str, like: Tensor, width: int) -> Tiles | None:
 
 
 def padded(width: int) -> int:
-    """The power of two that a tile of this width has: at least 16, the depth of a tensor core's product."""
+    """`width` rounded up to a power of two, at least 16, the depth of a product on tensor cores."""
     return 1 << (max(width, 16) - 1).bit_length()
 
 
@@ -146,7 +147,7 @@ def _chosen(
 ) -> Tiles:  # fmt: skip
     name = str(dtype).removeprefix("torch.")
     tuned = _tuned(gpu).get((kernel, name, padded(D), padded(Dv)))
-    usable = not (terms or short)  # they were measured without terms, on long queries
+    usable = not (terms or short)  # measured without terms, on long queries
     if tuned is not None and usable and (descriptors or not tuned.full_tiles):
         return tuned
     shared = "collaborative" in kernel
@@ -155,7 +156,7 @@ def _chosen(
     if shared and D > _MOST_RESIDENT:
         variant = "wide"
     tiles = _of_kind(kind, kernel, dtype.itemsize == 2, width, variant)
-    if short:  # larger tiles would multiply rows that are not there
+    if short:  # larger tiles would multiply rows of padding
         tiles = replace(tiles, block_m=SHORT_QUERY, num_warps=4, maxnreg=0)
     if shared and kernel.endswith((".keys", ".queries")):
         tiles = replace(tiles, partial_stages=tiles.num_stages)
@@ -163,13 +164,13 @@ def _chosen(
 
 
 def _within(tiles: Tiles, Ds: int) -> Tiles:
-    """The same with steps no wider than `Ds` and wide enough for the list of chunks, and slices of whole steps."""
+    """Tiles with steps no wider than `Ds` but wide enough for the list of chunks, and slices of whole steps."""
     step = max(min(tiles.block_d, padded(Ds)), padded(-(-Ds // MOST_CHUNKS)))
     return replace(tiles, block_d=step, block_slice=max(step, min(tiles.block_slice, padded(Ds))))
 
 
 def _interpreted(like: Tensor, D: int, descriptors: bool) -> Tiles:
-    """Tiles that leave several to a short sequence, several chunks to a narrow query, and few to what is long."""
+    """Small tiles, so that short sequences have several, and narrow queries several chunks; large ones if long."""
     T = like.shape[-2]
     block_m, block_n = (16, 64) if T <= 16 else (32, 32) if T <= 128 else (128, 128)
     step = padded(-(-D // 8))
@@ -186,21 +187,21 @@ def _interpreted(like: Tensor, D: int, descriptors: bool) -> Tiles:
 
 @functools.cache
 def _named(index: int) -> tuple[str, str]:
-    """The name of a GPU as its file of tuned tiles has it, "nvidia-h200", and its kind."""
+    """The name of a GPU in the form of its file of tuned tiles, such as "nvidia-h200", and its kind."""
     name = torch.cuda.get_device_name(index).lower()
     capability = None if torch.version.hip else torch.cuda.get_device_capability(index)
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-"), _kind_of(capability)
 
 
 def _kind_of_target() -> str:
-    """The kind that Triton compiles for where no GPU holds the tensors: kernels are compiled ahead of time then."""
+    """The kind of GPU that Triton compiles for ahead of time, when tensors are not on a GPU."""
     target = driver.active.get_current_target()
     return _kind_of(divmod(target.arch, 10) if target.backend == "cuda" else None)
 
 
 @functools.cache
 def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
-    """What was measured on a GPU, by kernel, dtype and padded widths; empty where nothing was."""
+    """The tiles measured on a GPU, by kernel, dtype and padded widths; empty if nothing was measured."""
     path = resources.files(PACKAGE) / "tuned" / f"{gpu}.json"
     if not gpu or not path.is_file():
         return {}
@@ -215,18 +216,18 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
 
 #: Chunks that fit into the list of `score_tiles`: 16 of 4 bits each in one int64.
 MOST_CHUNKS: Final = 16
-#: The widest query of collaborative attention whose heads all stay on chip: 128 rows of 256 float32 sums take half of
-#: the registers. Beside the loops over chunks of wider ones, sums of 256 features spill kilobytes.
+#: The widest query of collaborative attention of which every head stays on chip: 128 rows of 256 float32 sums take half
+#: of the registers. With wider queries, which need loops over chunks, sums of 256 features spill kilobytes.
 _MOST_RESIDENT: Final = 256
 
 
 # ---------------------------------------------------------------------- kinds of GPU
 class Row(NamedTuple):
-    """Tiles of a kernel for heads of up to `widest` features (padded; of collaborative attention those of the value).
+    """Tiles of a kernel for heads of up to `widest` features (padded; with collaborative attention those of the value).
 
-    Some kernels have rows of their own for a variant: "terms", where loops read a bias, a cap or a dense mask or drop;
-    "descriptors", where none of that is so and descriptors can describe the key and the value; "wide", where the query
-    that heads share has more than 256 features.
+    Some kernels have separate rows for a variant: "terms", if loops have a bias, a cap, a dense mask or dropout;
+    "descriptors", without these, if descriptors can describe the key and the value; "wide", if the shared query has
+    more than 256 features.
     """
 
     kernel: str
@@ -328,8 +329,8 @@ _OTHER: Final = (
     Row("collaborative_attention.queries", 64, Tiles(32, 32, block_d=32, block_slice=64,
         num_warps=4, num_stages=1), "wide"),
 )  # fmt: skip
-#: An accumulator of 128 keys and 256 features, in a loop for each width, compiles to a trap for sm_100, and rows of 256
-#: features for statistics spill.
+#: For sm_100, an accumulator of 128 keys and 256 features compiles to a trap in the loops over widths, and statistics
+#: spill with rows of 256 features.
 _SM_100: Final = (
     *(
         row
@@ -342,9 +343,9 @@ _SM_100: Final = (
     Row("collaborative_attention.keys", 64,
         Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2), "wide"),
 )  # fmt: skip
-#: Of 16-bit operands, by the kind of GPU.
+#: The rows for 16-bit operands, by kind of GPU.
 _HALF: Final = {"sm_80": _SM_80, "sm_90": _SM_90, "sm_100": _SM_100, "other": _OTHER}
-#: Of float32 on every kind.
+#: The rows for float32, for every kind of GPU.
 _FLOAT: Final = (
     Row("gated_attention.forward", 64, Tiles(32, 32, num_warps=8, num_stages=2)),
     Row("gated_attention.forward", 256, Tiles(32, 16, num_warps=8, num_stages=1)),
@@ -365,9 +366,9 @@ _FLOAT: Final = (
     Row("backward.rows", 256, Tiles(32, 0, num_warps=4, num_stages=1)),
 )  # fmt: skip
 
-#: The kernels in Gluon that stand for others (`gluon_forward`, `gluon_backward`), by the kind of GPU: what consumers do
-#: not hold in registers fits into shared memory. Without its row here, the kernel of the table above runs. A backward
-#: pass takes an even number of stages; with 128 rows it would spill.
+#: Gluon kernels that replace others (`gluon_forward`, `gluon_backward`), by kind of GPU. Their rings fit into shared
+#: memory. Without its row here, the kernel of the table above runs. A backward pass needs an even number of stages;
+#: with 128 rows it would spill.
 _SPECIALIZED: Final = {
     "sm_90": (
         Row("gated_attention.forward", 64, Tiles(128, 128, num_warps=4, num_stages=3)),
@@ -380,7 +381,7 @@ _SPECIALIZED: Final = {
 
 
 def _rows_of(table: tuple[Row, ...], kernel: str, variant: str = "") -> list[Row]:
-    """The rows of a kernel, the narrowest first; those of the variant in the place of plain ones."""
+    """The rows of a kernel, the narrowest first; rows of the variant replace plain ones."""
     rows = {row.widest: row for row in table if row.kernel == kernel and not row.variant}
     rows |= {row.widest: row for row in table if (row.kernel, row.variant) == (kernel, variant)}
     return [rows[widest] for widest in sorted(rows)]
@@ -389,8 +390,8 @@ def _rows_of(table: tuple[Row, ...], kernel: str, variant: str = "") -> list[Row
 def _of_kind(kind: str, kernel: str, half: bool, width: int, variant: str) -> Tiles:
     """The tiles of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
 
-    Passes of entmax attention that have no row run with the tiles of gated attention's, the one for the centers with
-    those of its forward pass.
+    Passes of entmax attention without rows use those of gated attention; the pass for the centers uses those of the
+    forward pass.
     """
     kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
     table = _HALF[kind] if half else _FLOAT
@@ -402,8 +403,7 @@ def _of_kind(kind: str, kernel: str, half: bool, width: int, variant: str) -> Ti
 def _kind_of(capability: tuple[int, int] | None) -> str:
     """The kind of an NVIDIA GPU by its compute capability; None: any other GPU.
 
-    sm_100 takes the tiles of sm_90, except those of one kernel. Parts with less than 128 KiB of shared memory (sm_86,
-    sm_89, sm_120) and older ones are "other".
+    GPUs with less than 128 KiB of shared memory (sm_86, sm_89, sm_120) and older ones are "other".
     """
     if capability is None:
         return "other"

@@ -1,17 +1,17 @@
 """Which keys a tile of query rows sees, and which query rows see a tile of keys.
 
 A query row i sees the keys j of one half-open range and the first keys of its head before that, less those that
-`key_visible` hides (see `heads_kernels.mask.Intervals`). Tiles outside of these are never visited; tiles inside of the
-ranges of all their rows take no mask arithmetic. So a loop runs over two lists of tiles, in this order:
+`key_visible` hides (see `heads_kernels.mask.Intervals`). Tiles outside of these are never visited; tiles inside the
+ranges of all their rows need no mask arithmetic. So a loop runs over two lists of tiles, in this order:
 
     full      the tiles [full_start, full_end), where every row sees every key
     partial   those of [start, full_start), [full_end, end) and [0, front), which are masked element by element
 
-Intervals do not say which tiles are full where something hides pairs one by one: dense masks, and biases where they are
--inf. A kernel of its own then reads mask and bias once and writes both lists for every tile of query rows (for passes
-over keys, of keys); entmax leaves out the tiles in which it has no probability above 0. The numbers of `Visits` are
-places in these lists, and `full_tile` and `partial_tile` read the numbers of tiles there. The lists are made anew for
-every launch that reads them, on the device: nothing waits for the host.
+If single pairs may be hidden, by a dense mask or a bias of -inf, intervals do not say which tiles are full. A separate
+kernel then reads mask and bias once and writes both lists for every tile of query rows (for passes over keys, of keys);
+entmax leaves out the tiles in which it has no probability above 0. The numbers of `Visits` are places in these lists,
+where `full_tile` and `partial_tile` read the indices of tiles. The lists are written on the device before every launch
+that reads them, so nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from heads_kernels.ops.triton.operands import Operands, Pairs, Place, Support, T
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 
-#: Rows, or keys, that are looked at together. Heuristic: 8 values a thread of 4 warps.
+#: Rows, or keys, that are searched together. Heuristic: 8 values for each thread of 4 warps.
 _SCAN: tl.constexpr = tl.constexpr(1024)
 
 
@@ -45,10 +45,10 @@ class Visits(NamedTuple):
 
 @triton.jit
 def own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
-    """Batch, head and first row of a `program`; of a head the last rows (the longest of a causal mask) come first.
+    """Batch, head and first row of a `program`; the last rows of a head (the longest under a causal mask) come first.
 
-    Heads are in order; those of collaborative attention follow each other on one tile of rows, for they read the same
-    query and key.
+    Programs are ordered by head. With collaborative attention, consecutive programs are the heads of one tile of rows,
+    because they read the same query and key.
     """
     tiles = tl.cdiv(T, BLOCK_M)
     if of.mixing is None:
@@ -69,16 +69,16 @@ def place_of_rows(of, sizes, TILE: tl.constexpr):
 
 @triton.jit
 def first_keys_of(visible, h):
-    """How many first keys a head `h` (or each of a tensor of heads) sees before the ranges of its rows."""
+    """The number of first keys of head `h`, or of each head of a tensor `h`."""
     return tl.load(visible.first_keys + h * visible.stride_first)
 
 
 @triton.jit
 def ranges(visible, b, h, rows, T, S):
-    """`lo`, `hi` of query `rows` (a tensor of any shape): `lo == hi == 0` where they see nothing.
+    """`lo`, `hi` of query `rows` (a tensor of any shape); `lo == hi == 0` for rows that see no key.
 
-    So do rows that are not there (`>= T`); a closed head has T 0. `h` is their head, or broadcasts with `rows`. A row
-    whose range the first keys reach, or that has none, has one range from 0 on.
+    Rows `>= T` see no key; a closed head has T 0. `h` is their head, or broadcasts with `rows`. If the first keys reach
+    the range of a row, or the row has no other keys, its range begins at 0.
     """
     lo = tl.maximum(rows + visible.band_lo, 0)
     hi = tl.minimum(rows + visible.band_hi, S)
@@ -109,7 +109,7 @@ def tiles_seen(visible, place, tile, lo, hi, T, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr):
-    """The same by intervals alone, of rows of head `h`, or each of its own."""
+    """The same from intervals alone, for rows of head `h`, or of a head each."""
     start, full_start, full_end, end = tiles_of_ranges(lo, hi, rows, T, BLOCK)
     if visible.key_visible is not None:
         # Full tiles end at the first hidden key.
@@ -129,11 +129,11 @@ def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_of_ranges(lo, hi, rows, T, BLOCK: tl.constexpr):
-    """The four numbers of `Visits`, not in order, of rows with ranges `lo`, `hi` in which no key is hidden."""
+    """The four numbers of `Visits`, not yet in order, for rows with ranges `lo`, `hi` in which no key is hidden."""
     sees = lo < hi
     start = tl.min(tl.where(sees, lo, 2147483647), 0) // BLOCK
     end = tl.cdiv(tl.max(hi, 0), BLOCK)
-    # Rows that are not there are not stored: they need no mask.
+    # Rows beyond the last one are not stored, so they need no mask.
     there = rows < T
     full_start = tl.cdiv(tl.max(tl.where(there, lo, 0), 0), BLOCK)
     full_end = tl.min(tl.where(there, hi, 2147483647), 0) // BLOCK
@@ -144,13 +144,13 @@ def tiles_of_ranges(lo, hi, rows, T, BLOCK: tl.constexpr):
 def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
     """Tiles of query rows of head `h` for the keys `[first_key, first_key + BLOCK_N)`, as `tiles_in_ranges`.
 
-    Where data decides (`k_lo`), rows between the first and the last that see a key count as partial unless all rows
-    from the first to the last that see every key do see every key.
+    With `k_lo`, tiles count as full only if all rows between the first and the last row that see every key also see
+    every key; otherwise all tiles are partial.
     """
     last_key = tl.minimum(first_key + BLOCK_N, S)  # exclusive
-    whole = first_key < S  # what stands beyond the last key is not stored
+    whole = first_key < S  # results of keys beyond the last one are not stored
     if visible.k_lo is None:
-        # i + band_lo < last_key and first_key < i + band_hi; the full rows the other way around.
+        # A row sees a key if i + band_lo < last_key and first_key < i + band_hi, and every key with bounds exchanged.
         first = tl.maximum(first_key - visible.band_hi + 1, 0)
         stop = tl.minimum(last_key - visible.band_lo, T)
         full_first = tl.maximum(last_key - visible.band_hi, 0)
@@ -188,7 +188,7 @@ def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK:
 
 @triton.jit
 def tiles_seeing(visible, place, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
-    """Tiles of query rows of the head of `place`, of which at least one row sees one of its BLOCK_N keys."""
+    """Tiles of query rows of the head of `place` in which at least one row sees one of its BLOCK_N keys."""
     if visible.lists is None:
         visits = tiles_that_see(visible, place.b, place.h, place.first, T, S, BLOCK_N, BLOCK)
     else:
@@ -198,7 +198,7 @@ def tiles_seeing(visible, place, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def ordered(start, full_start, full_end, end, front):
-    """The same with `front <= start <= full_start <= full_end <= end`; no full tile is left where they cross."""
+    """`Visits` with `front <= start <= full_start <= full_end <= end`; without full tiles if the bounds cross."""
     full_start = tl.minimum(tl.maximum(full_start, start), end)
     full_end = tl.maximum(tl.minimum(full_end, end), full_start)
     return Visits(start, full_start, full_end, end, tl.minimum(front, start))
@@ -206,9 +206,9 @@ def ordered(start, full_start, full_end, end, front):
 
 @triton.jit
 def tiles_of_split(visits, split, splits):
-    """Share `split` of `splits` of these tiles: neighbours, as many in each share, fewer or none in the last ones.
+    """Share `split` of `splits` of these tiles: consecutive ones, the same number in each, fewer or none in the last.
 
-    The tiles in front are in the first one.
+    The tiles of first keys are in the first share.
     """
     share = tl.cdiv(visits.end - visits.start, splits)
     first = tl.minimum(visits.start + split * share, visits.end)
@@ -219,7 +219,7 @@ def tiles_of_split(visits, split, splits):
 
 @triton.jit
 def listed_tiles(visible, b, h, tile, T):
-    """The same of what `_lists_kernel` wrote for a tile of rows or of keys; no tiles where T is 0 (a closed head)."""
+    """The `Visits` from the lists of a tile of rows or of keys; no tiles if T is 0 (a closed head)."""
     counts = visible.lists.counts + _number_of_list(visible, b, h, tile) * 2
     taking_part = tl.minimum(T, 1)
     full = tl.load(counts) * taking_part
@@ -238,7 +238,7 @@ def _list_of(visible, b, h, tile):
 
 @triton.jit
 def full_tile(visible, b, h, tile, place):
-    """The tile at `place` among the full ones of a `tile` of rows or of keys."""
+    """The tile at `place` among the full tiles for a `tile` of rows or of keys."""
     if visible.lists is not None:
         place = tl.load(_list_of(visible, b, h, tile) + place)
     return place
@@ -246,25 +246,25 @@ def full_tile(visible, b, h, tile, place):
 
 @triton.jit
 def tile_count(visits):
-    """How many tiles there are, full and partial."""
+    """The number of tiles, full and partial."""
     return visits.front + visits.end - visits.start
 
 
 @triton.jit
 def tile_at(visits, index):
-    """The tile at `index` of all of them, in ascending order."""
+    """The tile at `index` among all tiles, in ascending order."""
     return tl.where(index < visits.front, index, visits.start + index - visits.front)
 
 
 @triton.jit
 def partial_count(visits):
-    """How many partial tiles there are."""
+    """The number of partial tiles."""
     return visits.full_start - visits.start + visits.end - visits.full_end + visits.front
 
 
 @triton.jit
 def partial_tile(visible, b, h, tile, index, visits):
-    """The tile that stands at `index` in the list of partial tiles of a `tile` of rows or of keys."""
+    """The tile at `index` among the partial tiles for a `tile` of rows or of keys."""
     if visible.lists is None:
         before = visits.full_start - visits.start
         number = tl.where(index < before, visits.start + index, visits.full_end + index - before)
@@ -277,9 +277,9 @@ def partial_tile(visible, b, h, tile, index, visits):
 
 @triton.jit
 def pairs_visible(visible, terms, pairs, lo, hi, T, S, bias):
-    """bool, True where the row sees the key; `lo` and `hi` are the ranges of the rows, and broadcast as they do.
+    """bool, True where the row sees the key; `lo` and `hi` are the ranges of the rows, with their shape.
 
-    `bias` is that of their scores: where it is -inf, the key is hidden.
+    `bias` is the bias of the pairs; -inf hides a pair.
     """
     keys = pairs.keys
     seen = keys >= lo
@@ -300,7 +300,7 @@ def pairs_visible(visible, terms, pairs, lo, hi, T, S, bias):
 
 @triton.jit
 def keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S):
-    """`pairs_visible` [M, N] of the query rows of a head, with their ranges, and keys; the pairs, and their bias."""
+    """`pairs_visible` [M, N] of query rows of a head, with their ranges, and keys; also the pairs and their bias."""
     pairs = Pairs(b, h, rows[:, None], keys[None, :])
     bias = load_bias(terms, pairs, T, S)
     seen = pairs_visible(visible, terms, pairs, lo[:, None], hi[:, None], T, S, bias)
@@ -312,7 +312,7 @@ def keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S):
 def _lists_kernel(
     visible, terms, support, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """A program writes the two lists of one tile of rows, or BY_KEYS of keys, and how long they are."""
+    """A program writes the two lists of one tile of rows, or with BY_KEYS of keys, and their lengths."""
     row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
     if BY_KEYS:
         owners, length = key_tiles, row_tiles
@@ -340,7 +340,7 @@ def _lists_kernel(
         lo, hi = ranges(visible, b, h, rows, T, S)
         seen, pairs, _ = keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S)
         there = (rows < T)[:, None] & (keys < S)[None, :]
-        # Full tiles are loaded whole; rows or keys of the owner that are not there are not stored.
+        # A full tile is loaded without a mask, so it must end within T or S; the owner's rows or keys need not.
         whole = (row_tile + 1) * BLOCK_M <= T if BY_KEYS else (key_tile + 1) * BLOCK_N <= S
         met = seen & there
         if support is not None:
@@ -358,7 +358,7 @@ def _lists_kernel(
 
 @triton.jit
 def _supported(support, head, pairs, T, S, there):
-    """bool, False where pairs are in a tile outside of the support; `head` counts those of all batches."""
+    """bool, False for pairs in a tile outside of the support; `head` is an index over all batches and heads."""
     row_tiles, key_tiles = tl.cdiv(T, support.block_m), tl.cdiv(S, support.block_n)
     tile = head.to(tl.int64) * row_tiles + pairs.rows // support.block_m
     at = support.ptr + tile * key_tiles + pairs.keys // support.block_n
@@ -368,10 +368,10 @@ def _supported(support, head, pairs, T, S, there):
 def with_tile_lists(
     call: Call, of: Operands, tiles: Tiles, by_keys: bool = False, support: Support | None = None, listed: bool = False
 ) -> Operands:  # fmt: skip
-    """The operands as kernels with these tiles read them: with lists of tiles where they are needed, or `listed`.
+    """The operands for kernels with these tiles, with lists of tiles if they are needed or `listed`.
 
-    `by_keys`: lists of tiles of rows for every tile of keys, not the other way around. Tiles outside of `support` are
-    in none. A kernel of entmax that is given no support lists its tiles itself.
+    With `by_keys`, lists have tiles of rows for every tile of keys, not the other way around. Tiles outside of
+    `support` are in no list. An entmax kernel without a support lists its tiles itself.
     """
     if support is None and call.alpha is not None:
         return of
@@ -395,7 +395,7 @@ def with_tile_lists(
 
 
 def varying_pairs(call: Call) -> tuple[int, int]:
-    """Batches and heads that may see different pairs: those of the call, or 1 where all see the same."""
+    """The numbers of batches and heads whose visible pairs may differ: those of the call, or 1 if all see the same."""
     B, H, _, _ = call.sizes
     i, bias, table = call.intervals, call.bias, call.offset_bias
     of_batches = [part.shape[0] for part in (i.k_lo, i.key_visible, i.dense) if part is not None]
