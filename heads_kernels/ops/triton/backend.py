@@ -20,7 +20,7 @@ __all__ = ["backward", "forward", "statistics"]
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
-    if call.alpha is not None and not call.alpha.is_cuda:  # on a GPU the host would have to wait for it
+    if call.alpha is not None and not call.alpha.is_cuda:  # on a GPU this would make the host wait
         check_alpha_values(call.alpha)
     forward_pass(call, results)
 
