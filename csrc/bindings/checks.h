@@ -36,7 +36,7 @@ enum class Element : int {
   kOther,
 };
 
-// An argument: a tensor with memory, or an absent one.
+// An argument: a tensor with memory, or absent.
 struct Given {
   Tensor tensor;  // its dtype is not set
   Element element = Element::kFloat32;
@@ -44,7 +44,7 @@ struct Given {
   explicit operator bool() const { return static_cast<bool>(tensor); }
 };
 
-// One that no call lacks.
+// An argument that is never absent.
 struct Required : Given {};
 
 // A call as it comes from Python or from a program: the fields of `Call` (heads_kernels/call.py).
@@ -235,7 +235,7 @@ inline void set_mask(MaskParams& mask, const CallArguments& call, const Sizes& n
 // Whether the gate varies along the width of a head.
 inline bool is_elementwise(const Tensor& gate) { return gate.rank == 4 && gate.size[3] != 1; }
 
-// Absent ones pass.
+// Checks that a tensor has the sizes of another; absent ones pass.
 inline void check_like(const Tensor& t, const Tensor& other, const char* name) {
   require(!t || (t.rank == other.rank && std::equal(t.size, t.size + t.rank, other.size) &&
                  t.dtype == other.dtype),
@@ -293,7 +293,7 @@ inline void set_gate(AttentionParams& p, const CallArguments& call, const Sizes&
     require(p.gate.size[d] == 1 || p.gate.size[d] == full[first + d], "gate");
 }
 
-// With every pass but statistics, which have no value.
+// Sets the value, in every pass but statistics, which have none.
 inline void set_value(AttentionParams& p, const Given& value, const Sizes& n) {
   p.value = needed(value, "value");
   require(p.value.rank == 4, "value");
@@ -389,7 +389,7 @@ inline void set_statistics(StatisticsParams& params, const CallArguments& call, 
           asked ? "is empty" : "comes without row_weights");
 }
 
-// Entmax keeps two numbers of a row.
+// Checks lse, or with entmax the two numbers per row.
 inline void check_lse(const AttentionParams& params, const Tensor& lse, const Sizes& n) {
   if (params.alpha)
     n.check(lse, {2, n.B, n.H, n.T}, "lse");

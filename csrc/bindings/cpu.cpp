@@ -54,8 +54,8 @@ py::object empty(py::handle query, const py::object& sizes, const py::object& st
                                            dtype ? torch.names_of_dtype.ptr() : nullptr));
 }
 
-// An empty [B, H, T, Dv] in the memory order of the query, or of the value where the query is
-// shared, as `empty_heads` of ops/buffers.py makes it.
+// An empty [B, H, T, Dv] in the memory order of the query, or of the value if the query is shared,
+// like `empty_heads` of ops/buffers.py.
 py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, py::handle query) {
   const hk::Tensor& like = params.mixing ? params.value : params.query;
   const bool tokens_first = like.stride[1] < like.stride[2];
@@ -79,8 +79,8 @@ bool requires_grad(const py::tuple& tuple) {
   });
 }
 
-// What a call without dropout gives without an op: `out`, or (out, attended, lse) where `recording`
-// and an operand requires a gradient. None if it is empty, or if a tensor is not plain.
+// Runs a call without dropout and without an op: returns `out`, or (out, attended, lse) if
+// `recording` and an operand requires a gradient. None if it is empty, or if a tensor is not plain.
 py::object attend(const py::tuple& call, bool recording, int threads) {
   if (!are_plain(call)) return py::none();
   hk::ForwardParams params;
@@ -109,8 +109,8 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
   return py::make_tuple(out, attended, lse);
 }
 
-// `saved` is (dout, attended, lse, dlse), of which dlse may be None; `gradients` those of the
-// operands, empty where they are not asked for.
+// `saved` is (dout, attended, lse, dlse), of which dlse may be None; `gradients` are those of the
+// operands, empty if not requested.
 void attention_backward(const py::tuple& call, const py::tuple& saved, const py::tuple& gradients,
                         int threads) {
   hk::BackwardParams params;

@@ -95,8 +95,8 @@ Sizes set_tiled_call(Params& params, const CallArguments& call, py::handle cells
   return n;
 }
 
-// A gradient, or its parts: rows of the operands' dtype, or of float; where there are `splits` to
-// be summed they are float, one under the other.
+// Checks a gradient, or its parts: rows of the operands' dtype, or of float; with several `splits`,
+// which are to be summed, they are consecutive and float.
 void check_gradient(const hk::AttentionParams& p, const hk::Tensor& t, int splits,
                     std::initializer_list<int64_t> sizes, const char* name) {
   const bool single = t.dtype == hk::DType::kFloat32;
@@ -139,7 +139,7 @@ void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& part
                    static_cast<float*>(row_max.data), static_cast<float*>(row_sum.data)};
 }
 
-// `results` is (out, attended, lse); `parts` is None where one pass computes them.
+// `results` is (out, attended, lse); `parts` is None if one pass computes them.
 void attention_forward(const py::tuple& call, const py::tuple& results, py::handle parts,
                        py::handle cells, const Target& target) {
   cuda::SplitParams params;
@@ -181,8 +181,8 @@ void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, 
 }
 
 // `read` is (dout, attended, lse, dlse), of which dlse may be None; `written` is (delta, dgate,
-// dattended, dsinks), of which dgate and dsinks are empty where they are not asked for, and
-// dattended is None unless the gate is elementwise.
+// dattended, dsinks), of which dgate and dsinks are empty if not requested, and dattended is None
+// unless the gate is elementwise.
 void attention_rows(const py::tuple& call, const py::tuple& read, const py::tuple& written,
                     const Target& target) {
   cuda::RowsParams params;
@@ -213,7 +213,7 @@ void attention_rows(const py::tuple& call, const py::tuple& read, const py::tupl
   launch(params, target, [&](auto kernels, auto& to) { kernels.attention_rows(params, to); });
 }
 
-// What the last passes of the backward read: a call, (dattended, lse, delta) and splits.
+// Sets the inputs of the last passes of the backward: a call, (dattended, lse, delta) and splits.
 Sizes set_gradient_call(cuda::GradientParams& params, const CallArguments& call,
                         const py::tuple& read, int splits, py::handle cells,
                         dlpack::Device device) {
@@ -289,8 +289,8 @@ void attention_queries(const py::tuple& call, const py::tuple& read, const py::t
   });
 }
 
-// `gradients` is (dbias, doffset_bias), of which one is there: parts of a bias, float, `splits` one
-// behind the other, or two parts of the diagonals of every head.
+// `gradients` is (dbias, doffset_bias), one of which is present: `splits` consecutive parts of a
+// bias, float, or two parts of the diagonals of every head.
 void attention_bias(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
                     int splits, py::handle cells, const Target& target) {
   cuda::BiasParams params;
@@ -315,8 +315,8 @@ void attention_bias(const py::tuple& call, const py::tuple& read, const py::tupl
 }
 
 // `results` is that of set_statistics.
-// `rows` is None, or float [2, B, H, T] contiguous where `received` is asked for: what the pass by
-// rows leaves to the pass by keys.
+// `rows` is float [2, B, H, T] contiguous if `received` is requested, for the results of the pass
+// by rows that the pass by keys reads, else None.
 void attention_statistics(const py::tuple& call, const py::tuple& results, py::handle rows,
                           py::handle cells, const Target& target) {
   cuda::StatisticsPass params;

@@ -1,6 +1,6 @@
-// Conversion of torch tensors to hk::Tensor (pointer, dtype, sizes, strides) by the table of
+// Conversion of torch tensors to hk::Tensor (pointer, dtype, sizes, strides) through the table of
 // functions that torch offers to other libraries, so that the modules are built without torch and
-// work with every version of it; checks.h has what is checked of them.
+// work with every version of it; checks.h has the checks.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -88,7 +88,7 @@ inline Describe describe_of(PyObject* capsule) {
 
 namespace hk::bindings {
 
-// What is looked up once in torch.
+// Objects of torch that are looked up once.
 struct Torch {
   py::str device{"device"}, dtype{"dtype"}, requires_grad{"requires_grad"};
   py::str new_empty_strided{"new_empty_strided"};
@@ -161,8 +161,8 @@ inline Given tensor_of(py::handle tensor, dlpack::Device device, const char* nam
   return result;
 }
 
-// Whether a tensor is no more than its memory: an instance of a subclass may have an implementation
-// of ops of its own, and the sign of a negated view is not in memory.
+// Whether a tensor is fully described by its memory: a subclass may implement ops itself, and the
+// sign of a negated view is not in memory.
 inline bool is_plain(py::handle tensor) {
   const Torch& torch = Torch::get();
   const py::handle type = py::type::handle_of(tensor);
@@ -193,7 +193,7 @@ class Entries {
 
   py::handle next() { return PyTuple_GET_ITEM(tuple_.ptr(), next_++); }
   Given given(const char* name) { return bindings::given(next(), device_, name); }
-  // One that must be there, one that may be absent, and an output, absent where it is empty.
+  // A required tensor, an optional one, and an output, which is absent if it is empty.
   Tensor needed(const char* name) { return bindings::needed(given(name), name); }
   Tensor floating(const char* name) { return bindings::floating(given(name), name); }
   Tensor output(const char* name) { return bindings::output(given(name), name); }

@@ -1,6 +1,6 @@
 // libheads_kernels.so: the ops of the operators with their CPU kernels, for programs without Python
-// and for Python without the package. Loading it registers them with PyTorch; `heads_kernels`, the
-// Python package, registers the same ops for all backends, so where it is loaded the library adds
+// and for Python without the package. Loading it registers them with PyTorch. The Python package
+// `heads_kernels` registers the same ops for all backends; if it is loaded, the library adds
 // nothing.
 //
 // Schemas, and how results are allocated, are those of heads_kernels/ops/attention.py and
@@ -83,8 +83,7 @@ Given given(const Handle& handle, const char* name) {
   return result;
 }
 
-// A tensor of these sizes whose dimensions lie in memory in this order, the last of them
-// contiguous.
+// A tensor of these sizes whose dimensions are in memory in this order, the last one contiguous.
 struct Output {
   Handle handle;
   Given given;
@@ -126,8 +125,8 @@ class Arguments {
  public:
   explicit Arguments(const StableIValue* stack) : next_(stack) {}
 
-  // The fields of a call, and what follows them, the last of which is the backend. Everything is
-  // read before anything is refused, or what is behind it would stay in memory.
+  // The fields of a call and the arguments after them, the last of which is the backend. All
+  // arguments are read before any is refused, else those after it would leak.
   template <typename... More>
   CallArguments call(More&... more) {
     CallArguments result;

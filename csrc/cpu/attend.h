@@ -43,7 +43,7 @@ struct Head {
   HeadTerms<Real> terms;
   Real order = 0;  // alpha - 1 of entmax; 0: softmax
 
-  // Whether a key adds to a row, NaN included; `weight` is read only where the row sees the key.
+  // Whether a key adds to a row, NaN included; `weight` is read only if the row sees the key.
   bool adds(const VisibleRows<Real>& visible, int m, int64_t key, const Real* weight) const {
     if (!visible.row_sees_key(m, key) || terms.hides(visible.first + m, key)) return false;
     return order == Real(0) || *weight != Real(0);
@@ -116,7 +116,7 @@ struct TileScratch {
   static constexpr int64_t kWeights =
       kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
   static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
-  // `op` knows D and, where it has entmax, how many tiles of keys a query tile keeps.
+  // `op` has D and, with entmax, the number of tiles of keys that a query tile keeps.
   template <typename Operator>
   static int64_t bytes(const Operator& op, int64_t Dv) {
     return buffer_bytes<Real>(BLOCK_M * width(op.D, Dv)) + buffer_bytes<Real>(width(op.D, Dv)) +
@@ -288,7 +288,7 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
 // sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w:
 // probabilities times values, or dS times keys. A key that a row may not see adds nothing to it,
 // NaN and infinity included. `packed`: scratch.weights holds the weights already, and `weights` is
-// read for keys with NaN or infinity alone.
+// read only for keys with NaN or infinity.
 template <typename Real, typename Operand>
 inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeySpan& window,
                               const KeySpan& keys, Range columns, const Head<Real>& head,
@@ -436,7 +436,7 @@ inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real toke
     for (int64_t w = 0; w < head.Dv; w += kLanes<Real>)
       store<Real>(row + w, load(row + w) * load(scratch + w));
   } else if (gate && token == Real(0)) {
-    std::fill_n(row, head.Dv, Real(0));  // as of a tile of such rows, which is not computed
+    std::fill_n(row, head.Dv, Real(0));  // as in a tile of such rows, which is not computed
   } else if (gate) {
     for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * token);
   }

@@ -67,7 +67,7 @@ struct StatisticsTile {
   PackedQuery<Real> query;  // scaled
 };
 
-// What the pass by rows leaves to the pass by keys: the product of a row's weight and a probability
+// Results of the pass by rows for the pass by keys: the product of a row's weight and a probability
 // is exp(score - reference) * share. A share of 0 leaves the row out.
 template <typename Real>
 struct RowShares {
@@ -91,7 +91,7 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
     const Real sum = statistics.softmax.sum[m], reference = statistics.softmax.reference[m];
     const bool sees = tile.visible.sees(m) && sum != Real(0);
     const double sink = tile.head.terms.sink(tile.visible.first + m);
-    // lse = top + log(total): their sum would lose the second where scores are large.
+    // lse = top + log(total); if scores are large, rounding of the sum would lose log(total).
     const double top = sees ? std::max<double>(reference, sink) : sink;
     const double share = sees ? std::exp(reference - top) : 0;
     const double total = sees ? share * sum + std::exp(sink - top) : 1;
@@ -128,7 +128,7 @@ struct SharesTile {
   const Real *reference, *share;  // of the rows, as in RowShares
   PackedQuery<Real> query;        // scaled
 
-  // Adds to sum[n] what key n receives of the rows; `scores` [keys][64], hidden ones -inf.
+  // Adds to sum[n] what key n receives from the rows; `scores` [keys][64], hidden ones -inf.
   void add(const Real* scores, int keys, double* sum) const {
     alignas(64) Real own_reference[BLOCK_M] = {}, own_share[BLOCK_M] = {};
     std::memcpy(own_reference, reference, sizeof(Real) * visible.count);

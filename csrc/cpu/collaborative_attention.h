@@ -110,7 +110,8 @@ struct CollaborativeAttention {
 
 template <typename Real, typename Operand>
 void collaborative_attention_forward(const ForwardParams& params) {
-  // The mixed query would be two pairs: no gain where the time goes into reading values.
+  // Not with pairs: the mixed query would be two of them, and reading values takes most of the
+  // time.
   if (few_rows(params)) return decode<Real>(params, CollaborativeAttention<Real, Real>(params));
   attention_forward<Real, Operand>(params, CollaborativeAttention<Real, Operand>(params));
 }

@@ -1,9 +1,9 @@
 // Few query rows against many keys (decoding): the forward pass of both operators.
 //
 // A task computes the rows of all heads that share a key head against a part of their keys
-// (decode_task.h), of several key heads where these are next to each other in memory. The last task
-// of a key head combines its parts in order. Where a part ends depends on nothing but the keys'
-// numbers, so the result depends bitwise neither on the threads nor on what else is in the call.
+// (decode_task.h), for several key heads if these are next to each other in memory. The last task
+// of a key head combines its parts in order. Where a part ends depends only on the indices of keys,
+// so the result depends bitwise neither on the threads nor on what else is in the call.
 #pragma once
 
 #include <atomic>
@@ -15,8 +15,8 @@
 
 namespace hk::HK_LEVEL {
 
-// Where the heads of a token are next to each other, a task reads up to this many bytes of keys of
-// a token (heuristic: more heads do not leave the next keys in the first-level cache).
+// If the heads of a token are next to each other, a task reads up to this many bytes of keys of a
+// token (heuristic: with more heads, the next keys do not stay in the first-level cache).
 constexpr int64_t kRun = 4096;
 
 template <typename Operand, typename Number, typename Operator>
@@ -42,7 +42,7 @@ class Decoder {
     const int64_t each = groups * parts_;
     const int64_t bytes =
         std::max(task_.workspace_bytes(heads), 2 * buffer_bytes<Real>(task_.out_stride()));
-    // Neighbours in memory follow each other: the parts of a key head or the heads of a part.
+    // Consecutive items are neighbours in memory: the parts of a key head, or the heads of a part.
     parallel_for(op_.B * each, p_.threads, op_.multiply_adds(), bytes,
                  [&](int64_t item, Workspace& workspace) {
                    const int64_t b = item / each, n = item % each;

@@ -6,7 +6,7 @@
 
 namespace hk::HK_LEVEL {
 
-// What a task leaves of a part, by slot of its rows.
+// The sums of a task over a part, by slot of its rows.
 template <typename Real>
 struct PartSums {
   Real* outputs;     // [rows][out_stride] unnormalised
@@ -14,9 +14,9 @@ struct PartSums {
   Real* references;  // [rows] of the softmax; undefined where the row sees no key
 };
 
-// Bytes of a block of keys or values of a head, twice as many where several rows or heads read
-// them. All rows of a head read a block before the next one, so it stays in the first-level cache,
-// and prefetch the next block as they go. Measured on Zen 4 against half and twice the size.
+// Bytes of a block of keys or values of a head, twice as many if several rows or heads read them.
+// All rows of a head read a block before the next one, so that it stays in the first-level cache,
+// and prefetch the next block meanwhile. Measured on Zen 4 against half and twice the size.
 constexpr int64_t kBlock = 4096;
 
 template <typename Operand, typename Number, typename Operator>
@@ -35,7 +35,7 @@ class DecodeTask {
   int64_t rows() const { return rows_; }
   int64_t out_stride() const { return out_stride_; }
 
-  // Of a task with `heads` key heads.
+  // For a task with `heads` key heads.
   int64_t workspace_bytes(int64_t heads) const {
     const int64_t each = buffer_bytes<Head<Real>>(op_.heads_per_key) + buffer_bytes<Row>(rows_) +
                          buffer_bytes<Real>(rows_ * kPart) +
@@ -45,8 +45,8 @@ class DecodeTask {
            buffer_bytes<Number>(kWord * op_.Dv);
   }
 
-  // The sums of part `part` of the keys of key heads [first, first + heads): sums_of(hk) is where
-  // those of one are stored.
+  // Computes the sums of part `part` of the keys of key heads [first, first + heads); those of a
+  // head are stored in sums_of(hk).
   template <typename SumsOf>
   void run(int64_t b, int64_t first, int64_t heads, int64_t part, SumsOf sums_of,
            Workspace& workspace) const {
@@ -136,8 +136,8 @@ class DecodeTask {
     }
   }
 
-  // products[r][n] = scaled query of row r times key begin + n, of blocks of keys that some row
-  // sees. Prefetches the next block, after the last one the first block of values.
+  // products[r][n] = scaled query of row r times key begin + n, for blocks of keys that some row
+  // sees. Prefetches the next block, and after the last one the first block of values.
   void multiply_queries(const KeyHead* heads, int64_t count, int64_t begin, int64_t size) const {
     const int64_t block = std::max<int64_t>(kSums, block_of(op_.D, count));
     for (int64_t n = 0; n < size; n += block) {
@@ -153,9 +153,8 @@ class DecodeTask {
     }
   }
 
-  // How many keys or values of `width` are in a block where `heads` are read in turn: a power of
-  // two up to kWord, and at least 8 (heuristic: the loop over a block costs less than its
-  // products).
+  // The number of keys or values of `width` in a block if `heads` are read in turn: a power of two
+  // up to kWord, and at least 8 (heuristic: the loop over a block costs less than its products).
   int64_t block_of(int64_t width, int64_t heads) const {
     const int64_t bytes = width * int64_t{sizeof(Number)};
     const int64_t most = rows_ > 1 || heads > 1 ? 2 * kBlock : kBlock;
@@ -237,8 +236,8 @@ class DecodeTask {
       }
     }
     Number* finite = workspace.take<Number>(kWord * op_.Dv);
-    // Blocks of all heads in turn where the heads of a token are next to each other, else all
-    // blocks of a head and then the next: the order of memory.
+    // In the order of memory: blocks of all heads in turn if the heads of a token are next to each
+    // other, else all blocks of one head after the other.
     const int64_t together = p_.value.stride[1] < p_.value.stride[2] ? count : 1;
     // The hardware prefetches values that one row reads in the order of memory.
     const bool in_order = rows_ == 1 && together == 1;

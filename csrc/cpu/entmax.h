@@ -141,9 +141,9 @@ inline Support entmax(Real order, const Real* threshold, int keys, int columns, 
 }
 
 // The search for the thresholds of a tile of query rows: Newton's method for sum(p) ^ order = 1,
-// from the largest score, which is 0 here. The left side is a norm of what exceeds the threshold,
-// so it is convex and falls, and thresholds only increase. For equal scores, and towards softmax,
-// the first step is exact.
+// from the largest score, which is 0 here. The left side is a norm of the excess over the
+// threshold, so it is convex and decreasing, and thresholds only increase. For equal scores, and in
+// the limit of softmax, the first step is exact.
 template <typename Real>
 struct ThresholdSearch {
   Real order;
@@ -180,7 +180,7 @@ struct ThresholdSearch {
     return any_lane<Real>(near);
   }
 
-  // Moves the thresholds and clears the sums. False if rounding let no threshold move.
+  // Updates the thresholds and clears the sums. False if no threshold changed.
   bool step(int columns) {
     constexpr Real kLeast = 2 * std::numeric_limits<Real>::epsilon();
     IntVec<Real> moved{};

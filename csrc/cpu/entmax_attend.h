@@ -1,5 +1,5 @@
-// The forward loop of a tile of query rows with entmax in the place of softmax. Its threshold is
-// known only after all scores, which are kept.
+// The forward loop of a tile of query rows with entmax in place of softmax. The threshold of a row
+// depends on all of its scores, so they are stored.
 #pragma once
 
 #include "cpu/attend.h"
@@ -7,8 +7,8 @@
 namespace hk::HK_LEVEL {
 
 // Runs the forward loop of a query tile, whose `query` is packed, over its keys. Afterwards
-// `softmax` holds the largest score of each row as reference, and 1 as sum, 0 for rows that see
-// nothing; `threshold` is relative to that score.
+// `softmax` holds the largest score of each row as reference, and 1 as sum, 0 for rows that see no
+// key; `threshold` is relative to that score.
 template <typename Real, typename Operand>
 inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& dropout,
                           TileScratch<Real, Operand>& scratch) {
@@ -69,7 +69,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
   }
 }
 
-// The same for `count` query tiles, with softmax where the order of their heads is 0.
+// The same for `count` query tiles, with softmax if the order of their head is 0.
 template <typename Real, typename Operand>
 inline void attend_all(QueryTile<Real, Operand>* tiles, int64_t count, const DropoutParams& dropout,
                        TileScratch<Real, Operand>& scratch) {

@@ -1,9 +1,9 @@
-// What the backward pass of entmax needs before its loop over pairs of tiles: sums over the keys of
-// each row.
+// Sums over the keys of each row, which the backward pass of entmax needs before its loop over
+// pairs of tiles.
 //
 //   dS = slope (dP - center),   center = sum(slope dP) / sum(slope)
 //
-// With softmax in its place slope is P, and center rowsum(dout * out), which is known.
+// With softmax, slope is P, and center is rowsum(dout * out), which is already known.
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ namespace hk::HK_LEVEL {
 //
 //   (p - share) / order^2 - (p ln p + share entropy) / order,   share = slope / sum(slope)
 //
-// a difference of large terms where alpha is near 1. With x = -ln(u) = -order ln p, first = (e^x -
+// a difference of large terms if alpha is near 1. With x = -ln(u) = -order ln p, first = (e^x -
 // 1) / order and second = (e^x - 1 - x) / order^2 their first-order parts cancel:
 //
 //   p (sum(p second) - second - ln p sum(p first) - first entropy) / (1 + order sum(p first))

@@ -11,8 +11,8 @@
 
 namespace hk::HK_LEVEL {
 
-// Stores the zeros of closed heads in `out`, in the order of memory: where rows hold the heads side
-// by side, [B, T, H, Dv], head by head every page would be visited again for each head.
+// Stores the zeros of closed heads in `out`, in the order of memory: with the heads side by side in
+// rows, [B, T, H, Dv], storing head by head would visit every page once per head.
 template <typename Real, typename Operator>
 void store_closed_heads(const ForwardParams& params, const Operator& op) {
   const Tensor& out = params.out;
@@ -47,7 +47,7 @@ void store_closed_heads(const ForwardParams& params, const Operator& op) {
   });
 }
 
-// `Operator` describes a head (`head`), packs a query tile of it (`pack`) and knows sizes and gate.
+// `Operator` describes a head (`head`), packs a query tile of it (`pack`) and has sizes and gate.
 template <typename Real, typename Operand, typename Operator>
 void attention_forward(const ForwardParams& params, const Operator& op) {
   const int64_t tile_bytes =

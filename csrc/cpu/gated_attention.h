@@ -176,7 +176,7 @@ void gated_attention_backward(const BackwardParams& params) {
   const WorkItems whole(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)), 1);
   const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + whole.size * tile_bytes;
   const BiasEntries bias(params);
-  // Where it broadcasts over rows, its sums would follow the order of the tiles in a work item.
+  // Not if it broadcasts over rows: the order of its sums would depend on the tiles of a work item.
   const bool on_the_way =
       params.dbias && params.dbias.size[3] != 1 && op.heads_per_key == 1 && op.S > 0;
   if (on_the_way && divide_well(bias.count(), params.threads)) {

@@ -96,7 +96,7 @@ __attribute__((always_inline)) inline void multiply_block(Left<Operand, kDown> a
 
 // All rows for V vectors of columns. Rows of a register tile: as many as leave registers for the V
 // columns of B and one broadcast of A (32 registers: 6 x 4 + 4 + 1; 16 registers: 6 x 2 + 2 + 1).
-// Of pairs 4 x 4 + 2 x 4 + 1: two steps at the end, and tiles of 64 rows leave no remainder.
+// With pairs 4 x 4 + 2 x 4 + 1: two steps at the end, and tiles of 64 rows leave no remainder.
 template <typename Operand, int V, bool kDown>
 inline void multiply_columns(int64_t rows, Left<Operand, kDown> a, const Operand* b, int64_t ldb,
                              RealOf<Operand>* c, int64_t ldc, int64_t depth, bool accumulate) {

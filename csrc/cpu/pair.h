@@ -5,7 +5,7 @@
 // by vectors, [depth][columns], has two neighbouring rows in the words of one row.
 //
 // The instructions flush subnormal numbers to 0: a factor or a sum below 2^-126 may count as 0
-// (tests/ops/test_cpu_levels.py). To check for such numbers would slow down every call.
+// (tests/ops/test_cpu_levels.py). Checking for such numbers would slow down every call.
 #pragma once
 
 #include "cpu/rows.h"
@@ -96,7 +96,7 @@ inline Vec<Pair> couple(Vec<Pair> a, Vec<Pair> b) {
   return couple<half>(a, b, std::make_index_sequence<2 * kLanes<Pair>>{});
 }
 
-// Each lane of a with that of b.
+// Pairs each lane of a with that of b.
 inline Vec<Pair> narrow_couples(Vec<float> a, Vec<float> b) {
 #if defined(__AVX512BF16__)
   const auto both = (Simd<Pair>::Halves)narrow_neighbours(a, b);
@@ -115,9 +115,9 @@ __attribute__((always_inline)) inline Vec<RealOf<Operand>> exp_of_score(Vec<Real
 }
 
 #if HK_VECTOR_BYTES == 64
-// To 1.5e-7 and exactly 1 at 0, in two thirds of the time of `exp`: 2^t, whose fraction goes
-// through a minimax polynomial. The rounding of t adds 6e-8 |x|: of small probabilities alone,
-// since x is a score less one near the largest. -inf gives 0, NaN stays NaN.
+// Accurate to 1.5e-7 and exactly 1 at 0, in two thirds of the time of `exp`: 2^t, with a minimax
+// polynomial for the fraction of t. The rounding of t adds 6e-8 |x|, which matters for small
+// probabilities only, since x is a score minus one near the largest. -inf gives 0, NaN stays NaN.
 template <>
 __attribute__((always_inline)) inline Vec<float> exp_of_score<Pair>(Vec<float> x) {
   constexpr int kFloor = 1;

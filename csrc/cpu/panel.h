@@ -37,9 +37,9 @@ class Held {
   int64_t stride_ = 0, begin_ = 0, end_ = 0;
 };
 
-// A window of up to BLOCK_N rows in Real. Rows that several query tiles read are copied next to
-// each other once (rows of the projections' layout [B, T, H, D] are a page apart, and reading them
-// costs more than the copy); rows of another dtype are widened; others are read in place.
+// A window of up to BLOCK_N rows in Real. Rows that several query tiles read are copied once, next
+// to each other (rows in the projections' layout [B, T, H, D] are a page apart, and reading them
+// there costs more than the copy); rows of another dtype are widened; others are read in place.
 template <typename Real>
 class Panel {
  public:

@@ -1,8 +1,8 @@
 // Products of few rows: with keys, and of their weights with values.
 //
 // Keys and values are read once, in place, and widened in registers; the lanes are features. A
-// score is a sum over lanes, and as many of them are reduced together as there are lanes. The
-// scores and the weights of a row are contiguous.
+// score is a sum over lanes; as many scores as there are lanes are reduced together. The scores and
+// the weights of a row are contiguous.
 #pragma once
 
 #include "cpu/attend.h"
@@ -56,8 +56,8 @@ inline void prepare_query(RealOf<Operand>* row, int64_t width) {
 }
 
 // products[r][k] of R rows and K keys, [R][kPart]. `query` holds the rows in whole loads, 0 past
-// the width. Prefetches what is `ahead` numbers behind the keys. kLast: there are only `count`
-// keys, at least 1; the other products are undefined.
+// the width. Prefetches the numbers `ahead` of the keys. kLast: there are only `count` keys, at
+// least 1; the other products are undefined.
 template <typename Operand, typename Number, int R, int K, bool kLast>
 inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count, int64_t ahead,
                           const Operand* query, int64_t query_stride, const Ranges& features,

@@ -148,9 +148,9 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
   }
 }
 
-// Prefetches the same row of the head that is processed next, where heads of `width` elements are
-// side by side, as in the layout [B, T, H, D] of the projections: hardware prefetchers do not cross
-// the pages between rows. (g++ drops calls of a function that only prefetches.)
+// Prefetches the same row of the head that is processed next, if heads of `width` elements are side
+// by side, as in the layout [B, T, H, D] of the projections: hardware prefetchers do not cross the
+// pages between rows. (g++ drops calls of a function that only prefetches.)
 template <bool kWrite>
 __attribute__((always_inline)) inline void prefetch_next_head(const Rows& rows, int64_t row,
                                                               int64_t width) {

@@ -2,7 +2,7 @@
 //
 //   score = softcap * tanh(scale * raw / softcap) + bias
 //
-// Nothing is folded into them that a finite bias or sink could overflow by.
+// No factor is folded into bias or sink, so finite ones do not overflow.
 #pragma once
 
 #include <cmath>
@@ -65,7 +65,7 @@ struct HeadTerms {
     load_row(values, part.data, part.dtype, count, part.step);
   }
 
-  // The sink of a row; -inf where there is none.
+  // The sink of a row; -inf without one.
   double sink(int64_t row) const {
     return sinks ? value(sinks, row, 0) : -std::numeric_limits<double>::infinity();
   }

@@ -134,7 +134,7 @@ inline bool any_lane(IntVec<Real> mask) {
 #endif
 }
 
-// The larger one of bound and x in each lane, and x where x is NaN.
+// The larger of bound and x in each lane, and x if x is NaN.
 template <typename Real>
 inline Vec<Real> at_least(Vec<Real> bound, Vec<Real> x) {
   if constexpr (sizeof(Real) == 4) {

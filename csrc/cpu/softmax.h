@@ -30,8 +30,7 @@ template <typename Real>
 struct OnlineSoftmax {
   alignas(64) Real reference[BLOCK_M];
   alignas(64) Real sum[BLOCK_M];
-  alignas(64)
-      Real rescale[BLOCK_M];  // what earlier contributions are multiplied by after the last `step`
+  alignas(64) Real rescale[BLOCK_M];  // the factor of earlier contributions after the last `step`
 
   OnlineSoftmax() {
     for (int m = 0; m < BLOCK_M; ++m) {
@@ -41,7 +40,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores to unnormalised probabilities, in place; true where earlier sums must be rescaled.
+  // Scores to unnormalised probabilities, in place; true if earlier sums must be rescaled.
   bool step(Real* scores, int keys, int columns) {
     return for_vectors(columns, [&](auto vectors, int m) {
       constexpr int V = vectors;
@@ -112,8 +111,8 @@ struct OnlineSoftmax {
     return any_lane<Real>(moved);
   }
 
-  // Raises the references to the maxima where needed, and gives what is subtracted from scores.
-  // Lanes that must be rescaled as a vector mask.
+  // Raises the references to the maxima where needed, and sets what is subtracted from scores.
+  // Returns the lanes that must be rescaled as a vector mask.
   template <int V>
   IntVec<Real> raise(const Real* scores, int keys, int m, Real factor, Vec<Real>* shift) {
     constexpr int L = kLanes<Real>;

@@ -13,13 +13,13 @@ struct Float16 {
   uint16_t bits;
 };
 
-// How many numbers a vector of operands holds.
+// The number of numbers in a vector of operands.
 template <typename Operand>
 constexpr int kWidth = kLanes<Operand> * kNumbers<Operand>;
 
-// How many vectors of operands one load becomes. Of bfloat16 the even numbers are shifted, then the
-// odd ones masked, in half the instructions that widen neighbours. Wider vectors would not end
-// where chunks of a mixing vector do.
+// The number of vectors of operands that one load becomes. With bfloat16, the even numbers are
+// shifted and the odd ones masked, in half of the instructions that widening neighbours takes.
+// Wider vectors would not end where chunks of a mixing vector do.
 template <typename Operand, typename Number>
 constexpr int kVectors = 1;
 #if HK_VECTOR_BYTES <= 32
@@ -111,7 +111,7 @@ inline void as_loaded(RealOf<Operand>* numbers) {
   }
 }
 
-// The opposite, of the vectors of a load.
+// The inverse, for the vectors of a load.
 template <typename Operand, typename Number>
 inline void in_order(Vec<RealOf<Operand>>* v) {
   using Real = RealOf<Operand>;

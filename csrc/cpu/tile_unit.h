@@ -39,8 +39,8 @@ constexpr bool kTiled<Pair> = true;
 
 #if defined(__AMX_BF16__)
 
-// All eight tiles have the full size. PyTorch's own kernels use them on the same threads, so
-// nothing is kept between calls.
+// All eight tiles have the full size. PyTorch's own kernels use them on the same threads, so they
+// are configured in every call.
 template <>
 struct TileUnit<Pair> {
   TileUnit() {

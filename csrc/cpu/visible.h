@@ -71,7 +71,7 @@ struct DenseMask {
 };
 
 // Rows [first, first + count) of one head. Row m sees keys of [lo[m], hi[m]), and those of [0,
-// front) that are below hi[m]. Rows that see nothing and lanes past `count` have lo = hi = 0.
+// front) that are below hi[m]. Rows that see no key and lanes past `count` have lo = hi = 0.
 template <typename Real>
 struct VisibleRows {
   int64_t first = 0;
@@ -247,7 +247,7 @@ struct VisibleRows {
     bool some, all;
   };
 
-  // Rows of which the first keys reach the interval, or have none, have one interval from 0 on.
+  // If the first keys reach the interval of a row, or it has none, its interval begins at 0.
   void join_first_keys(int64_t first_keys) {
     front = first_keys;
     const Int<Real> last = static_cast<Int<Real>>(front);

@@ -3,7 +3,7 @@
 //   dscores = p * (dp - delta)
 //   dbias = sum of dscores over what the bias broadcasts along; doffset_bias = its diagonals' sums
 //
-// The other formulas stand in tile_gradient.h.
+// tile_gradient.h has the other formulas.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
 #include "cuda/launch.h"
@@ -11,13 +11,13 @@
 
 namespace hk::cuda {
 
-// A block of threads owns sums of kBiasTile x kBiasTile pairs, in registers, and goes in order over
-// the tiles of dscores that add to them. Of a dense bias it owns a tile: those are of the batches
-// and heads that share it (a splits-th of them), and of all rows or keys where it broadcasts along
-// them. Of a table of offsets it owns the tiles of a head on a diagonal: the sums of their
-// diagonals belong to 2 kBiasTile - 1 offsets, of which the next block owns a part too; hence two
-// parts. Features come kStepWidth at a time, two steps on chip, first those of scores, then those
-// of dp: so heads of any width take the same kernel.
+// A block of threads owns sums of kBiasTile x kBiasTile pairs, in registers, and adds the tiles of
+// dscores that belong to them, in order. With a dense bias it owns one tile of it: it adds tiles of
+// the batches and heads that share this tile (a splits-th of them), and of all rows or keys if the
+// bias broadcasts along them. With a table of offsets it owns a diagonal of tiles of a head: their
+// diagonals belong to 2 kBiasTile - 1 offsets, some of which the next block computes too, so there
+// are two parts. Features are loaded kStepWidth at a time, two steps on chip, first those of
+// scores, then those of dp; so one kernel serves heads of any width.
 template <typename T>
 struct BiasGradient {
   using Params = BiasParams;
@@ -108,8 +108,8 @@ struct BiasGradient {
     }
   }
 
-  // The tiles of a head on one diagonal: those whose number of a tile of keys less that of
-  // a tile of rows is the same.
+  // The tiles of a head on one diagonal: the index of the tile of keys minus that of the tile of
+  // rows is the same.
   HK_DEVICE static void add_diagonal(const Params& p, const Sizes& n, Memory& on_chip) {
     const int blocks = n.row_tiles + n.key_tiles - 1;
     const int own = static_cast<int>(block_index() % blocks), first = own - (n.row_tiles - 1);
@@ -122,8 +122,8 @@ struct BiasGradient {
         add_tile(p, n, on_chip, at, row * kBiasTile, (first + row) * kBiasTile, sums);
     }
     const SumTile tile = put(on_chip, sums);
-    // Offsets from 0 on are in the first part behind those before 0 of the next block, in the
-    // second part.
+    // Offsets from 0 on are in the first part of this block; those before 0 are in the second part
+    // of the next one.
     const int64_t stride = int64_t{blocks + 1} * kBiasTile;
     float* const parts = static_cast<float*>(p.doffset_bias.data);
     HK_ROLLED
@@ -138,7 +138,7 @@ struct BiasGradient {
     }
   }
 
-  // Whether a head is open; makes its features known.
+  // Whether a head is open; reads its list of features.
   HK_DEVICE static bool opens(const Params& p, const Head& at, Memory& on_chip) {
     if (Gate(p.gate, p.activation).closes(at.b, at.h)) return false;
     if (p.mixing.rank > 0) on_chip.features.template set<kThreads>(p.mixing, at.h);
@@ -151,7 +151,7 @@ struct BiasGradient {
     if (p.dense_cells.data && Terms::shown(p, at, first_row, first_key) == kHidden) return;
     const Visible visible(p.mask, at.b, at.h, n.T_rows, n.S);
     QueryRows<kBiasTile>& rows = *on_chip.query_rows;
-    sync_block();  // no thread reads what the tile before has left
+    sync_block();  // no thread reads the tile before any more
     bool sees = false, cut = false;
     if (thread_index() < kBiasTile) {
       const QueryRow term(p, Gate(p.gate, p.activation), visible, at.b, at.h, n.H,
@@ -226,7 +226,7 @@ struct BiasGradient {
     });
   }
 
-  // The sums of all warps, in shared memory over tiles that are read no more.
+  // Writes the sums of all warps to shared memory, over tiles that are not read any more.
   HK_DEVICE static SumTile put(const Memory& on_chip, const Scores& sums) {
     const SumTile tile = {reinterpret_cast<float*>(on_chip.rows[0].data)};
     sync_block();

@@ -1,12 +1,12 @@
-// The first pass of the backward, one for both operators: delta and the rows of the gate's gradient
-// in one read.
+// The first pass of the backward, for both operators: delta, and the gate's gradient by row, in one
+// read.
 //
 //   dgate row = rowsum(dout * attended)   delta = rowsum(dattended * attended) - dlse
 //   dattended = g * dout                  dsinks row = -exp(sink - lse) * delta
 //
-// g is the activated gate. For gates of heads and of rows rowsum(dattended * attended) = g * (dgate
-// row); a gate of elements keeps dout * attended as it is, and its dattended is written for the
-// passes that follow. dlse, the gradient of lse, adds dlse * p to dscores = p * (dp - delta).
+// g is the activated gate. For gates per head and per row, rowsum(dattended * attended) = g *
+// (dgate row). For a gate per element, dout * attended is not summed, and dattended is written for
+// the passes that follow. dlse, the gradient of lse, adds dlse * p to dscores = p * (dp - delta).
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
@@ -15,13 +15,13 @@
 
 namespace hk::cuda {
 
-// A block of threads reads kBlockM rows of a head once, 16 bytes a lane: as many lanes beside each
-// other as a row has such units, or as its next power of two has, so that a warp reads several
-// narrow rows together. The last rows of a head come first, as in the forward. Rows that see
-// nothing get 0, whatever stands in dout there. Their lse says so, -inf; with a sink it is the
-// sink's, as that of a row whose keys weigh nothing beside the sink: their keys are looked through,
-// and delta is nan where none is seen, so that the passes that follow leave the row out as they do
-// any that is not finite.
+// A block of threads reads kBlockM rows of a head once, 16 bytes per lane. The number of lanes per
+// row is the number of 16-byte units in it, rounded up to a power of two, so that a warp reads
+// several narrow rows together. The last rows of a head come first, as in the forward. Rows that
+// see no key get 0, even if dout is not finite there. Their lse is -inf, but with a sink it is the
+// sink, which it can also be for other rows if their scores are small: then the keys of the row are
+// searched, and if it sees none, delta is nan, so that the passes that follow skip the row like any
+// row that is not finite.
 template <typename T, bool kSinks, bool kElementwise>
 struct AttentionRows {
   using Params = RowsParams;
@@ -98,7 +98,7 @@ struct AttentionRows {
     const float dlse = p.dlse ? static_cast<const float*>(p.dlse.data)[index] : 0.0f;
     if (sees) total -= dlse;
     if constexpr (kSinks) {
-      // The lse of a row that sees nothing is the sink.
+      // The lse of a row that sees no key is the sink.
       const float alone = lse == -kInfinity ? 0.0f : dlse;
       if (p.dsinks)
         static_cast<float*>(p.dsinks.data)[index] = sees ? -expf(sink - lse) * total : alone;
@@ -107,8 +107,8 @@ struct AttentionRows {
     static_cast<float*>(p.delta.data)[index] = total;
   }
 
-  // Whether the row of this lane, one of `across`, sees a key; one that is not there sees none. All
-  // lanes of the warp come here.
+  // Whether the row of this lane, one of `across`, sees a key; a row beyond the last one sees none.
+  // All lanes of the warp take part.
   HK_DEVICE static bool sees_a_key(const Params& p, int b, int h, int row, int own, int across) {
     const Head at = {b, h, static_cast<int>(p.dout.size[2]),
                      static_cast<int>(p.key.size[p.key.rank - 2])};

@@ -11,7 +11,7 @@
 
 namespace hk::cuda {
 
-// What is kept of the rows of a warp. A lane has its own part of sums and its own best key, of the
+// Running statistics of the rows of a warp. A lane has the part of sums, and the best key, of the
 // columns that it holds.
 struct RowStatistics {
   float row_max[2], row_sum[2];
@@ -28,7 +28,7 @@ struct RowStatistics {
     }
   }
 
-  // Scores of a tile, hidden ones -inf; keys do not come in their order.
+  // Adds the scores of a tile, hidden ones -inf. Tiles are not visited in the order of their keys.
   template <int kColumns>
   HK_DEVICE void step(const Accumulator<1, kColumns>& scores, int first_key, const bool* excluded) {
     HK_UNROLL
@@ -43,7 +43,7 @@ struct RowStatistics {
       const float drop = old == -kInfinity ? 0.0f : (old - base) * kLog2e;
       const float alpha = old == -kInfinity ? 0.0f : exp2_approx(drop);
       float sum = row_sum[half] * alpha;
-      // Where alpha is 0, drop may be -inf.
+      // If alpha is 0, drop may be -inf.
       float total = alpha == 0.0f ? 0.0f : (energy[half] + row_sum[half] * drop) * alpha;
       HK_UNROLL
       for (int n = 0; n < kColumns / 8; ++n) {
@@ -67,7 +67,7 @@ struct RowStatistics {
     }
   }
 
-  // Of the four lanes of a row, in each of them.
+  // Combines the four lanes of a row; each of them gets the result.
   HK_DEVICE void sum_lanes() {
     HK_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -86,8 +86,8 @@ struct RowStatistics {
   }
 };
 
-// A tile of scores of kBlock rows and as many keys. Features come kStepWidth at a time, two steps
-// on chip: so heads of any width take the same kernels, with terms or without.
+// A tile of scores of kBlock rows and as many keys. Features are loaded kStepWidth at a time, two
+// steps on chip; so the same kernels serve heads of any width, with terms or without.
 template <typename T, ScoreLayout kLayout>
 struct StatisticsTile {
   using Params = StatisticsPass;
@@ -148,8 +148,8 @@ struct StatisticsTile {
   }
 };
 
-// A block of threads owns kBlock rows of a head, in the order of the forward kernel, and goes
-// through tiles of as many keys.
+// A block of threads owns kBlock rows of a head, in the order of the forward kernel, and visits
+// tiles of as many keys.
 template <typename T>
 struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
   using Base = StatisticsTile<T, ScoreLayout::kRowsFirst>;
@@ -205,8 +205,8 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
   }
 
  private:
-  // A sink is one more score, to which no key belongs: probabilities are p = w * q, where q are
-  // those without it, and so the entropy of the keys is w * (entropy of q - ln w).
+  // A sink is one more score without a key. With q the probabilities without it, probabilities are
+  // p = w * q, and the entropy of the keys is w * (entropy of q - ln w).
   HK_DEVICE static void store(const Params& p, const RowStatistics& of, int half, float sink,
                               int64_t index, float row_weight) {
     const float sum = of.row_sum[half], most = of.row_max[half];
@@ -236,7 +236,7 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
     p.share[index] = sees && row_weight != 0.0f ? share * row_weight : 0.0f;
   }
 
-  // 0 where `received` is not asked for.
+  // 0 if `received` is not requested.
   HK_DEVICE static float row_weight(const Params& p, int b, int h, int row) {
     const Tensor& t = p.row_weights;
     if (!p.share) return 0.0f;

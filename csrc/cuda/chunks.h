@@ -1,10 +1,10 @@
-// The features of a head of collaborative attention: those of its mixing vector that count, and
-// their way from the rows that all heads share into tiles.
+// The features of a head of collaborative attention: which ones its mixing vector uses, and how
+// they are copied into tiles from the rows that all heads share.
 //
-// A mixing vector is made of chunks of kChunk features. Chunks that are all zero are left out; the
-// others are taken in steps of up to four, in the order of their numbers, so that a ragged head
-// costs what it uses. The mixed query is never in global memory: a thread multiplies what it has
-// copied itself, before the barrier that shows it to the others.
+// A mixing vector consists of chunks of kChunk features. Chunks that are all zero are skipped; the
+// others are processed in steps of up to four, in ascending order, so that a ragged head costs only
+// what it uses. The mixed query is never in global memory: a thread multiplies the elements that it
+// has copied itself, before the barrier after which the others read them.
 #pragma once
 
 #include <cstring>
@@ -18,8 +18,8 @@ namespace hk::cuda {
 constexpr int kChunk = 16;  // MIXING_CHUNK of call.py
 constexpr int kStepChunks = 4, kStepWidth = kStepChunks * kChunk;
 
-// One step over one tile of a list. The tiles of a list follow each other without a break; the
-// copies of a step are under way while the one before it is computed, on two stages in turn.
+// One step over one tile of a list. The copies of a step run while the one before it is computed,
+// also from one tile to the next, with two stages in turn.
 struct Step {
   int tile = 0, place = 0, stage = 0;
   int turn = 0;  // which of two tiles, where a list is gone through with gaps
@@ -38,7 +38,7 @@ struct Step {
   }
 };
 
-// Where the features of a tile's columns stand in a row, by chunks: the next ones of a list.
+// The position in a row of the features of a tile's columns, by chunks: the next ones of a list.
 struct Gathered {
   const int* numbers;
   int count;
@@ -48,7 +48,7 @@ struct Gathered {
   }
 };
 
-// Or those from `first` on, of which only the `used` chunks are asked for, a bit each.
+// The features from `first` on; only the `used` chunks are copied, one bit each.
 struct Slice {
   int first;
   uint32_t used;
@@ -67,8 +67,8 @@ class Features {
         used_(memory.take<int>(chunks_of(width_))),
         numbers_(memory.take<int>(chunks_of(width_))) {}
 
-  // Those of head h. All threads of the block come here; barriers stand before the first write and
-  // after the last.
+  // Reads those of head h. All threads of the block take part; there are barriers before the first
+  // write and after the last.
   template <int kThreads>
   HK_DEVICE void set(const Tensor& mixing, int64_t h) {
     const int chunks = chunks_of(width_);
@@ -93,7 +93,7 @@ class Features {
     sync_block();
   }
 
-  // At least one: a head without features has its content bias for scores.
+  // At least one: the scores of a head without features are its content bias.
   HK_DEVICE int steps() const { return count_ ? ceil_div(count_, kStepChunks) : 1; }
   HK_DEVICE bool ends(const Step& step) const { return step.place + 1 == steps(); }
   HK_DEVICE int chunks(const Step& step) const {
@@ -104,8 +104,8 @@ class Features {
   HK_DEVICE Gathered at(const Step& step) const {
     return {numbers_ + step.place * kStepChunks, chunks(step)};
   }
-  // Features `first` and on, kWidth of them; `all` those that the mixing vector has, else those
-  // that the head uses.
+  // kWidth features from `first` on: with `all`, those of the mixing vector, else those that the
+  // head uses.
   template <int kWidth>
   HK_DEVICE Slice slice(int first, bool all) const {
     static_assert(kWidth <= 32 * kChunk);
@@ -130,9 +130,9 @@ class Features {
 // Features `step * kStepWidth` and on, without a mixing vector.
 HK_DEVICE Slice whole_step(int step) { return {step * kStepWidth, (1u << kStepChunks) - 1}; }
 
-// copy(step, stage) starts the copies of a step, use(step, stage) multiplies what has landed for
-// this thread and shows it to others by a barrier: in turn on two stages, so that the copies of a
-// step are under way while the one before it is computed.
+// copy(step, stage) starts the copies of a step; use(step, stage) multiplies the elements that this
+// thread has copied, and makes them visible to others by a barrier. With two stages in turn, the
+// copies of a step run while the one before it is computed.
 template <typename Copy, typename Use>
 HK_DEVICE void each_step(int steps, Copy&& copy, Use&& use) {
   for (int step = -1; step < steps; ++step) {  // the first only copies
@@ -145,16 +145,16 @@ HK_DEVICE void each_step(int steps, Copy&& copy, Use&& use) {
   }
 }
 
-// Goes through the steps of the tiles of a list, from tile `first` on, of which there is one;
-// from(index) is the next one that counts. Copies of a step are under way while the one before it
-// is computed. A kernel says what a step does:
+// Runs the steps of the tiles of a list, from tile `first` on, which exists; from(index) is the
+// next tile to visit. Copies of a step run while the one before it is computed. The kernel defines:
 //   copy(step)         starts its copies;
-//   mix(step)          multiplies what this thread has copied, once it has landed;
-//   stage(step)        with kTerms, where a tile ends: puts its terms on chip; whether they hide;
+//   mix(step)          multiplies the elements that this thread has copied, once they have landed;
+//   stage(step)        with kTerms, at the end of a tile: puts its terms on chip; returns whether
+//                      they hide pairs;
 //   use(step, hides)   computes it;
-//   load(step)         where a tile ends: reads a number while the step before is computed, and
-//   put(number)        puts it on chip, each of the first kLoaded threads.
-// The list is read where it is: in shared memory it takes no registers.
+//   load(step)         at the end of a tile: reads a number while the step before is computed, and
+//   put(number)        puts it on chip, in each of the first kLoaded threads.
+// The list is read from shared memory, where it takes no registers.
 template <bool kTerms, int kLoaded, typename From, typename Copy, typename Mix, typename Stage,
           typename Use, typename Load, typename Put>
 HK_DEVICE void each_tile_step(const Features& features, int first, const TileList& list,
@@ -191,8 +191,8 @@ HK_DEVICE void each_tile_step(const Features& features, int first, const TileLis
   }
 }
 
-// Starts to copy the features of rows `first` and on into a tile, with all threads of the block;
-// columns for which `source` has none are left as they are.
+// Starts to copy the features of the rows from `first` on into a tile, with all threads of the
+// block; columns for which `source` has none are unchanged.
 template <int kThreads, typename AnyTile, typename Source>
 HK_DEVICE void copy_features(const AnyTile& tile, const Rows<typename AnyTile::Element>& rows,
                              int first, const Source& source) {

@@ -2,7 +2,7 @@
 //
 //   attended_h = softmax(scores_h under the mask) value_h
 //
-// and scores_h are made of scale * ((query * mixing_h) key^T + content_bias_h) as scores.h says.
+// and scores_h follow from scale * ((query * mixing_h) key^T + content_bias_h) as in scores.h.
 #include <algorithm>
 
 #include "cuda/chunks.h"
@@ -14,12 +14,12 @@
 
 namespace hk::cuda {
 
-// A block of threads computes kBlockM rows of one head. Heads of one tile of rows follow each
-// other, for they read the same query and key; the last rows (the longest of a causal mask) come
-// first. A closed head writes its zeros and is done. With splits a block goes through its share of
-// the tiles of keys and leaves sums for attention_combine.cu. On chip stay the mixed query (where
-// there is space: else it is copied anew with every tile of keys), scores and the accumulator, two
-// steps of keys and two tiles of values.
+// A block of threads computes kBlockM rows of one head. Consecutive blocks are the heads of one
+// tile of rows, because they read the same query and key; the last rows (the longest under a causal
+// mask) come first. For a closed head a block only writes zeros. With splits, a block visits its
+// share of the tiles of keys and writes sums for attention_combine.cu. On chip stay the mixed query
+// (if there is space, else it is copied again with every tile of keys), scores and the accumulator,
+// two steps of keys and two tiles of values.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeForward {
   struct Params : ForwardTask {
@@ -35,13 +35,13 @@ struct CollaborativeForward {
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
-  // What tiles are copied from. It is in shared memory, as BlockCoord does: there it takes no
-  // registers between its uses.
+  // The sources of copies. They are in shared memory, as BlockCoord is, where they take no
+  // registers between uses.
   struct Sources {
     Rows<T> query, key, value;
   };
 
-  // What a block works on.
+  // The work of a block.
   struct BlockCoord {
     int split, b, h, first_row;
 
@@ -188,7 +188,7 @@ struct CollaborativeForward {
       return;
     }
     softmax.normalize(attended, static_cast<float>(p.dropout.keep_scale));
-    const BlockCoord block = at;  // what follows writes over it
+    const BlockCoord block = at;  // its memory is overwritten below
     Output::store(p, Gate(p.gate, p.activation), block.b, block.h, block.first_row, attended,
                   softmax.row_max);
   }

@@ -3,7 +3,7 @@
 //   dvalue_h = p^T dattended     dcontent_bias_h = scale * colsum(dscores)
 //   dkey = scale * sum over h of dscores_h^T (query * mixing_h)
 //
-// The other formulas stand in tile_gradient.h.
+// tile_gradient.h has the other formulas.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
 #include "cuda/head_gradient.h"
@@ -13,11 +13,11 @@
 namespace hk::cuda {
 
 // A block of threads owns a slice of the features of kBlockN keys and sums dkey over the heads (a
-// splits-th of them, whole groups that share a value head) in registers. The block of the first
-// slice also stores dvalue of every group and dcontent_bias of every head; where a slice is
-// narrower than Ds, scores are computed again for every one. On chip stay a head's features of the
-// keys (where they fit), its values and all sums. Scores are transposed, [keys, query rows], so
-// that probabilities and dscores are left operands as they stand in registers.
+// splits-th of them, in whole groups that share a value head) in registers. The block of the first
+// slice also stores dvalue of every group and dcontent_bias of every head; if a slice is narrower
+// than Ds, every slice recomputes the scores. On chip stay a head's features of the keys (if they
+// fit), its values and all sums. Scores are transposed, [keys, query rows], so that probabilities
+// and dscores are left operands directly from registers.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeKeys {
   struct Params : KeysParams {
@@ -35,7 +35,7 @@ struct CollaborativeKeys {
   using Scores = Accumulator<kGroups, kBlockM>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kKeysFirst, kBlockM, kBlockN>;
 
-  // What a block works on.
+  // The work of a block.
   struct BlockCoord {
     int b, first_head, last_head, first_key, column, part;
 
@@ -57,8 +57,8 @@ struct CollaborativeKeys {
     HK_DEVICE bool is_first_slice() const { return column == 0; }
   };
 
-  // What tiles are copied from. It is in shared memory, as BlockCoord and the list of tiles do:
-  // there it takes no registers between its uses.
+  // The sources of copies. They are in shared memory, as BlockCoord and the list of tiles are,
+  // where they take no registers between uses.
   struct Sources {
     Rows<T> query, key, dout;
     Gate gate;
@@ -86,7 +86,7 @@ struct CollaborativeKeys {
     return Memory(Ds, keeps_key).memory.bytes();
   }
 
-  // What store_gradient overwrites between heads is in tiles.
+  // store_gradient overwrites only tiles between heads.
   static_assert(Sizes::kWarps * GradientPart<kGroups, kSlice>::kBytes <=
                 2 * (QueryTile::kBytes + SliceTile::kBytes + DoutTile::kBytes) + ValueTile::kBytes);
 
@@ -136,8 +136,8 @@ struct CollaborativeKeys {
     return {p.mask, at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
   }
 
-  // All tiles of query rows of a head; none of a closed one, nor of one that does not use the slice
-  // unless it is the first.
+  // Adds all tiles of query rows of a head; none if the head is closed, or if it does not use the
+  // slice and the slice is not the first.
   HK_DEVICE static void add_head(const Params& p, const TileList& list, Memory& on_chip,
                                  const BlockCoord& at, int h, Sums& sums) {
     if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) return;
@@ -209,7 +209,7 @@ struct CollaborativeKeys {
                                     });
   }
 
-  // What one tile of query rows gives, by its scores that still lack the content bias.
+  // Adds one tile of query rows, from its scores without the content bias.
   HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
                                  const Slice& slice, const BlockCoord& at, int h, int tile,
                                  int half, bool hides, Scores& probabilities, Sums& sums) {
@@ -241,7 +241,7 @@ struct CollaborativeKeys {
       multiply_rows(dscores, on_chip.value[0], warp_row, dout);
       centre(dscores, row, left_out, keep_scale);
     };
-    if (kTerms && wants_dscores) to_dp();  // the slope of the scores goes into it
+    if (kTerms && wants_dscores) to_dp();  // includes the slope of the scores
     terms.to_scores(p, probabilities, &dscores);
     to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);

@@ -3,7 +3,7 @@
 //   dmixed_h = dscores_h key
 //   dquery = sum over h of mixing_h * dmixed_h        dmixing_h = colsum(query * dmixed_h)
 //
-// The other formulas stand in tile_gradient.h.
+// tile_gradient.h has the other formulas.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
 #include "cuda/launch.h"
@@ -11,10 +11,10 @@
 
 namespace hk::cuda {
 
-// A block of threads owns a slice of the features of kBlockM query rows and goes through the heads
-// (a splits-th of them). What a head adds to dquery is added in memory, in float, once a head:
-// dmixing asks for the sum of the head alone, and there are not registers enough for both. With
-// closed_grad false, or no dmixing, chunks that a head does not use are left out.
+// A block of threads owns a slice of the features of kBlockM query rows and processes the heads (a
+// splits-th of them). The term of a head is added to dquery in memory, in float, once per head:
+// dmixing needs the sum of a single head, and there are not enough registers for both sums. With
+// closed_grad false, or without dmixing, chunks that a head does not use are skipped.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeQueries {
   struct Params : QueriesParams {
@@ -33,7 +33,7 @@ struct CollaborativeQueries {
   using Sum = Accumulator<kGroups, kSlice>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
-  // What a block works on.
+  // The work of a block.
   struct BlockCoord {
     int b, first_head, last_head, tile, column, part;
 
@@ -53,8 +53,8 @@ struct CollaborativeQueries {
     HK_DEVICE int first_row() const { return tile * kBlockM; }
   };
 
-  // What tiles are copied from. It is in shared memory, as BlockCoord does: there it takes no
-  // registers between its uses.
+  // The sources of copies. They are in shared memory, as BlockCoord is, where they take no
+  // registers between uses.
   struct Sources {
     Rows<T> query, key, value;
   };
@@ -113,7 +113,7 @@ struct CollaborativeQueries {
     return {p.mask, at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
   }
 
-  // dmixed of a head: all tiles of keys.
+  // Computes dmixed of a head, over all tiles of keys.
   HK_DEVICE static void add_tiles(const Params& p, const TileList& list, const Memory& on_chip,
                                   const Slice& slice, const BlockCoord& at, int h, Sum& dmixed) {
     const Features& features = on_chip.features;
@@ -180,7 +180,7 @@ struct CollaborativeQueries {
     each_tile_step<kTerms, kBlockN>(features, first_tile, list, from, copy, mix, stage, use,
                                     bias_of,
                                     [&](float number) { on_chip.bias[thread_index()] = number; });
-    // Rows that see nothing take part in no sum, whatever stands in the keys beside them.
+    // Rows that see no key take part in no sum, even if keys of their tiles are not finite.
     dmixed.each([&](float& sum, int m, int, int e) {
       if (is_blind(on_chip, row_of(m, e))) sum = 0.0f;
     });
@@ -190,7 +190,7 @@ struct CollaborativeQueries {
     return on_chip.query_rows->lse[warp() * kGroups * 16 + warp_row] == kInfinity;
   }
 
-  // What one tile of keys gives, by its scores that still lack the content bias.
+  // Adds one tile of keys, from its scores without the content bias.
   HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
                                  const Slice& slice, const BlockCoord& at, int h, const Step& step,
                                  bool hides, Scores& scores, Sum& dmixed) {
@@ -202,7 +202,7 @@ struct CollaborativeQueries {
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
     const TileRows<kLayout, kBlockM> row = {query_rows, warp_row};
     const bool partial = !list.is_full(step.tile) || hides;
-    // 0 * nan: what a row does not see must not reach its sum.
+    // 0 * nan is nan: keys that a row does not see must not reach its sum.
     if (partial) clean<kThreads>(key);
     Scores dscores;
     dscores.clear();
@@ -218,13 +218,13 @@ struct CollaborativeQueries {
     multiply_weights(dmixed, dscores, key, [&](int n) { return slice.has(n); });
   }
 
-  // What a sum of scores' gradients gives with a factor: 0 of what takes no part, whatever stands
-  // in the factor.
+  // `factor` times a sum of scores' gradients; 0 if the sum is 0, even if the factor is not finite.
   HK_DEVICE static float times(float factor, float sum) {
     return sum == 0.0f ? 0.0f : factor * sum;
   }
 
-  // Stores what the first head gives, adds what the others do: to elements of this thread alone.
+  // Stores the term of the first head and adds those of the others; only to elements of this
+  // thread.
   HK_DEVICE static void add_dquery(const Params& p, const float* factors, const BlockCoord& at,
                                    bool is_first, const Sum& dmixed) {
     const Rows<float> dquery = rows_of<float>(p.dquery, at.part, 0);
@@ -247,12 +247,12 @@ struct CollaborativeQueries {
     }
   }
 
-  // The rows of a warp are added up in registers, the warps in their order.
+  // Sums the rows of a warp in registers, then the warps in their order.
   HK_DEVICE static void store_dmixing(const Params& p, const Memory& on_chip, const BlockCoord& at,
                                       int h, const Sum& dmixed) {
     const Rows<T> queries = rows_of<T>(p.query, at.b, 0);
     const int width = queries.width - at.column;
-    const T* rows[kGroups][2];  // of this lane; where there is none, another
+    const T* rows[kGroups][2];  // of this lane; a row beyond the last one is replaced by another
     each_row<kGroups>([&](int m, int half, int row) {
       const int of_warp = at.first_row() + warp() * kGroups * 16;
       rows[m][half] = queries.row(min_of(of_warp + row, queries.length - 1)) + at.column;

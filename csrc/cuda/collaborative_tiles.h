@@ -1,5 +1,5 @@
-// The sizes of a block of threads of the collaborative kernels, as tiles.h has them of the gated
-// ones; the shared width is a number of the call, read in steps of kStepWidth features.
+// The sizes of a block of threads of the collaborative kernels; tiles.h has those of the gated
+// ones. The shared width is a number of the call, read in steps of kStepWidth features.
 #pragma once
 
 #include <string>
@@ -55,7 +55,7 @@ void with_value_width(int64_t Dv, F&& f) {
     with_narrowest<64, 128, 256>(Dv, f);
 }
 
-// Of "forward", "keys" or "queries".
+// The tiles of "forward", "keys" or "queries".
 template <typename T>
 Tiles collaborative_tiles(const std::string& pass, int64_t Dv, bool terms) {
   Tiles tiles{};
@@ -73,24 +73,24 @@ Tiles collaborative_tiles(const std::string& pass, int64_t Dv, bool terms) {
   return tiles;
 }
 
-// How many heads share a value head.
+// The number of heads that share a value head.
 HK_DEVICE int heads_per_value(const AttentionParams& p) {
   const int Hv = static_cast<int>(p.value.size[1]);
   return Hv ? static_cast<int>(p.mixing.size[0]) / Hv : 1;
 }
 
-// Features that rows may have in any case: with copied rows, whatever part it is.
+// Features that rows may have on every GPU: with rows that are copied for every tile.
 constexpr int64_t kWidestShared = 1024;
 
-// How many tiles hold the features of the rows that a block owns: one a step where they are kept
-// for all tiles of the other side, else one a stage.
+// The number of tiles for the features of the rows that a block owns: one per step if they stay on
+// chip for all tiles of the other side, else one per stage.
 constexpr int owned_tiles(int64_t width, bool kept) {
   return kept ? ceil_div(static_cast<int>(width), kStepWidth) : 2;
 }
 
-// Whether blocks keep the features of the rows that they own for all tiles of the other side, or
-// copy them anew for every tile: kept where two blocks fit into a multiprocessor all the same, and
-// where only one fits in either way.
+// Whether the features of the rows that a block owns stay on chip for all tiles of the other side,
+// or are copied again for every tile. They stay if two blocks still fit into a multiprocessor, or
+// if only one fits either way.
 template <typename Kernel>
 bool keeps_rows(int64_t width, int device) {
   const int kept = Kernel::shared_bytes(width, true), copied = Kernel::shared_bytes(width, false);

@@ -7,7 +7,7 @@
 
 namespace hk::cuda {
 
-// A number of a gate, a mixing vector or a bias, which have a dtype of their own.
+// A number of a gate, a mixing vector or a bias, which have their own dtype.
 HK_DEVICE float load_number(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
     case DType::kBFloat16:
@@ -47,7 +47,7 @@ class Gate {
            load_number(data_, dtype_, b * stride_[0] + h * stride_[1]) == 0.0f;
   }
 
-  // Of a row, or of its element where the gate is elementwise; 1 without a gate.
+  // The gate of a row, or of an element if it is elementwise; 1 without a gate.
   HK_DEVICE float at(int b, int h, int row, int column = 0) const {
     if (!there_) return 1.0f;
     const int64_t index = b * stride_[0] + h * stride_[1] + row * stride_[2] + column * stride_[3];

@@ -1,5 +1,5 @@
-// Gated attention forward for a few query rows, as in decoding: the sums that attention_combine.cu
-// makes outputs of. The formulas stand in gated_attention_forward.cu.
+// Gated attention forward for a few query rows, as in decoding: the sums from which
+// attention_combine.cu computes the outputs. gated_attention_forward.cu has the formulas.
 #include <algorithm>
 
 #include "cuda/grid.h"
@@ -11,11 +11,11 @@
 
 namespace hk::cuda {
 
-// A block of threads goes through a share of the keys of one key head, for kBlockM of the query
-// rows that read it: rows of all its query heads, head after head, so that a key is read once for
-// them all. Every warp computes all rows, over 16 keys of each tile; the sums of the warps are
-// added up at the end. On chip stay the query, one tile of keys and one of values, scores and the
-// accumulators; copies are under way as in the forward kernel.
+// A block of threads visits a share of the keys of one key head, for kBlockM of the query rows that
+// read it: rows of all its query heads, head after head, so that a key is read once for all of
+// them. Every warp computes all rows, over 16 keys of each tile; the sums of the warps are added up
+// at the end. On chip stay the query, one tile of keys and one of values, scores and the
+// accumulators; copies overlap as in the forward kernel.
 template <typename T, int kWidth, bool kTerms>
 struct GatedDecode {
   using Params = SplitParams;
@@ -37,7 +37,7 @@ struct GatedDecode {
     Buffer<int> scratch = memory.take<int>(kWarps * 4);
     Buffer<bool> bad = memory.take<bool>(kBlockN);
   };
-  // At the end.
+  // Used at the end.
   struct SumMemory {
     SharedMemory memory;
     Ring<SumTile> acc = memory.tiles<SumTile>(kWarps);
@@ -160,7 +160,7 @@ struct GatedDecode {
   }
 
  private:
-  // Whether the dense mask shows one of the rows' heads something of a tile of keys.
+  // Whether the dense mask shows a pair of a tile of keys to one of the rows' heads.
   HK_DEVICE static bool shows(const Params& p, const RowsOfGroup& rows, int S, int first_key) {
     if (!kTerms || !p.dense_cells.data) return true;
     const int last = min_of(rows.first + kBlockM, rows.count) - 1 - rows.first;
@@ -170,7 +170,7 @@ struct GatedDecode {
     return false;
   }
 
-  // Starts with zeros where there are no rows.
+  // Fills places without rows with zeros.
   HK_DEVICE static void load_query(const QueryTile& tile, const Tensor& query,
                                    const RowsOfGroup& rows) {
     constexpr int kCount = Unit<T>::kCount, kUnits = kWidth / kCount;
@@ -184,7 +184,7 @@ struct GatedDecode {
     }
   }
 
-  // What is added to the scores of the warp's keys, from `first_key` on; tells whether this lane
+  // Adds the terms to the scores of the warp's keys, from `first_key` on; returns whether this lane
   // found a hidden pair.
   HK_DEVICE static bool add_terms(const Params& p, const RowsOfGroup& rows, int S, int first_key,
                                   const HeadRow* head_rows, Accumulator<1, kOwn>& addends) {
@@ -201,8 +201,8 @@ struct GatedDecode {
     return hides;
   }
 
-  // Adds up what the warps hold and stores it as what one split leaves. All threads of the block
-  // come here and give up the shared memory.
+  // Adds up the sums of the warps and stores them as those of one split. All threads of the block
+  // take part; the shared memory is overwritten.
   HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows,
                               const Accumulator<1, kWidth>& attended,
                               const OnlineSoftmax<1, kTerms>& softmax) {

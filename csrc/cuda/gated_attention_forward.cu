@@ -1,5 +1,5 @@
-// Gated attention forward: out = act(gate) * softmax(scores under the mask) V; scores.h says what
-// scores are made of scale * Q K^T.
+// Gated attention forward: out = act(gate) * softmax(scores under the mask) V; scores follow from
+// scale * Q K^T as in scores.h.
 #include <algorithm>
 
 #include "cuda/grid.h"
@@ -11,9 +11,9 @@
 
 namespace hk::cuda {
 
-// A block of threads computes kBlockM rows of one head: heads in order, of each the last rows (the
-// longest of a causal mask) first. A closed head writes its zeros and is done. On chip stay
-// the query, one tile of keys and one of values, scores and the accumulator: the values arrive
+// A block of threads computes kBlockM rows of one head. Heads are in order, the last rows of each
+// (the longest under a causal mask) first. For a closed head a block only writes zeros. On chip
+// stay the query, one tile of keys and one of values, scores and the accumulator: values are loaded
 // while scores are computed, the next keys during the softmax and the product with the values.
 template <typename T, int kWidth, bool kTerms, bool kSmall>
 struct GatedForward {
@@ -27,8 +27,8 @@ struct GatedForward {
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
 
-  // What a block works on: which tiles are copied, and from where. It is in shared memory: there it
-  // takes no registers between its uses.
+  // The work of a block: which tiles are copied, and from where. It is in shared memory, where it
+  // takes no registers between uses.
   struct Work {
     Rows<T> key, value;
     TileList list;
@@ -57,7 +57,7 @@ struct GatedForward {
     const int first_row = at.tile * kBlockM;
     const bool closed = Gate(p.gate, p.activation).closes(b, h);
     if (p.stores == Stores::kClosedGradient && !closed) return;
-    // Made where it is used, as the gate is: its pointers take no registers in between.
+    // Constructed at each use, like the gate, so that its pointers take no registers in between.
     const auto visible = [&](const Head& head) {
       return Visible(p.mask, head.b, head.h, head.T, head.S);
     };

@@ -2,7 +2,7 @@
 //
 //   dvalue = p^T dattended        dkey = scale * dscores^T query        dattended = g * dout
 //
-// The other formulas stand in tile_gradient.h.
+// tile_gradient.h has the other formulas.
 #include <algorithm>
 
 #include "cuda/grid.h"
@@ -13,14 +13,14 @@
 
 namespace hk::cuda {
 
-// Which sums a kernel holds in registers; of the widest heads one alone.
+// Which sums a kernel holds in registers; only one of them for the widest heads.
 enum class Sums { kBoth, kKey, kValue };
 
 // A block of threads owns kBlockN keys of a key head and sums over the query heads that read it (a
-// splits-th of them, where key heads alone would not fill the GPU). Key, value and both sums stay
-// on chip; tiles of query rows come two at a time. Scores are transposed, [keys, query rows], so
-// that probabilities and dscores are left operands as they stand in registers, or are written to
-// shared memory as they are read there (kWide).
+// splits-th of them, if key heads alone would not fill the GPU). Key, value and both sums stay on
+// chip; tiles of query rows are loaded two at a time. Scores are transposed, [keys, query rows], so
+// that probabilities and dscores are left operands directly from registers, or are written to
+// shared memory in the order in which they are read there (kWide).
 template <typename T, int kWidth, bool kTerms, Sums kSums, bool kWide>
 struct GatedKeys {
   using Params = KeysParams;
@@ -62,7 +62,7 @@ struct GatedKeys {
     const int b = at.b, hk = at.head, first_key = at.tile * kBlockN, group = H / Hk;
     const int heads = ceil_div(group, p.splits), first_head = hk * group + at.split * heads;
     const int last_head = min_of(first_head + heads, (hk + 1) * group);
-    // Made where they are used: their pointers take no registers in between.
+    // Constructed at each use, so that their pointers take no registers in between.
     const auto gate = [&] { return Gate(p.gate, p.activation); };
     const auto visible = [&](int h) { return Visible(p.mask, b, h, T_rows, S); };
 
@@ -72,7 +72,7 @@ struct GatedKeys {
     QueryRows<kBlockM>& rows = *memory.rows;
     const Terms& terms = memory.terms;
 
-    // Of all heads: where intervals differ, a block has one head.
+    // The list for all heads: if intervals differ by head, a block has one head.
     const TileList list =
         tiles_that_see<kThreads, kBlockM, kBlockN>(visible(first_head), first_key, memory.scratch);
     const auto head_of = [&](int h) { return Head{b, h, T_rows, S}; };
@@ -80,7 +80,7 @@ struct GatedKeys {
       while (h < last_head && (list.count() == 0 || gate().closes(b, h))) ++h;
       return Step{h, 0};
     };
-    // The step itself, or the next one of which the dense mask shows something.
+    // The step itself, or the next one in which the dense mask shows a pair.
     const auto shown_from = [&](Step step) {
       if (!kTerms && step.index == list.count()) return open_from(step.h + 1);
       while (kTerms && step.h < last_head) {
@@ -151,7 +151,7 @@ struct GatedKeys {
   // The first of the warp's keys.
   HK_DEVICE static int own_key() { return warp() / kAcross * kOwnKeys; }
 
-  // Adds what one tile of query rows gives.
+  // Adds the terms of one tile of query rows.
   HK_DEVICE static void add_tile(const Params& p, const Visible& visible, const Memory& memory,
                                  const RowTile& query, const RowTile& dout, bool partial,
                                  bool hides, int b, int h, int first_key, int first_row, Sum& dkey,
@@ -176,7 +176,7 @@ struct GatedKeys {
       multiply_rows(dscores, value, warp_row, OwnRows{dout.at(own_row, 0)});
       centre(dscores, row, left_out, keep_scale);
     };
-    if (kTerms && wants_dkey) to_dp();  // the slope of the scores goes into it
+    if (kTerms && wants_dkey) to_dp();  // includes the slope of the scores
     terms.to_scores(p, probabilities, &dscores);
     to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);

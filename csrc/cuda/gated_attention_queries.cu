@@ -1,5 +1,5 @@
-// Gated attention backward by tiles of query rows: dquery = scale * dscores key. The other formulas
-// stand in tile_gradient.h.
+// Gated attention backward by tiles of query rows: dquery = scale * dscores key. tile_gradient.h
+// has the other formulas.
 #include <algorithm>
 
 #include "cuda/grid.h"
@@ -11,8 +11,8 @@
 namespace hk::cuda {
 
 // A block of threads owns kBlockM query rows of a head, in the order of the forward kernel. The
-// rows of query and dout and the sum stay on chip; tiles of keys and values come two at a time. A
-// closed head writes its zeros and is done.
+// rows of query and dout, and the sum, stay on chip; tiles of keys and values are loaded two at a
+// time. For a closed head a block only writes zeros.
 template <typename T, int kWidth, bool kTerms>
 struct GatedQueries {
   using Params = QueriesParams;
@@ -95,7 +95,7 @@ struct GatedQueries {
       dscores.clear();
       multiply_rows(scores, query, warp_row, key[stage]);
       multiply_rows(dscores, dout, warp_row, value[stage]);
-      // 0 * nan: what a row does not see must not reach its sum.
+      // 0 * nan is nan: keys that a row does not see must not reach its sum.
       if (partial) clean<kThreads>(key[stage]);
       const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, rows.range + warp_row, partial,
                                                         terms, hides, b, h, first_row + warp_row,
@@ -107,7 +107,7 @@ struct GatedQueries {
       multiply_weights(dquery, dscores, key[stage]);
       sync_block();
     }
-    // Rows that see nothing are 0, whatever stands in the keys beside them.
+    // Rows that see no key are 0, even if keys of their tiles are not finite.
     dquery.each([&](float& sum, int m, int, int e) {
       if (rows.lse[warp_row + row_of(m, e)] == kInfinity) sum = 0.0f;
     });

@@ -1,16 +1,16 @@
-// What a block of threads works on, by its number.
+// The work of a block of threads, by its number.
 #pragma once
 
 #include "cuda/hardware.h"
 
 namespace hk::cuda {
 
-// A launch has less than 2^31 blocks (check_grid), and a division of 32 bits takes a fifth of one
-// of 64.
+// A launch has less than 2^31 blocks (check_grid), and a 32-bit division takes a fifth of the time
+// of a 64-bit one.
 HK_DEVICE unsigned block_number() { return static_cast<unsigned>(block_index()); }
 
-// Tiles of query rows: heads in order, of each the last rows (the longest of a causal mask) first;
-// the splits of a tile's keys follow each other.
+// Tiles of query rows: heads in order, the last rows of each (the longest under a causal mask)
+// first; the splits of a tile's keys are consecutive.
 struct HeadTile {
   int split, b, h, H, tile;
 

@@ -1,7 +1,6 @@
-// Every instruction and every builtin of CUDA that the kernels use, and nothing else: the one place
-// that knows the hardware. nvcc sees the device half, in PTX for sm_80 and newer; a C++ compiler
-// sees software that does the same (emulator/hardware.h), so that the same kernels run without a
-// GPU.
+// Every instruction and every builtin of CUDA that the kernels use, and nothing else. nvcc compiles
+// the device half, in PTX for sm_80 and newer; a C++ compiler compiles software that does the same
+// (emulator/hardware.h), so that the same kernels run without a GPU.
 //
 // Fragments are those of the PTX ISA, section "Matrix fragments". With row = lane / 4 and pair = 2
 // * (lane % 4), a lane of a warp holds of a product of tiles C[16][8] += A[16][k] B[k][8]
@@ -12,8 +11,7 @@
 //   A and B of tf32, k = 8, with column = lane % 4:
 //     A[row][column], A[row + 8][column], A[row][column + 4], A[row + 8][column + 4];
 //     B[column][row], B[column + 4][row].
-// All lanes of a warp take part in whatever concerns a warp, all threads in whatever concerns a
-// block.
+// All lanes of a warp must call functions of a warp, and all threads of a block those of a block.
 #pragma once
 
 #include <cstdint>
@@ -45,10 +43,10 @@ struct LowHigh {
 // Blocks and grids have one dimension.
 HK_DEVICE int thread_index();
 HK_DEVICE int64_t block_index();
-// The block's own, of as many bytes as its launch said; aligned to 128 bytes, contents undefined.
+// The shared memory of the block, of the size given at launch; aligned to 128 bytes, undefined.
 HK_DEVICE char* shared_memory();
 
-// What threads of the block, or lanes of the warp, wrote before is seen by all of them after.
+// Afterwards all threads of the block, or lanes of the warp, see what the others wrote before.
 HK_DEVICE void sync_block();
 HK_DEVICE void sync_warp();
 
@@ -65,24 +63,24 @@ HK_DEVICE V shuffle_xor(V value, int mask);
 HK_DEVICE void load_matrices(uint32_t (&matrices)[4], const void* row);
 HK_DEVICE void load_matrices_transposed(uint32_t (&matrices)[4], const void* row);
 
-// C += A B, summed in float and rounded toward zero. T: bf16, fp16, tf32, of which the last 13 bits
-// count for nothing.
+// C += A B, summed in float and rounded toward zero. T: bf16, fp16, tf32 (whose last 13 bits are
+// ignored).
 template <typename T>
 HK_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
 // Starts to copy 16 bytes into shared memory, of which `bytes` are read and the rest is zero; both
-// addresses are aligned to 16 bytes. The copy is there for this thread once wait_copies has seen
-// its group, all that was started since the last commit_copies, and for others after a barrier.
+// addresses are aligned to 16 bytes. This thread may read the copy after wait_copies for its group
+// (all copies since the last commit_copies), other threads after a barrier.
 HK_DEVICE void copy_async(void* shared, const void* global, int bytes);
 HK_DEVICE void commit_copies();
-// Until at most kPending groups, the youngest, are under way.
+// Waits until at most the latest kPending groups are pending.
 template <int kPending>
 HK_DEVICE void wait_copies();
 
 // Stores 16 bytes, the first word at the lowest address, which is aligned to 16 bytes.
 HK_DEVICE void store_words(void* global, const uint32_t (&words)[4]);
 
-// To 2 units in the last place of the power; subnormal numbers count as 0.
+// 2^x, within 2 units in the last place; subnormal numbers count as 0.
 HK_DEVICE float exp2_approx(float x);
 
 // T: bf16, fp16, float. To nearest, ties to even.
@@ -90,7 +88,7 @@ template <typename T>
 HK_DEVICE float to_float(T x);
 template <typename T>
 HK_DEVICE T from_float(float x);
-// T: bf16, fp16. `low` is in the low half, where the number of the lower address stands.
+// T: bf16, fp16. `low` is in the low half, as the number at the lower address is in memory.
 template <typename T>
 HK_DEVICE uint32_t pack(float low, float high);
 template <typename T>
@@ -135,8 +133,8 @@ HK_DEVICE V shuffle_xor(V value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
 }
 
-// What all lanes have to reach is volatile: it stays in its order with barriers, and no branch
-// takes it in.
+// Instructions that all lanes must reach are volatile: the compiler does not move them across
+// barriers or into branches.
 HK_DEVICE void load_matrices(uint32_t (&matrices)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])

@@ -1,5 +1,5 @@
-// What a forward kernel stores of its rows of a head: the output, what the backward needs of it, or
-// the rows of the gate's gradient. One for both operators.
+// What a forward kernel stores for its rows of a head: the output and what the backward needs, or
+// the rows of the gate's gradient. For both operators.
 #pragma once
 
 #include "cuda/gate.h"
@@ -8,8 +8,8 @@
 
 namespace hk::cuda {
 
-// What a forward kernel does with its rows. One kernel does all of it: compiled for each, forward
-// kernels would take three times the space.
+// What a forward kernel does with its rows, chosen at run time: compiled for each, forward kernels
+// would take three times the space.
 enum class Stores { kOutputs, kSplits, kClosedGradient };
 struct ForwardTask : SplitParams {
   Stores stores;
@@ -29,19 +29,19 @@ HK_DEVICE int rows_taking_part(const ForwardTask& p, bool closed, int T) {
   return closed == (p.stores == Stores::kClosedGradient) ? T : 0;
 }
 
-// The sink of a head, -inf without one: the lse of rows that see nothing.
+// The sink of a head, -inf without one: the lse of rows that see no key.
 HK_DEVICE float sink_of(const AttentionParams& p, int h) {
   const Tensor& t = p.terms.sinks;
   return t.rank > 0 ? load_number(t.data, t.dtype, h * t.stride[0]) : -kInfinity;
 }
 
-// Where `splits` of a call keep row `row` of a head: its index among all.
+// The index of row `row` of a head in the buffers of `splits`.
 HK_DEVICE int64_t index_of_split(const SplitParams& p, int split, int b, int h, int row) {
   const int64_t B = p.out.size[0], H = p.out.size[1], T = p.out.size[2];
   return ((split * B + b) * H + h) * T + row;
 }
 
-// What one split leaves of the warp's rows, from `first_row` of head (b, h) up to row T.
+// Stores the sums of one split for the warp's rows, from `first_row` of head (b, h) up to row T.
 template <int kGroups, int kWidth, bool kTerms>
 HK_DEVICE void store_split(const SplitParams& p, int split, int b, int h, int first_row, int T,
                            Accumulator<kGroups, kWidth>& acc,
@@ -66,8 +66,8 @@ HK_DEVICE void store_split(const SplitParams& p, int split, int b, int h, int fi
   });
 }
 
-// The rows of all warps go through shared memory (its start, whatever stood there before), so that
-// a warp reads and writes whole rows in global memory. Only with kTerms are there sinks.
+// The rows of all warps go through shared memory (its start, which is overwritten), so that a warp
+// reads and writes whole rows in global memory. There are sinks only with kTerms.
 template <typename T, int kWarps, int kGroups, int kWidth, bool kTerms>
 class HeadOutput {
  public:
@@ -81,7 +81,8 @@ class HeadOutput {
   };
   static constexpr int shared_bytes() { return Memory().memory.bytes(); }
 
-  // `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is `first_row`.
+  // Stores `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is
+  // `first_row`.
   HK_DEVICE static void store(const ForwardTask& p, const Gate& gate, int b, int h, int first_row,
                               const Accumulator<kGroups, kWidth>& attended,
                               const float (&lse)[kGroups][2]) {
@@ -108,8 +109,8 @@ class HeadOutput {
       rows.store_outputs(p, gate, at);
   }
 
-  // Of a warp's rows in shared memory: attended and lse without the sink, and what stores them
-  // uses.
+  // A warp's rows in shared memory: attended and lse without the sink, and the factors with which
+  // they are stored.
   AttendedTile tile;
   float *lse, *factors;
 
@@ -120,7 +121,7 @@ class HeadOutput {
     factors = memory.factors + warp * kWarpRows;
   }
 
-  // The first of a warp's rows, of head (b, h).
+  // The place of a warp's first row, in head (b, h).
   struct BlockCoord {
     int b, h, first_row;
 
@@ -132,9 +133,9 @@ class HeadOutput {
     }
   };
 
-  // What follows is done by the warp that owns the rows.
+  // The functions below are called by the warp that owns the rows.
 
-  // Counts one more score in every row that saw something, to which no value belongs.
+  // Adds one more score, without a value, to every row that sees a key.
   HK_DEVICE void add_sink(const AttentionParams& p, int h) const {
     if (!kTerms || p.terms.sinks.rank == 0) return;
     const float sink = sink_of(p, h);
@@ -162,7 +163,7 @@ class HeadOutput {
         static_cast<float*>(p.lse.data)[at.index(p.out, row)] =
             kTerms && fully_masked ? sink_of(p, at.h) : lse[row];
       }
-      // Rows that see nothing are 0, whatever their gate.
+      // Rows that see no key are 0, even if their gate is NaN.
       factors[row] =
           fully_masked || gate.elementwise() ? 1.0f : gate.at(at.b, at.h, at.first_row + row);
     }
@@ -184,7 +185,7 @@ class HeadOutput {
     store_tile(tile, out, at.first_row, 0, count, [&](int row) { return factors[row]; });
   }
 
-  // rowsum(dout * attended).
+  // Stores rowsum(dout * attended).
   HK_DEVICE void store_products(const ForwardTask& p, const BlockCoord& at) const {
     const Rows<T> dout = rows_of<T>(p.dout, at.b, at.h);
     HK_ROLLED

@@ -1,5 +1,5 @@
-// What the bindings call: every CUDA kernel as a host function. No CUDA header is needed to include
-// it, and none of them waits for the GPU.
+// What the bindings call: every CUDA kernel as a host function. The functions do not wait for the
+// GPU, and including this file needs no CUDA header.
 #pragma once
 
 #include <stdexcept>
@@ -10,7 +10,7 @@
 
 namespace hk::cuda {
 
-// Why this build's kernels cannot run on the device, in words; empty if they can.
+// Why the kernels of this build cannot run on the device; empty if they can.
 std::string unsupported_device(int device);
 
 // The device of all tensors of a call, and the stream on it (a cudaStream_t).
@@ -19,8 +19,8 @@ struct LaunchTarget {
   void* stream = nullptr;
 };
 
-// What a dense mask leaves of cells of kCell x kCell pairs, a DenseCell each; strides are 0 where
-// the mask broadcasts.
+// Which pairs a dense mask shows in cells of kCell x kCell pairs, a DenseCell each; strides are 0
+// where the mask broadcasts.
 constexpr int kCell = 32;
 enum DenseCell : uint8_t { kHidden, kMixed, kShown };
 struct DenseCells {
@@ -33,8 +33,8 @@ struct DenseCellsParams {
   Tensor mask, cells;  // bytes
 };
 
-// Whether scores are more than scaled products, or hidden pair by pair. Kernels are compiled for
-// either; sinks concern neither products nor gradients of scores.
+// Whether scores are more than scaled products, or single pairs are hidden. Kernels are compiled
+// for either; sinks concern neither products nor gradients of scores.
 inline bool has_terms(const AttentionParams& p) {
   return p.terms.bias || p.terms.offset_bias || p.terms.softcap != 0.0 || p.mask.dense;
 }
@@ -44,15 +44,15 @@ struct AttendParams : ForwardParams {
   DenseCells dense_cells;
 };
 
-// How many blocks of threads share the keys of a tile of query rows, and what each leaves of its
-// rows: `acc` [count, B, H, T, Dv], `row_max` and `row_sum` [count, B, H, T] as of OnlineSoftmax.
-// All are contiguous. A closed head leaves nothing.
+// The number of blocks of threads that share the keys of a tile of query rows, and the sums of each
+// for its rows: `acc` [count, B, H, T, Dv], `row_max` and `row_sum` [count, B, H, T] as in
+// OnlineSoftmax. All are contiguous. A closed head writes none.
 struct KeySplits {
   int count = 1;
   float *acc = nullptr, *row_max = nullptr, *row_sum = nullptr;
 };
 
-// The forward pass by way of splits, of which attention_combine makes the outputs.
+// The forward pass in splits, from which attention_combine computes the outputs.
 struct SplitParams : AttendParams {
   KeySplits splits;
 };
@@ -64,7 +64,7 @@ struct ClosedParams : AttentionParams {
   Tensor dgate;  // [B, H, T] float
 };
 
-// The first pass of the backward, one for both operators.
+// The first pass of the backward, for both operators.
 struct RowsParams : AttentionParams {
   Tensor dout, attended;  // [B, H, T, Dv]
   Tensor lse;             // [B, H, T] float
@@ -75,41 +75,42 @@ struct RowsParams : AttentionParams {
   Tensor dsinks;          // [B, H, T] float, or absent
 };
 
-// What the passes of the backward read that follow. `gate` is what `dattended` still lacks: none,
-// or one value a row.
+// The inputs of the passes of the backward that follow. `gate` is still to be applied to
+// `dattended`: none, or one value per row.
 struct GradientParams : AttentionParams {
   DenseCells dense_cells;
   Tensor dattended;   // [B, H, T, Dv]
   Tensor lse, delta;  // [B, H, T] float
-  // Over how many blocks of threads the heads are spread that one would sum over; every one of them
-  // writes a part of its own, float, [splits * B, ...], where there is more than one. By keys of
-  // gated attention a block has one list of tiles, so one head where intervals differ by head.
+  // The number of blocks of threads over which the heads of one sum are split; with more than one,
+  // each writes its own part, float, [splits * B, ...]. In the pass by keys of gated attention, a
+  // block has one list of tiles, so it has one head if intervals differ by head.
   int splits = 1;
 };
 
-// By tiles of keys. Absent gradients are not computed; they have the dtype of the key, or float.
+// The pass by tiles of keys. Absent gradients are not computed; others have the dtype of the key,
+// or float.
 struct KeysParams : GradientParams {
   Tensor dkey, dvalue;
   Tensor dcontent_bias;  // [B, H, S] float
 };
 
-// By tiles of query rows.
+// The pass by tiles of query rows.
 struct QueriesParams : GradientParams {
   bool closed_grad = true;
   Tensor dquery;   // collaborative attention: float parts
   Tensor dmixing;  // [B, tiles of rows, H, Ds] float parts
 };
 
-// Of dscores = p * (dp - delta), before cap and scale: sums over what a bias broadcasts along, or
-// over diagonals. One of both is there.
+// Sums of dscores = p * (dp - delta), before cap and scale: over what a bias broadcasts along, or
+// over diagonals. One of the two is present.
 struct BiasParams : GradientParams {
-  Tensor dbias;         // as the bias, float, dense; `splits` parts of it one behind the other
+  Tensor dbias;         // as the bias, float, dense; `splits` consecutive parts of it
   Tensor doffset_bias;  // two parts [B, H, blocks of offsets] float: attention_bias.cu
 };
 
-// What the statistics of rows read and store. Of a row the pass by rows leaves to the pass by keys
-// its largest score and its share: a probability times the row's weight is
-// exp(score - reference) * share. Null where `received` is not asked for.
+// What the statistics of rows read and store. The pass by rows writes the largest score of a row
+// and its share for the pass by keys: a probability times the row's weight is
+// exp(score - reference) * share. Null if `received` is not requested.
 struct StatisticsPass : StatisticsParams {
   DenseCells dense_cells;
   float *reference = nullptr, *share = nullptr;  // [B, H, T]
@@ -124,7 +125,7 @@ template <typename T>
 struct Kernels {
   static void gated_attention_forward(const AttendParams&, const LaunchTarget&);
   static void gated_attention_closed(const ClosedParams&, const LaunchTarget&);
-  // For up to 16 query rows, of which it leaves `splits`, also of one.
+  // For up to 16 query rows; it always writes `splits`, even a single one.
   static void gated_attention_decode(const SplitParams&, const LaunchTarget&);
   static void gated_attention_keys(const KeysParams&, const LaunchTarget&);
   static void gated_attention_queries(const QueriesParams&, const LaunchTarget&);
@@ -136,15 +137,15 @@ struct Kernels {
   static void attention_combine(const SplitParams&, const LaunchTarget&);
   static void attention_rows(const RowsParams&, const LaunchTarget&);
   static void attention_bias(const BiasParams&, const LaunchTarget&);
-  // Also the attention that keys receive, where it is asked for.
+  // Also computes what keys receive, if it is requested.
   static void attention_statistics(const StatisticsPass&, const LaunchTarget&);
   // Whether blocks of gated_attention_keys have the wide sizes (kHasWideKeys) on a device.
   static bool runs_wide_keys(int device);
 };
 
-// kIsBuilt: whether the kernels for T are compiled; HK_ONLY is the one dtype of a build for tests.
-// HK_INSTANTIATE_KERNELS ends a file of kernels: its dtypes share one object, since their machine
-// code differs in few instructions and compresses together to two thirds.
+// kIsBuilt: whether the kernels for T are compiled; HK_ONLY is the single dtype of a build for
+// tests. HK_INSTANTIATE_KERNELS ends a file of kernels: its dtypes share one object, since their
+// machine code differs in few instructions and together compresses to two thirds.
 #ifdef HK_ONLY
 template <typename T>
 constexpr bool kIsBuilt = std::is_same_v<T, HK_ONLY>;
@@ -164,7 +165,7 @@ auto with_kernels_of(F&& f) -> decltype(f(Kernels<T>{})) {
   throw std::invalid_argument("the CUDA kernels were built for another dtype alone");
 }
 
-// f of the kernels for a dtype.
+// Calls f with the kernels for a dtype.
 template <typename F>
 auto with_kernels(DType dtype, F&& f) {
   switch (dtype) {
@@ -182,13 +183,13 @@ auto with_kernels(DType dtype, F&& f) {
 void dense_cells(const DenseCellsParams&, const LaunchTarget&);
 
 // The sizes of a kernel's tiles: query rows, keys, and features of the shared width. A block of
-// threads owns one tile of rows or of keys, and goes through those of the other side.
+// threads owns one tile of rows or of keys, and visits those of the other side.
 struct Tiles {
   int block_m = 0, block_n = 0, slice = 0;
 };
 
-// `kernel` is "gated_attention.keys" and the like; `D` is the width of scores, Ds where it is
-// shared; `terms` is has_terms of the call. Some depend on the shared memory of the device.
+// `kernel` is "gated_attention.keys" or similar; `D` is the width of scores, Ds if it is shared;
+// `terms` is has_terms of the call. Some sizes depend on the shared memory of the device.
 Tiles tiles_of(const std::string& kernel, DType dtype, int64_t D, int64_t Dv, bool terms,
                int device);
 

@@ -1,4 +1,4 @@
-// What launches have in common: the current device, limits, errors in words.
+// What launches have in common: the current device, limits, error messages.
 #include "cuda/launch.h"
 
 #if defined(__CUDACC__)
@@ -54,13 +54,13 @@ std::string words(cudaError_t error, int device) {
   }
 }
 
-// An error stays with the thread until it is read.
+// The last error of the thread stays set until it is read.
 cudaError_t taken(cudaError_t error) {
   if (error != cudaSuccess) cudaGetLastError();
   return error;
 }
 
-// Whether this process has a primary context on the device. Not known counts as yes.
+// Whether this process has a primary context on the device; true if that is not known.
 bool has_context(int device) {
   using GetState = int (*)(int device, unsigned* flags, int* active);  // of cuda.h
   static const GetState get_state = [] {

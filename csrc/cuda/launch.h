@@ -1,8 +1,8 @@
 // Launches of kernels.
 //
-// A kernel is a struct: `using Params`, a plain struct that goes to the device as it is; `static
-// constexpr int kThreads`, threads of a block; `HK_DEVICE static void run(const Params&)`, what one
-// thread does.
+// A kernel is a struct with `using Params`, a plain struct that is passed to the device; `static
+// constexpr int kThreads`, the threads of a block; and `HK_DEVICE static void run(const Params&)`,
+// the code of a thread.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct SharedMemoryLimits {
 };
 SharedMemoryLimits shared_memory_limits(int device);
 
-// What CUDA takes of every block.
+// Bytes of shared memory that CUDA reserves in every block.
 constexpr int kSharedOfBlock = 1 << 10;
 
 // Whether two blocks of that many bytes fit into a multiprocessor.
@@ -37,7 +37,7 @@ inline bool two_blocks_fit(int bytes, int device) {
 constexpr int64_t kMaxBlocks = 0x7fffffff;
 constexpr int kMaxSharedBytes = 227 << 10;  // of a block, where a part has the most: sm_90, sm_100
 
-// Blocks that the shared memory of a multiprocessor holds at most, where a part has the most.
+// The most blocks that fit into the shared memory of a multiprocessor, on the GPUs with most.
 constexpr int blocks_by_memory(int shared_bytes) {
   return (kMaxSharedBytes + kSharedOfBlock) / (shared_bytes + kSharedOfBlock);
 }
@@ -55,8 +55,8 @@ inline void check_grid(int64_t blocks, int shared_bytes) {
 
 #if defined(__CUDACC__)
 
-// Makes `device` the current one while it lives. The one before comes back only if this process
-// uses it already: cudaSetDevice would create a context there, hundreds of MB of its memory.
+// Makes `device` the current one during its lifetime. The previous device is restored only if this
+// process already uses it: cudaSetDevice would create a context there, which takes hundreds of MB.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -69,15 +69,16 @@ class DeviceGuard {
   bool changed_;
 };
 
-// Lets `entry` take that much dynamic shared memory on the device, which is the current one.
+// Allows `entry` to use `bytes` of dynamic shared memory on the device, which is the current one.
 void allow_shared_memory(const void* entry, int device, int bytes);
 
-// Throws an Error where there is one, in words.
+// Throws an Error with a message if there is an error.
 void check_error(cudaError_t error, int device);
 
-// How many blocks of a kernel a multiprocessor shall hold at least. Without a number (0) ptxas
-// spills some registers for one block more, even where shared memory has no space for it: it does
-// not know how much a block takes. Such a kernel says so by `static constexpr int least_blocks()`.
+// The least number of blocks of a kernel that must fit into a multiprocessor, which a kernel sets
+// by `static constexpr int least_blocks()`. Without it (0), ptxas may spill some registers to fit
+// one more block, even if shared memory has no space for it: it does not know how much a block
+// takes.
 template <typename Kernel, typename = void>
 constexpr int kLeastBlocks = 0;
 template <typename Kernel>

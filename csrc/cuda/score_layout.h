@@ -14,9 +14,9 @@ namespace hk::cuda {
 // Tiles of scores are [query rows, keys], or in the pass by keys [keys, query rows].
 enum class ScoreLayout { kRowsFirst, kKeysFirst };
 
-// A set of the elements that a lane holds of an Accumulator<kGroups, kColumns>: a word a row, and
-// in it bit 8 n + e % 2. Sets are made in loops that are not unrolled: code that few tiles run
-// shall not take the others' registers.
+// A set of the elements that a lane holds of an Accumulator<kGroups, kColumns>: a word per row, and
+// in it bit 8 n + e % 2. Sets are filled in loops that are not unrolled, so that code that few
+// tiles run takes no registers from the others.
 template <int kGroups, int kColumns>
 class Pairs {
  public:
@@ -39,14 +39,14 @@ class Pairs {
   Word words_[kGroups][2] = {};
 };
 
-// f(bit, column) for every column that a lane holds of a tile.
+// Calls f(bit, column) for every column that a lane holds of a tile.
 template <int kColumns, typename F>
 HK_DEVICE void each_column(F&& f) {
   HK_ROLLED
   for (int i = 0; i < kColumns / 4; ++i) f(i / 2 * 8 + i % 2, column_of(i / 2, i % 2));
 }
 
-// f(m, half, row) for every row that a lane holds of a tile.
+// Calls f(m, half, row) for every row that a lane holds of a tile.
 template <int kGroups, typename F>
 HK_DEVICE void each_row(F&& f) {
   HK_UNROLL
@@ -93,7 +93,7 @@ HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visibl
   }
 }
 
-// The same of rows of one head.
+// The same for rows of one head.
 template <ScoreLayout kLayout, int kGroups, int kColumns>
 HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible,
                           const Range* ranges, int first_key) {
@@ -115,7 +115,7 @@ class Dropout {
     for (int i = 0; i < 4; ++i) first_[i] = static_cast<uint32_t>(p.seed[1 + i]);
   }
 
-  // Which of the four keys from `first_key` on, a multiple of 4, are dropped: a bit each.
+  // Which of the four keys from `first_key` on, a multiple of 4, are dropped: one bit each.
   HK_DEVICE uint32_t drops(int b, int h, int row, int first_key) const {
     const Philox4 drawn =
         philox(first_[3] / 4 + first_key / 4, first_[2] + row, first_[1] + h, first_[0] + b, seed_);
@@ -143,15 +143,16 @@ class Dropped {
     return word_ >> (4 * (m * kTiles + n) + e) & 1;
   }
 
-  // Adds what dropout drops of a tile of head (b, h); `first_key` is a multiple of 4. One draw
-  // decides about four keys of a row. Two lanes hold two of them each, or by keys four lanes one
-  // each; such lanes hold as many fours together as they are, so each of them draws for one.
+  // Adds the elements of a tile of head (b, h) that dropout drops; `first_key` is a multiple of 4.
+  // One draw decides about four keys of a row. Two lanes hold two of them each, or with kKeysFirst
+  // four lanes one each; together these lanes hold as many groups of four keys as there are lanes,
+  // so each lane draws for one group.
   template <ScoreLayout kLayout>
   HK_DEVICE void draw(const DropoutParams& params, int b, int h, int first_row, int first_key) {
     draw<kLayout>(params, b, [&](int row) { return HeadRow{h, first_row + row}; }, first_key);
   }
 
-  // The same of a tile whose row is head_row(row) of a batch.
+  // The same for a tile whose rows are head_row(row) of a batch.
   template <ScoreLayout kLayout, typename RowOf>
   HK_DEVICE void draw(const DropoutParams& params, int b, RowOf&& head_row, int first_key) {
     const Dropout dropout(params);
@@ -192,8 +193,8 @@ HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Set& set, float 
   });
 }
 
-// What a tile of the backward leaves out: of a full tile nothing is hidden, unless its terms hide
-// it, and without dropout nothing is dropped.
+// What a tile of the backward leaves out: in a full tile only what its terms hide, and nothing is
+// dropped without dropout.
 template <ScoreLayout kLayout, int kGroups, int kColumns>
 class LeftOut {
  public:
@@ -221,8 +222,8 @@ class LeftOut {
   Dropped<kGroups, kColumns> dropped_;
 };
 
-// Rows that see a key whose value is flagged `bad` (its numbers are gone from the tile) become nan,
-// in every column.
+// Rows that see a key whose value is flagged `bad` (its numbers are 0 in the tile) become nan, in
+// every column.
 template <int kGroups, int kColumns, int kWidth>
 HK_DEVICE void poison(Accumulator<kGroups, kWidth>& attended,
                       const Pairs<kGroups, kColumns>& hidden, const bool* bad) {

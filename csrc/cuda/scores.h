@@ -2,10 +2,10 @@
 //
 //   score = softcap * tanh(scale * raw / softcap) + bias        slope = 1 - tanh^2
 //
-// A kernel is compiled with terms and without them (kThere). Without, scores stay raw: the softmax
-// scales them. With terms, which of them are there is decided at run time, once a tile: what is
-// added to the scores of a tile stands in shared memory, -inf where a dense mask hides the pair, as
-// a bias may do by itself.
+// A kernel is compiled with terms and without them (kThere). Without terms, scores stay raw: the
+// softmax scales them. With terms, which of them exist is decided at run time, once per tile: what
+// is added to the scores of a tile is in shared memory, -inf where a dense mask hides the pair; a
+// bias may be -inf too.
 #pragma once
 
 #include "cuda/gate.h"
@@ -13,18 +13,18 @@
 
 namespace hk::cuda {
 
-// The content bias of a head of collaborative attention: a number a key, added to its products
+// The content bias of a head of collaborative attention: a number per key, added to its products
 // inside the scale.
 class ContentBias {
-  // A larger one counts as this, so that its product with the scale is finite. A power of 2: the
-  // product is exact, so that equal ones are equal to their maximum in the softmax.
+  // Larger ones are clamped to this, so that the product with the scale is finite. A power of 2
+  // makes that product exact, so that equal ones are equal to their maximum in the softmax.
   static constexpr float kMost = 1.329227995784916e36f;
 
  public:
   HK_DEVICE ContentBias(const Tensor& t, int64_t b, int64_t h)
       : t_(t), offset_(b * t.stride[0] + h * t.stride[1]) {}
 
-  // 0 where there is none.
+  // 0 without a content bias.
   HK_DEVICE float at(int key) const {
     if (t_.rank == 0 || key >= t_.size[2]) return 0.0f;
     const float value = load_number(t_.data, t_.dtype, offset_ + key * t_.stride[2]);
@@ -36,13 +36,13 @@ class ContentBias {
   int64_t offset_;
 };
 
-// The head whose scores are computed, and their number.
+// The head whose scores are computed, and their sizes.
 struct Head {
   int b, h, T, S;
 };
 
-// What is added to the scores of a head, pair by pair: a bias, or a table of offsets as one whose
-// rows overlap, shifted by one.
+// What is added to the scores of a head, pair by pair: a bias, or a table of offsets, read as a
+// bias whose rows overlap and are shifted by one.
 class Addends {
  public:
   HK_DEVICE Addends(const AttentionParams& p, const Head& at)
@@ -67,7 +67,8 @@ class Addends {
 
   HK_DEVICE bool any() const { return data_ != nullptr; }
 
-  // Of a pair that is there; -inf hides it. Without `masked` the dense mask is not read.
+  // The addend of a pair within T and S; -inf hides it. Without `masked` the dense mask is not
+  // read.
   HK_DEVICE float at(int row, int key, bool masked) const {
     if (masked && !mask_[row * mask_row_ + key * mask_key_]) return -kInfinity;
     return data_ ? load_number(data_, dtype_, first_ + row * row_ + key * key_) : 0.0f;
@@ -90,7 +91,7 @@ class Addends {
 };
 
 // The terms of tiles of kRows query rows and kKeys keys. Functions take the parameters of the
-// kernel, which are at hand everywhere and cost no registers.
+// kernel, which are available everywhere and cost no registers.
 template <bool kThere, ScoreLayout kLayout, int kRows, int kKeys>
 class ScoreTile {
   // Padded as tiles are (16 columns are not: the widest kernels have no shared memory left).
@@ -120,8 +121,8 @@ class ScoreTile {
     return all ? kShown : any ? kMixed : kHidden;
   }
 
-  // The first tile of a list, from `index` on, of which the dense mask shows something. `first` is
-  // the first row of all tiles, or by keys their first key.
+  // The first tile of a list, from `index` on, in which the dense mask shows a pair. `first` is the
+  // first row of all tiles, or in a pass by keys their first key.
   template <typename Params>
   HK_DEVICE static int shown_from(int index, const TileList& list, int first, const Params& p,
                                   const Head& at) {
@@ -136,8 +137,8 @@ class ScoreTile {
     return index;
   }
 
-  // Puts what is added to the scores of a tile on chip; tells whether this thread found a hidden
-  // pair. Other threads see it behind a barrier. All threads of the block come here.
+  // Puts what is added to the scores of a tile on chip; returns whether this thread found a hidden
+  // pair. Other threads may read it after a barrier. All threads of the block take part.
   template <int kThreads, typename Params>
   HK_DEVICE bool stage(const Params& p, const Head& at, int first_row, int first_key) const {
     const bool masked = p.dense_cells.data && shown(p, at, first_row, first_key) != kShown;
@@ -165,8 +166,7 @@ class ScoreTile {
     return hides;
   }
 
-  // Raw products of a tile are scaled and capped; `dp`, where it is given, is multiplied by the
-  // slope.
+  // Scales and caps the raw products of a tile; multiplies `dp`, if it is given, by the slope.
   template <int kGroups, int kColumns>
   HK_DEVICE static void cap(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
                             Accumulator<kGroups, kColumns>* dp = nullptr) {
@@ -186,7 +186,7 @@ class ScoreTile {
     }
   }
 
-  // The same, and they become scores.
+  // The same, then adds the addends, which gives the scores.
   template <int kGroups, int kColumns>
   HK_DEVICE void to_scores(const AttentionParams& p, Accumulator<kGroups, kColumns>& scores,
                            Accumulator<kGroups, kColumns>* dp = nullptr) const {
@@ -200,12 +200,12 @@ class ScoreTile {
     }
   }
 
-  // What scores are multiplied by to be exponents of 2.
+  // The factor that makes scores exponents of 2.
   HK_DEVICE static float scale_log2(const AttentionParams& p) {
     return kThere ? kLog2e : static_cast<float>(p.scale) * kLog2e;
   }
 
-  // Adds the pairs that the terms of a tile hide, of a tile that `stage` found some in.
+  // Adds the pairs that the terms of a tile hide, if `stage` found some.
   template <int kGroups, int kColumns>
   HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs) const {
     using Word = typename Pairs<kGroups, kColumns>::Word;
@@ -219,12 +219,12 @@ class ScoreTile {
   }
 
  private:
-  // Whether there is something to add, beside what a mask hides.
+  // Whether there is something to add, besides what a mask hides.
   HK_DEVICE static bool adds(const AttentionParams& p) {
     return p.terms.bias.rank > 0 || p.terms.offset_bias.rank > 0;
   }
 
-  // Of an element of this warp's part of a tile.
+  // The addend of an element of this warp's part of a tile.
   template <int kGroups>
   HK_DEVICE float at(int row, int column) const {
     const int own = warp() * kGroups * 16 + row;

@@ -1,7 +1,7 @@
-// Tiles of rows in shared memory, and their way there from global memory.
+// Tiles of rows in shared memory, and how they are copied there from global memory.
 //
 // A row is padded by 16 bytes, so that the 8 rows of a matrix are in 8 different groups of banks.
-// What is not there, rows and columns, is 0 in a tile.
+// Rows and columns that do not exist are 0 in a tile.
 #pragma once
 
 #include "common/params.h"
@@ -15,7 +15,7 @@
 #define HK_UNROLL
 #define HK_UNROLL_BY(n)
 #endif
-// A loop that is short as code: outside of what runs for every tile.
+// A loop that is not unrolled: for code that does not run for every tile.
 #define HK_ROLLED HK_UNROLL_BY(1)
 
 namespace hk::cuda {
@@ -49,7 +49,7 @@ struct Buffer {
   HK_DEVICE T* operator->() const { return *this; }
 };
 
-// Tiles one behind the other: of which one is computed with while the next one's rows arrive.
+// Consecutive tiles: one is read while the rows of the next arrive.
 template <typename AnyTile>
 struct Ring {
   Buffer<typename AnyTile::Element> first;
@@ -59,8 +59,8 @@ struct Ring {
   }
 };
 
-// Gives out the block's shared memory buffer by buffer, to the struct `Memory` of a kernel: of one,
-// the host takes the number of bytes and the device the buffers.
+// Allocates the block's shared memory buffer by buffer, for the struct `Memory` of a kernel, from
+// which the host takes the number of bytes and the device the buffers.
 class SharedMemory {
  public:
   template <typename AnyTile>
@@ -112,7 +112,7 @@ struct alignas(16) Unit {
   T values[kCount];
 };
 
-// Loads the unit at element `column` of a row; what the row lacks is 0.
+// Loads the unit at element `column` of a row; elements beyond the row are 0.
 template <typename T>
 HK_DEVICE Unit<T> load_unit(const Rows<T>& rows, int row, int column) {
   const T* const from = rows.row(row) + column;
@@ -125,8 +125,8 @@ HK_DEVICE Unit<T> load_unit(const Rows<T>& rows, int row, int column) {
   return unit;
 }
 
-// Stores the floats value(0), value(1), ... of a unit as T at element `column` of a row, as far as
-// the row goes.
+// Stores the floats value(0), value(1), ... of a unit as T at element `column` of a row, up to the
+// end of the row.
 template <typename T, typename Value>
 HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, Value&& value) {
   uint32_t words[4];
@@ -146,8 +146,8 @@ HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, Value&& valu
     if (column + j < rows.width) to[j] = unit.values[j];
 }
 
-// Stores `count` rows of a tile of floats as T, each times factor(row): to rows `first_row` and on,
-// as far as they go from column `first_column` on. All lanes of a warp come here.
+// Stores `count` rows of a tile of floats as T, each times factor(row): to the rows from
+// `first_row` on, from column `first_column` up to their end. All lanes of a warp take part.
 template <typename T, int kRows, int kColumns, typename Factor>
 HK_DEVICE void store_tile(const Tile<float, kRows, kColumns>& tile, const Rows<T>& rows,
                           int first_row, int first_column, int count, Factor&& factor) {
@@ -160,8 +160,8 @@ HK_DEVICE void store_tile(const Tile<float, kRows, kColumns>& tile, const Rows<T
   }
 }
 
-// The units of a tile that a thread copies, and that it alone reads until a barrier: those of some
-// columns, as many threads beside each other as a row has units, or as its next power of two has.
+// The units of a tile that a thread copies, and that only it reads until a barrier: those of some
+// columns. The number of threads per row is its number of units, rounded up to a power of two.
 template <int kThreads, typename AnyTile>
 struct OwnUnits {
   using T = typename AnyTile::Element;
@@ -176,7 +176,7 @@ struct OwnUnits {
 
   HK_DEVICE static int first_row() { return index() / kAcross; }
 
-  // f(column) for the first element of each of this thread's columns of units.
+  // Calls f(column) with the first element of each of this thread's columns of units.
   template <typename F>
   HK_DEVICE static void each_column(F&& f) {
     HK_UNROLL
@@ -190,8 +190,9 @@ struct OwnUnits {
   HK_DEVICE static unsigned index() { return static_cast<unsigned>(thread_index()); }
 };
 
-// Starts to copy this thread's units of a column of a tile: of rows `first` and on, from their
-// element `feature`. What rows lack is 0. The copies land at the wait for this thread's copies.
+// Starts to copy this thread's units of a column of a tile: of the rows from `first` on, from their
+// element `feature`. Elements beyond the rows are 0. The copies are complete after this thread's
+// wait for its copies.
 template <int kThreads, typename T, int kRows, int kColumns>
 HK_DEVICE void copy_column(const Tile<T, kRows, kColumns>& tile, int column, const Rows<T>& rows,
                            int first, int feature) {
@@ -218,17 +219,17 @@ HK_DEVICE void copy_column(const Tile<T, kRows, kColumns>& tile, int column, con
   }
 }
 
-// Starts to copy rows `first` and on into a tile, with all threads of the block.
+// Starts to copy the rows from `first` on into a tile, with all threads of the block.
 template <int kThreads, typename T, int kRows, int kColumns>
 HK_DEVICE void copy_rows(const Tile<T, kRows, kColumns>& tile, const Rows<T>& rows, int first) {
   OwnUnits<kThreads, Tile<T, kRows, kColumns>>::each_column(
       [&](int column) { copy_column<kThreads>(tile, column, rows, first, column); });
 }
 
-// Puts 0 for what is not finite in a tile; false where all is finite. `flags`, where it is given,
-// tells of every row whether it held such, but is not written where all is finite. Of a product
-// with weights of 0 for what is hidden, 0 * nan would reach every row. All threads of the block
-// come here after the tile has landed.
+// Replaces numbers of a tile that are not finite by 0, since hidden ones have weight 0 in a
+// product, and 0 * nan would reach every row. Returns false if all are finite. Otherwise `flags`,
+// if it is given, says for every row whether it had such numbers. All threads of the block take
+// part, after the tile has landed.
 template <int kThreads, typename T, int kRows, int kColumns>
 HK_DEVICE bool clean(const Tile<T, kRows, kColumns>& tile, bool* flags = nullptr) {
   constexpr int kCount = Unit<T>::kCount, kUnits = kColumns / kCount;
@@ -257,7 +258,7 @@ HK_DEVICE bool clean(const Tile<T, kRows, kColumns>& tile, bool* flags = nullptr
   return true;
 }
 
-// Puts 0 into the rows of a tile that are not `kept`.
+// Sets the rows of a tile that are not `kept` to 0.
 template <int kThreads, typename T, int kRows, int kColumns>
 HK_DEVICE void keep_rows(const Tile<T, kRows, kColumns>& tile, const bool* kept) {
   HK_ROLLED

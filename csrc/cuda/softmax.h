@@ -1,8 +1,8 @@
 // The softmax of a row, tile by tile, in base 2: p = 2^(scale_log2 * score - row_max), where
-// scale_log2 is |scale| * log2(e). Scores stay unscaled until they meet it in one multiply-add.
-// Scores with terms (kTerms) are final and may be large: p = 2^((score - row_max) * log2(e)), for
-// their product with log2(e) may overflow, and their difference is exact near the maximum. row_max
-// is finite from the start: no difference of two infinities has to be looked for.
+// scale_log2 is |scale| * log2(e). Scores stay unscaled until this multiply-add. Scores with terms
+// (kTerms) are final and may be large: p = 2^((score - row_max) * log2(e)), since their product
+// with log2(e) may overflow, while their difference is exact near the maximum. row_max is finite
+// from the start, so differences of two infinities do not occur.
 #pragma once
 
 #include <cmath>
@@ -15,15 +15,15 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = INFINITY;
 // row_max of a row that has seen no key.
 constexpr float kLowest = -3.402823466e38f;
-// The smallest normal float stands for a scale of 0: -inf * 0 is nan.
+// The smallest normal float replaces a scale of 0: -inf * 0 is nan.
 constexpr float kSmallest = 1.17549435e-38f;
 
-// What scores are multiplied by in the softmax, above 0: those with terms are final.
+// The factor of scores in the softmax, above 0; scores with terms are final.
 HK_DEVICE float softmax_scale(double scale, bool terms) {
   return terms ? kLog2e : fmaxf(fabsf(static_cast<float>(scale)) * kLog2e, kSmallest);
 }
 
-// lse of a row, -inf if it saw nothing.
+// lse of a row, -inf if it sees no key.
 template <bool kTerms>
 HK_DEVICE float log_sum_exp(float row_max, float row_sum) {
   return row_sum == 0.0f ? -kInfinity : (kTerms ? row_max : row_max * kLn2) + logf(row_sum);
@@ -35,7 +35,7 @@ HK_DEVICE float weight_of(float score, float row_max, float scale_log2) {
   return exp2_approx(kTerms ? (score - row_max) * kLog2e : score * scale_log2 - row_max);
 }
 
-// What sums over `row_max` are multiplied by to be sums over a larger one.
+// The factor that makes sums relative to `row_max` sums relative to a larger maximum.
 template <bool kTerms>
 HK_DEVICE float rescaling(float row_max, float larger) {
   return exp2_approx(kTerms ? (row_max - larger) * kLog2e : row_max - larger);
@@ -65,8 +65,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores, hidden ones -inf, become probabilities over the new row_max; what was accumulated
-  // before shrinks to it.
+  // Scores, hidden ones -inf, become probabilities relative to the new row_max; earlier sums are
+  // rescaled to it.
   template <int kColumns, int kWidth>
   HK_DEVICE void step(Accumulator<kGroups, kColumns>& scores, Accumulator<kGroups, kWidth>& acc,
                       float scale_log2) {
@@ -94,8 +94,8 @@ struct OnlineSoftmax {
     acc.each([&](float& value, int m, int, int e) { value *= alpha[m][e / 2]; });
   }
 
-  // Divides what was accumulated by the sums and returns lse in `row_max`: -inf for a row that saw
-  // nothing, whose accumulator is 0.
+  // Divides the accumulator by the sums and returns lse in `row_max`: -inf for a row that sees no
+  // key, whose accumulator is 0.
   template <int kWidth>
   HK_DEVICE void normalize(Accumulator<kGroups, kWidth>& acc, float keep_scale) {
     HK_UNROLL
@@ -111,8 +111,8 @@ struct OnlineSoftmax {
   }
 };
 
-// The sums of a row whose keys were split into parts, held by a warp: each lane has every 32nd
-// column of `acc`.
+// The sums of a row whose keys were split into parts, in a warp: each lane has every 32nd column of
+// `acc`.
 template <int kWidth, bool kTerms>
 struct RowOfParts {
   float row_max = kLowest, row_sum = 0.0f, acc[kWidth / kWarp] = {};
@@ -124,7 +124,7 @@ struct RowOfParts {
     for (int i = 0; i < kWidth / kWarp; ++i) f(i, i * kWarp + lane());
   }
 
-  // Adds up `count` parts in their order, of row_max_of(part), row_sum_of(part) and acc_of(part,
+  // Adds up `count` parts in their order, from row_max_of(part), row_sum_of(part) and acc_of(part,
   // column).
   template <typename RowMaxOf, typename RowSumOf, typename AccOf>
   HK_DEVICE void add_up(int count, RowMaxOf&& row_max_of, RowSumOf&& row_sum_of, AccOf&& acc_of) {

@@ -1,10 +1,10 @@
 // Products of tiles on tensor cores: what a warp holds of a tile, and how it multiplies.
 //
 // A warp owns rows of an accumulator in groups of 16. Its left operand comes from a tile of rows in
-// shared memory or from an accumulator (in registers, without a way through memory); its right
-// operand from a tile of rows, as [columns, depth] or as [depth, columns]. bfloat16 and float16
-// take one product; float takes three in tf32, of the parts of x = high + low, which leaves an
-// error of 2^-21 of each product, and adds them to the accumulator outside of the tensor cores.
+// shared memory or directly from an accumulator in registers; its right operand from a tile of
+// rows, as [columns, depth] or as [depth, columns]. bfloat16 and float16 need one product; float
+// needs three in tf32, of the parts of x = high + low, which leaves an error of 2^-21 of each
+// product, and adds them to the accumulator outside of the tensor cores.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 
 namespace hk::cuda {
 
-// Element e of group [m][n] of a lane stands in row 16 m + lane / 4 + 8 (e / 2) and in column
+// Element e of group [m][n] of a lane is in row 16 m + lane / 4 + 8 (e / 2) and column
 // 8 n + 2 (lane % 4) + e % 2 of the warp's tile.
 template <int kGroups, int kColumns>
 struct Accumulator {
@@ -38,11 +38,11 @@ struct Accumulator {
   }
 };
 
-// Of element [m][n][e]: its row in the warp's tile, and its column.
+// The row and the column of element [m][n][e] in the warp's tile.
 HK_DEVICE int row_of(int m, int e) { return 16 * m + lane() / 4 + 8 * (e / 2); }
 HK_DEVICE int column_of(int n, int e) { return 8 * n + 2 * (lane() % 4) + e % 2; }
 
-// What a lane holds of 16 rows times a depth, and of a depth times 16 columns: columns 0 to 7 in
+// The part of a lane in 16 rows times a depth, and in a depth times 16 columns: columns 0 to 7 in
 // b[0] and b[1].
 struct Left {
   uint32_t a[4];
@@ -117,10 +117,10 @@ struct TensorCore<float> {
     uint32_t high[4], low[4];
   };
 
-  // The high part is rounded to the nearest, so that what is lost, the product of two low parts, is
-  // of either sign: truncated, it would make the error two to three times that of float. The low
-  // part is the exact rest. What is not finite stands in the low part alone, for there it meets one
-  // part of the other factor and not both, whose signs may differ.
+  // The high part is rounded to the nearest, so that the omitted product of two low parts has
+  // either sign: with truncation the error would be two to three times that of float. The low part
+  // is the exact rest. A number that is not finite is in the low part only, which is multiplied by
+  // one part of the other factor and not by both, whose signs may differ.
   HK_DEVICE static Operand operand(const uint32_t (&bits)[4]) {
     Operand result;
     HK_UNROLL
@@ -212,8 +212,8 @@ HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc,
     multiply_rows_at(acc, left, row, right, k);
 }
 
-// The same for the first `width` columns. Whole tiles, which are the rule, are a straight block: a
-// loop of a length that is not known shows the latency of every load.
+// The same for the first `width` columns. Whole tiles, the usual case, are straight code: a loop of
+// unknown length would expose the latency of every load.
 template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns>
 HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc,
                              const Tile<T, kLeftRows, kTileColumns>& left, int row,

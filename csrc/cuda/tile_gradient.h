@@ -3,8 +3,7 @@
 //   p = exp(scores - lse)        dp = dattended value^T        dscores = p * (dp - delta)
 //
 // The gate is still to be applied to dattended, and so to dp and to the weights p of dvalue;
-// dropout multiplies both by what it keeps. Where scores are capped, dscores are those of the
-// scores before the cap.
+// dropout multiplies both by 0 or its scale. With a cap, dscores are those of the scores before it.
 #pragma once
 
 #include "cuda/gate.h"
@@ -14,7 +13,7 @@
 
 namespace hk::cuda {
 
-// Of one row as it is in global memory: lse -inf where the row is not there or sees nothing.
+// The numbers of one row in global memory: lse is -inf if the row does not exist or sees no key.
 struct QueryRow {
   float lse = -kInfinity, delta = 0.0f, gate = 1.0f;
   Range range = {0, 0};
@@ -31,9 +30,9 @@ struct QueryRow {
   }
 };
 
-// A row counts as finite if it sees something and its numbers are finite. One that sees something
-// and is not finite has lse nan, and so has p wherever it sees a key: with its query and dout left
-// out, what it poisons are the keys that it sees and no others.
+// A row counts as finite if it sees a key and its numbers are finite. A row that sees a key and is
+// not finite has lse nan, and so p nan for every key that it sees: with its query and dout read as
+// 0, exactly the gradients of these keys become nan.
 template <int kRows>
 struct QueryRows {
   float lse[kRows];  // without terms in base 2; +inf for rows that see nothing: p is 0 there
@@ -59,8 +58,8 @@ struct QueryRows {
   }
 };
 
-// Leaves out rows of `query` and `dout` that are not finite, where there are any. All threads of
-// the block come here, after both tiles have landed.
+// Sets rows of `query` and `dout` that are not finite to 0, if there are any. All threads of the
+// block take part, after both tiles have landed.
 template <int kThreads, int kRows, typename QueryTile, typename DoutTile>
 HK_DEVICE void leave_out_non_finite(const QueryRows<kRows>& rows, const QueryTile& query,
                                     const DoutTile& dout) {
@@ -73,7 +72,7 @@ HK_DEVICE void leave_out_non_finite(const QueryRows<kRows>& rows, const QueryTil
   sync_block();
 }
 
-// The numbers of query rows that the elements of a tile have: by its rows from `first`, or by its
+// The numbers of query rows for the elements of a tile: by its rows from `first`, or by its
 // columns.
 template <ScoreLayout kLayout, int kRows>
 struct TileRows {
@@ -85,8 +84,7 @@ struct TileRows {
   }
 };
 
-// Scores become probabilities; those of hidden pairs are what the other factor makes of them, and
-// have to be hidden there.
+// Scores become probabilities. Those of hidden pairs are not 0: the other factor must hide them.
 template <bool kTerms, ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
 HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores,
                                 const TileRows<kLayout, kRows>& row, float scale_log2) {
@@ -95,7 +93,7 @@ HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores,
   });
 }
 
-// What dropout and the gate make of probabilities, or of dp.
+// Applies dropout and the gate to probabilities, or to dp.
 template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
 HK_DEVICE void gate_and_drop(Accumulator<kGroups, kColumns>& tile,
                              const TileRows<kLayout, kRows>& row,
@@ -107,7 +105,7 @@ HK_DEVICE void gate_and_drop(Accumulator<kGroups, kColumns>& tile,
   left_out.drop(tile);
 }
 
-// dp becomes what probabilities multiply.
+// dp becomes the factor of the probabilities.
 template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
 HK_DEVICE void centre(Accumulator<kGroups, kColumns>& dp, const TileRows<kLayout, kRows>& row,
                       const LeftOut<kLayout, kGroups, kColumns>& left_out, float keep_scale) {

@@ -1,4 +1,4 @@
-// The sizes of tiles, for those who allocate what kernels write.
+// The sizes of tiles, for callers that allocate the outputs of kernels.
 #include "cuda/collaborative_tiles.h"
 #include "cuda/tiles.h"
 

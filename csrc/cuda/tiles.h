@@ -1,13 +1,13 @@
 // The sizes of a block of threads, by kernel, size of an element and width of a head.
 //
-// Each is the largest whose sums stay in registers (255 a thread; tests hold what is spilled to
-// words) and whose tiles fit into 99 KiB of shared memory, the least that a part of sm_80 and up
-// gives to a block (sm_86, sm_89, sm_120). The machine code is the same for several parts, so the
-// host chooses between sizes, by the shared memory of the device. Nothing here was measured on a
-// GPU: heuristic.
+// Each is the largest whose sums stay in registers (255 per thread; tests bound what is spilled to
+// a few words) and whose tiles fit into 99 KiB of shared memory, the least that a GPU from sm_80 on
+// gives to a block (sm_86, sm_89, sm_120). The machine code is the same for several GPUs, so the
+// host chooses between sizes by the shared memory of the device. Heuristic: nothing here was
+// measured on a GPU.
 //
-// kGroups is the number of 16-row groups a warp owns: with two, what is loaded of the other operand
-// serves twice.
+// kGroups is the number of 16-row groups that a warp owns: with two, every load of the other
+// operand is used twice.
 #pragma once
 
 #include <string>
@@ -18,16 +18,16 @@
 
 namespace hk::cuda {
 
-// Bytes of shared memory that every part gives to a block.
+// Bytes of shared memory that every GPU gives to a block.
 constexpr int kLeastShared = 99 << 10;
-// And to all blocks of a multiprocessor: sm_86, sm_89, sm_120.
+// The same for all blocks of a multiprocessor: sm_86, sm_89, sm_120.
 constexpr int kLeastOfMultiprocessor = 100 << 10;
 
-// kernels with terms (scores.h) have a tile of numbers more in shared memory and more arithmetic:
-// of them there are fewer widths, and a warp owns one group. kSmall is for parts where a
-// multiprocessor holds only one block of the other sizes: half the rows, so that two fit into
-// 100 KiB, and one multiplies while the other one waits. FlashAttention-2 has 64 x 64 there for
-// causal masks; rows padded by 16 bytes leave 48 keys of width 128.
+// Kernels with terms (scores.h) have one more tile of numbers in shared memory and more arithmetic,
+// so they have fewer widths, and a warp owns one group. kSmall is for GPUs where a multiprocessor
+// holds only one block of the other sizes: with half the rows, two blocks fit into 100 KiB, and one
+// multiplies while the other waits. FlashAttention-2 has 64 x 64 there for causal masks; rows
+// padded by 16 bytes leave 48 keys of width 128.
 template <typename T, int kWidth, bool kTerms, bool kSmall>
 struct ForwardSizes {
   static constexpr bool kWide = sizeof(T) * kWidth > 256;  // bytes of a row
@@ -43,16 +43,16 @@ struct ForwardSizes {
 template <typename T, int kWidth, bool kTerms>
 constexpr bool kHasSmall = sizeof(T) == 2 && !kTerms && (kWidth == 96 || kWidth == 128);
 
-// Of a few query rows, as in decoding: kBlockM rows, of which every warp has all, and kOwn keys of
-// a tile. kBlockM is as many as tensor cores multiply at least.
+// For a few query rows, as in decoding: every warp has all kBlockM rows, and kOwn keys of a tile.
+// kBlockM is the least number of rows that tensor cores multiply.
 template <typename T, int kWidth>
 struct DecodeSizes {
   static constexpr int kWarps = sizeof(T) * kWidth > 512 ? 2 : 4;
   static constexpr int kBlockM = 16, kOwn = 16;
 };
 
-// Of both passes of the backward: a warp owns rows (keys or query rows) and goes through tiles of
-// kOther of the other side, two of which are in shared memory. Two operands of each side.
+// For both passes of the backward: a warp owns rows (keys or query rows) and visits tiles of kOther
+// of the other side, two of which are in shared memory. Each side has two operands.
 template <typename T, int kWidth, bool kTerms>
 struct BackwardSizes {
   static constexpr int kRowBytes = sizeof(T) * kWidth;
@@ -62,23 +62,22 @@ struct BackwardSizes {
   static constexpr int kAcross = 1;
 };
 
-// Of the pass by keys where a block may have 163 KiB (sm_80, sm_90 and more): kAcross warps beside
-// each other have the same keys, and each a part of the query rows and of the features. Their
-// probabilities and dscores go through shared memory, so that two groups of a warp use what is
-// loaded in every product.
+// For the pass by keys if a block may have 163 KiB (sm_80, sm_90 and newer): kAcross warps have the
+// same keys, and each has a part of the query rows and of the features. Their probabilities and
+// dscores go through shared memory, so that two groups of a warp use every load in every product.
 struct WideKeysSizes {
   static constexpr int kWarps = 8, kGroups = 2, kOther = 64, kAcross = 2;
   static constexpr int kOwn = kWarps / kAcross * kGroups * 16;
 };
 
-// Whether a pass by keys exists in the wide sizes too.
+// Whether there is a pass by keys with the wide sizes.
 template <typename T, int kWidth, bool kTerms>
 constexpr bool kHasWideKeys = sizeof(T) == 2 && !kTerms && kWidth == 128;
 
 // Rows and keys of a block of the gradient of a bias (attention_bias.cu).
 constexpr int kBiasTile = 64;
 
-// f of the first of these widths that `width` fits into; the last one serves every other.
+// Calls f with the first of these widths that `width` fits into, else with the last.
 template <int kWidth, int... kWider, typename F>
 void with_narrowest(int64_t width, F&& f) {
   if constexpr (sizeof...(kWider) > 0) {
@@ -87,14 +86,14 @@ void with_narrowest(int64_t width, F&& f) {
   f(std::integral_constant<int, kWidth>{});
 }
 
-// f of whether a call has terms, as a constant.
+// Calls f with a constant: whether a call has terms.
 template <typename F>
 void with_terms(bool terms, F&& f) {
   terms ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// The widths of D and Dv. Narrow heads of float take a wider one: fewer kernels for the dtype that
-// is used least.
+// The widths of D and Dv. Narrow float heads use a wider one: fewer kernels for the dtype that is
+// used least.
 template <typename T, bool kTerms, typename F>
 void with_width(int64_t D, int64_t Dv, F&& f) {
   if constexpr (kTerms && sizeof(T) == 4)
@@ -105,13 +104,13 @@ void with_width(int64_t D, int64_t Dv, F&& f) {
     with_narrowest<64, 128, 256>(D > Dv ? D : Dv, f);
 }
 
-// The widths of D and Dv where query rows are few.
+// The widths of D and Dv for a few query rows.
 template <typename F>
 void with_decode_width(int64_t D, int64_t Dv, F&& f) {
   with_narrowest<64, 128, 256>(D > Dv ? D : Dv, f);
 }
 
-// Of "decode", "keys" or "queries"; `wide_keys` is runs_wide_keys of the device.
+// The tiles of "decode", "keys" or "queries"; `wide_keys` is runs_wide_keys of the device.
 template <typename T>
 Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms, bool wide_keys) {
   Tiles tiles{};

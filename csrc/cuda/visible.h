@@ -1,9 +1,9 @@
 // Which keys a tile of query rows sees, and which query rows see a tile of keys.
 //
 // A query row sees the keys of one half-open range and first keys of its head before that, less
-// those that `key_visible` hides. Tiles outside of every range are never visited; tiles inside of
-// the ranges of all their rows take no mask arithmetic. A kernel goes through the full tiles first
-// and through the partial ones then, which it masks pair by pair.
+// those that `key_visible` hides. Tiles outside of every range are never visited; tiles inside the
+// ranges of all their rows need no mask arithmetic. A kernel visits the full tiles first, then the
+// partial ones, which it masks pair by pair.
 #pragma once
 
 #include <climits>
@@ -38,14 +38,14 @@ class Visible {
   HK_DEVICE bool by_data() const { return k_lo_ != nullptr; }
   HK_DEVICE bool hides_keys() const { return keys_ != nullptr; }
 
-  // The keys before this one are seen by rows whose range ends behind them.
+  // Rows see the keys before this one if their range ends after them.
   HK_DEVICE int front() const { return front_of(h_); }
   HK_DEVICE int front_of(int h) const {
     return mask_.first_keys ? mask_.first_keys[h * mask_.first_stride] : 0;
   }
 
-  // {0, 0} where the row sees nothing or is not there. A row whose range the first keys reach, or
-  // that has none, has one range from 0 on.
+  // {0, 0} if the row sees no key or does not exist. If the first keys reach the range of a row, or
+  // the row has no other keys, its range begins at 0.
   HK_DEVICE Range range(int row) const {
     if (row >= T_) return {0, 0};
     int lo = clamp(row + mask_.band_lo, S_), hi = clamp(row + mask_.band_hi, S_);
@@ -82,8 +82,8 @@ class Visible {
   const uint8_t* keys_;
 };
 
-// The least of each of four numbers over the block; `scratch` has four ints a warp. All threads
-// come here; a barrier stands before the first write and after the last read.
+// The minimum of each of four numbers over the block; `scratch` has four ints per warp. All threads
+// take part; there is a barrier before the first write and after the last read.
 template <int kThreads>
 HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
   constexpr int kWarps = kThreads / kWarp;
@@ -116,8 +116,8 @@ class TileList {
         end_(end),
         front_(min_of(front, start_)) {}
 
-  // Share `split` of `splits`: neighbours, as many in each share, fewer or none in the last ones.
-  // The tiles in front are in the first one.
+  // Share `split` of `splits`: consecutive tiles, the same number in each, fewer or none in the
+  // last. The tiles of first keys are in the first share.
   HK_DEVICE TileList share(int split, int splits) const {
     const int each = static_cast<int>(ceil_div(end_ - start_, splits));
     const int first = min_of(start_ + split * each, end_);
@@ -139,7 +139,7 @@ class TileList {
 };
 
 // The tiles of `kBlockN` keys that kBlockM rows see: row i has range_of(i) if there(i), and before
-// it at most the first `front` keys. Rows that are not there are not stored: they need no mask.
+// it at most the first `front` keys. Rows beyond the last one are not stored, so they need no mask.
 template <int kThreads, int kBlockM, int kBlockN, typename There, typename RangeOf>
 HK_DEVICE TileList tiles_of_ranges(const Visible& visible, There&& there, RangeOf&& range_of,
                                    int front, int* scratch) {
@@ -178,9 +178,9 @@ HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratc
       [&](int i) { return visible.range(first_row + i); }, visible.front(), scratch);
 }
 
-// The tiles of `kBlockM` query rows that see keys `first_key` to `first_key + kBlockN - 1`. Where
-// data decides, rows between the first and the last that see every key have to see every key too,
-// else all tiles are partial.
+// The tiles of `kBlockM` query rows that see keys `first_key` to `first_key + kBlockN - 1`. With
+// k_lo, all rows between the first and the last that see every key must see every key too, else all
+// tiles are partial.
 template <int kThreads, int kBlockM, int kBlockN>
 HK_DEVICE TileList tiles_that_see(const Visible& visible, int first_key, int* scratch) {
   const int last_key = min_of(first_key + kBlockN, visible.S());
@@ -206,7 +206,7 @@ HK_DEVICE TileList tiles_that_see(const Visible& visible, int first_key, int* sc
     least_of_block<kThreads>(least, scratch);
     any = {least[0], -least[1]};
     all = {least[2], -least[3]};
-    // A gap between full rows shows as a thread's own rows that are fewer than there should be.
+    // If there is a gap between full rows, a thread counts fewer of its rows than expected.
     int expected = 0;
     HK_ROLLED
     for (int row = thread_index(); row < all.hi; row += kThreads) expected += row >= all.lo;
