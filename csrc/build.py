@@ -66,7 +66,7 @@ CHECKS = ["-DHK_CHECKS"]  # the checks of the wrappers, which only tests call
 EMULATOR = Path("build/emulator")
 
 
-# What a build that cannot go on ends with.
+# The error of a build that cannot continue.
 NO_KERNELS = (
     "HEADS_KERNELS_CPU=0 in the environment installs the package without kernels for the CPU: it is "
     "slower there, and all of it works"
@@ -113,7 +113,7 @@ def build(
 ) -> Path:
     """Compile `units` in `folder` and link them to `output` there, before the libraries that are `ready`.
 
-    Only what changed is compiled again, so `folder` is kept between builds; outputs of one folder share objects.
+    Only changed units are compiled again, so do not delete `folder` between builds; outputs in it share objects.
     """
 
     def shell(words: list[str]) -> str:
@@ -149,7 +149,7 @@ def build(
 
 # ---------------------------------------------------------------------- CPU
 def cpu_missing() -> str:
-    """Why no kernels are built for any processor; empty where they are.
+    """Why no kernels are built for any processor; empty if they are.
 
     HEADS_KERNELS_CPU=0 leaves all kernels out: the wheel has no compiled code and is for any machine.
     """
@@ -195,7 +195,7 @@ def ops_library(folder: Path) -> Path:
     """`libheads_kernels.so`: the CPU kernels, and the ops for PyTorch without Python.
 
     It is linked with an empty library that has the name of PyTorch's: the loader looks there for what torch_abi.h
-    declares, and refuses the library where a function is missing.
+    declares, and refuses the library if a function is missing.
     """
     name = "libtorch_cpu.so"
     empty = ["-shared", f"-Wl,-soname,{name}", "-x", "c++", os.devnull]

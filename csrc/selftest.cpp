@@ -4,7 +4,7 @@
 // gives the same bits, and so does any number of threads where no sum is split over them.
 //
 // `selftest [--level NAME] [CASE...]` prints a line for each failure. NAME is a level of pairs that
-// this processor runs, although it does not say so.
+// this processor can run although it does not report it.
 #include <cstdio>
 #include <iterator>
 #include <map>
@@ -30,7 +30,7 @@ namespace {
 // One a line, named by what differs from the values in selftest/inputs.h: sizes; the band (lo, hi),
 // the intervals of rows, the visible keys; gate, a letter or 1 a dimension, its activation and
 // whether that of head 0 is zero; zeros of mixing; percent of alpha; memory layout; percent of
-// dropout; where a NaN stands that some rows see; the only gradients requested.
+// dropout; the place of a NaN that some rows see; the only gradients requested.
 const char* const kCases = R"(T=1 S=1
 T=3 S=3
 T=63 S=63
@@ -221,7 +221,7 @@ struct Call {
   }
 };
 
-// What is wrong with a result; empty if it is correct.
+// Describes what is wrong with a result; empty if it is correct.
 std::string compare(Array& got, const Expected& expected) {
   if (!got.gaps_untouched()) return "writes between its elements";
   const double u = roundoff(got.tensor.dtype);

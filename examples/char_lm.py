@@ -4,13 +4,13 @@
     python examples/char_lm.py --quick         # seconds: does everything run?
 
 A small pre-norm Transformer (3 layers of 8 heads) learns the text of `pydoc_data.topics`, which comes with Python.
-Copies of it are then trained on, each with the loss
+Copies of it are then trained further, each with the loss
 
     nats per character + lambda * expected number of open heads of the model (hk.nn.l0_penalty)
 
-and one with `hk.heads.GateSchedule`, which finds the weight of the penalty for an asked number of heads. A control is
-trained on for as long without gates: what the gates cost is the difference to it, not to the model that they started
-from. The table counts open heads and bits per character of held-out text by both rules of evaluation.
+and one with `hk.heads.GateSchedule`, which adjusts the weight of the penalty to a requested number of heads. A control
+is trained as long without gates: the cost of the gates is the difference from the control, not from the model that they
+started from. The table has open heads and bits per character of held-out text, by both rules of evaluation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ except ImportError:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run depends on, besides the text."""
+    """The settings of a run."""
 
     layers: int = 3
     heads: int = 8
@@ -54,7 +54,7 @@ class Settings:
     batch: int = 32
     steps: int = 1200  # of the base; half of it for every copy
     rate: float = 1e-3
-    gate_rate: float = 0.05  # of log_alpha, which goes a way of 4 and more
+    gate_rate: float = 0.05  # of log_alpha, which must change by 4 and more
     #: lambda, and the log_alpha that gates start from: 0 is half open, 2 nearly open
     penalties: tuple[tuple[float, float], ...] = (
         (0.002, 0.0),
@@ -119,7 +119,7 @@ class CharLM(nn.Module):
 
 # ---------------------------------------------------------------------- text
 def load_text(settings: Settings) -> tuple[Tensor, Tensor, int]:
-    """Characters to learn, held-out characters, and how many different ones there are."""
+    """The training characters, the held-out characters, and the number of different characters."""
     text = "\n".join(topics[name] for name in sorted(topics))
     alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
     numbers = torch.tensor([alphabet[character] for character in text])
@@ -128,7 +128,7 @@ def load_text(settings: Settings) -> tuple[Tensor, Tensor, int]:
 
 
 def batches(text: Tensor, settings: Settings, seed: int) -> Iterator[Tensor]:
-    """Random windows of length + 1, `[batch, length + 1]`: the same ones for the same seed."""
+    """Random windows `[batch, length + 1]`; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(settings.length + 1)
     while True:
@@ -143,7 +143,7 @@ def nats(model: nn.Module, windows: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def bits_per_character(model: nn.Module, text: Tensor, settings: Settings) -> float:
-    """Over windows that follow one another through the whole text."""
+    """Bits per character over consecutive windows of the whole text."""
     model.eval()
     windows = text.unfold(0, settings.length + 1, settings.length)
     losses = [nats(model, part) * len(part) for part in windows.split(256)]
@@ -160,7 +160,7 @@ def train(
     penalty: Callable[[], Tensor | float] = lambda: 0.0,
     after_step: Callable[[], None] = lambda: None,
 ) -> float:
-    """AdamW with a short warm-up; gates have a rate of their own and no weight decay. Returns the seconds."""
+    """Train with AdamW and a short warm-up; gates have their own rate and no weight decay. Returns the seconds."""
     gates = [p for name, p in model.named_parameters() if name.endswith("log_alpha")]
     weights = [p for name, p in model.named_parameters() if not name.endswith("log_alpha")]
     groups: list[dict[str, Any]] = [{"params": weights, "lr": settings.rate}]
@@ -181,7 +181,7 @@ def train(
 
 
 def by_both_rules(model: nn.Module, held_out: Tensor, settings: Settings) -> dict[str, Any]:
-    """Open heads, in all and layer by layer, and bits per character, by each rule of evaluation."""
+    """Open heads, in total and per layer, and bits per character, by each rule of evaluation."""
     found: dict[str, Any] = {"expected_open": hk.nn.expected_open(model).item()}
     for rule in ("binary", "mean"):
         for module in model.modules():
@@ -194,7 +194,7 @@ def by_both_rules(model: nn.Module, held_out: Tensor, settings: Settings) -> dic
 
 
 def experiment(settings: Settings, progress: Progress) -> Iterator[dict[str, Any]]:
-    """The rows of the table, one after the other."""
+    """Yields the rows of the table."""
     text, held_out, characters = load_text(settings)
     short = settings.steps // 2
     torch.manual_seed(settings.seed)
@@ -238,7 +238,7 @@ def experiment(settings: Settings, progress: Progress) -> Iterator[dict[str, Any
     def settle() -> None:
         schedule.step()
         if schedule.steps_done == schedule.steps:
-            schedule.finish()  # the rest of the steps trains the heads that are left
+            schedule.finish()  # the remaining steps train the open heads
 
     name = f"schedule, {settings.open_heads} heads"
     row = run(name, model, short, penalty=schedule.penalty, after_step=settle)
@@ -268,7 +268,7 @@ def table(rows: list[dict[str, Any]], settings: Settings) -> Table:
 
 
 def write(path: Path, settings: Settings, rows: list[dict[str, Any]]) -> None:
-    """Whole or not at all: written beside, then renamed."""
+    """Write a temporary file, then rename it, so that an error leaves no partial file."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     found = {"settings": dataclasses.asdict(settings), "versions": versions, "runs": rows}
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")

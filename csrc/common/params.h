@@ -15,7 +15,7 @@ enum class DType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 enum class Activation : int { kIdentity, kSigmoid, kSoftplus };
 
 // A number of the call as double, which the CPU kernels need for float64, and as float, which the
-// CUDA kernels use: a conversion there would stand in their loops, where registers are short.
+// CUDA kernels use: a conversion there would be in their loops, where registers are scarce.
 struct Number {
   double exact;
   float rounded;
@@ -99,7 +99,7 @@ struct ForwardParams : AttentionParams {
   Tensor out;       // [B, H, T, Dv]
   Tensor attended;  // [B, H, T, Dv], out before the gate; absent if not requested
   // [B, H, T] in the compute type; absent if not requested. Entmax: [2, B, H, T], the largest score
-  // of each row and how far its threshold is above it.
+  // of each row and the distance of its threshold above it.
   Tensor lse;
   bool closed_grad = true;  // whether the gate's gradient needs `attended` of closed rows
 };
@@ -129,7 +129,7 @@ struct StatisticsParams : AttentionParams {
   Tensor lse, max_score, max_prob, entropy;  // [B, H, T] in the compute type
   int64_t* argmax = nullptr;                 // [B, H, T] contiguous; of max_score
   // received[b][h][j] = sum over i of row_weights[b][h][i] p_ij; a row of weight 0 is left out.
-  // Both are in the compute type, and absent where received is not asked for.
+  // Both are in the compute type, and absent if received is not requested.
   Tensor row_weights;  // [B, H, T]; strides are 0 where it broadcasts
   Tensor received;     // [B, H, S] contiguous
 };

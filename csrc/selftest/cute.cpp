@@ -200,8 +200,8 @@ std::vector<int> depths_of_take() {
 }
 
 // ---------------------------------------------------------------------- tiles
-// In these checks the elements of a tile are their own numbers, so that what a lane has loaded says
-// where it comes from.
+// In these checks the elements of a tile are their own indices, so that a loaded value shows where
+// it comes from.
 using Words = uint32_t[kWarp][4];
 
 // The first element of the row whose address each lane gave to load_matrices.

@@ -1,6 +1,6 @@
-// One tiny kernel for each wrapper of cuda/hardware.h, so that a test can compare what it does,
-// emulated or on a GPU, with what its documentation says. Built into the emulator and where
-// HEADS_KERNELS_CUDA_CHECKS=1 asks for it.
+// One tiny kernel for each wrapper of cuda/hardware.h, so that a test can compare its results,
+// emulated or on a GPU, with the documentation of the instruction. Built into the emulator, and
+// into the CUDA module with HEADS_KERNELS_CUDA_CHECKS=1.
 #include <stdexcept>
 #include <string>
 #include <vector>

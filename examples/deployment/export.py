@@ -2,8 +2,8 @@
 
     python examples/deployment/export.py --folder deployed
 
-writes `model.pt2`, the `inputs.pt` of one call and the outputs `expected.pt` that Python computes. The program is built
-and run by
+writes `model.pt2`, the `inputs.pt` of one call, and `expected.pt`, the outputs that Python computes. Build and run the
+program with
 
     cmake -S examples/deployment -B deployed \
       -DCMAKE_PREFIX_PATH=$(python -c "import torch; print(torch.utils.cmake_prefix_path)") \
@@ -89,7 +89,7 @@ MODELS: dict[str, Any] = {"encoder": Encoder, "bert": Bert}
 
 
 def pruned(name: str) -> nn.Module:
-    """A model without heads 1 and 3 of its first layer, and with a gate on those of its second."""
+    """A model without heads 1 and 3 of its first layer, and with gates on the heads of its second."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     hk.heads.prune(model, {0: [1, 3]})
@@ -98,7 +98,7 @@ def pruned(name: str) -> nn.Module:
 
 
 def batch(count: int, length: int) -> dict[str, Tensor]:
-    """Sequences of which each is shorter than the one before it."""
+    """A batch of sequences, each shorter than the one before it."""
     lengths = torch.tensor([max(1, length - 2 * row) for row in range(count)])
     return {
         "input_ids": torch.randint(VOCABULARY, (count, length)),

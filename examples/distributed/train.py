@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 examples/distributed/train.py --mesh 1 2 2
     torchrun --nproc-per-node 2 examples/distributed/train.py --mesh 2 1 1 --folder checkpoint
 
-`--mesh` is how many processes split the batch, the heads and features, and the sequences. A small Transformer learns
-the text of `pydoc_data.topics`, which comes with Python, and a schedule of L0 gates closes some of its heads. The
-sharded model is then gathered, pruned, sharded again and saved with its shapes of heads, and loaded over another mesh,
-on which all processes split the batch. The losses are the same on any mesh.
+`--mesh` is the number of processes that split the batch, the heads and features, and the sequences. A small Transformer
+learns the text of `pydoc_data.topics`, which comes with Python, and a schedule of L0 gates closes some of its heads.
+The sharded model is then gathered, pruned, sharded again, saved with the shapes of its heads, and loaded on another
+mesh, on which all processes split the batch. The losses are the same on any mesh.
 
 Processes compute on the CPU, with gloo. Exit status: 0; 2 for a bad option.
 """
@@ -46,7 +46,7 @@ NAMES = ("dp", "tp", "cp")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run depends on, besides the text; not the mesh."""
+    """The settings of a run, without the mesh."""
 
     layers: int = 2
     heads: int = 8
@@ -55,7 +55,7 @@ class Settings:
     batch: int = 16
     steps: int = 60
     rate: float = 1e-3
-    gate_rate: float = 0.05  # of log_alpha, which goes a long way
+    gate_rate: float = 0.05  # of log_alpha, which must change a lot
     open_heads: int = 10  # of all layers, at the end
     method: str = "all_gather"
     seed: int = 0
@@ -117,7 +117,7 @@ class Run:
         return cross_entropy(self.model(text, positions), labels.flatten())
 
     def mean(self, loss: Tensor) -> float:
-        """Over all processes, which have equally many tokens."""
+        """The mean over all processes, which have the same number of tokens."""
         total = loss.detach().clone()
         distributed.all_reduce(total)
         return total.item() / distributed.get_world_size()
@@ -125,7 +125,7 @@ class Run:
 
 # ---------------------------------------------------------------------- text
 def load_text() -> tuple[Tensor, int]:
-    """The characters, and how many different ones there are."""
+    """The characters, and the number of different ones."""
     text = "\n".join(topics[name] for name in sorted(topics))
     alphabet = {character: number for number, character in enumerate(sorted(set(text)))}
     return torch.tensor([alphabet[character] for character in text]), len(alphabet)
@@ -161,7 +161,7 @@ def train(run: Run, text: Tensor) -> list[float]:
     run.model.train()
     losses = []
     for step in range(settings.steps):
-        # Gates share their noise over tp and cp. Over dp they do so by this seed, and need not.
+        # Gates share their noise over tp and cp. With this seed also over dp, which is not necessary.
         torch.manual_seed(settings.seed + step)
         loss = run.loss(batch(text, settings, step))
         (loss + schedule.penalty()).backward()

@@ -3,12 +3,12 @@
     python examples/pair_bias [--steps N] [--seed S] [--threads N]
 
 draws chains of helices, strands and loops in space. The model gets an alignment of noisy letters, the bonds and a third
-of the distances, and not the order of the residues: it has to find the other distances from those of triangles. It is
-trained twice, with pair bias and without, which takes about a minute on a core, and what both reach on chains that they
-have not seen is printed: nats for each distance that was not given, and the error of the count of near residues.
+of the distances, but not the order of the residues: it must infer the other distances from those of triangles. It is
+trained twice, with and without pair bias, which takes about a minute on one core. The command prints the results on
+held-out chains: nats per distance that was not given, and the error of the count of near residues.
 
-The other files here: modules.py, the algorithms and the loading of weights in the reference layout; chains.py, what is
-drawn; model.py, the stack. Exit status: 0; 2 for a bad option; 130 where it was interrupted.
+The other files here: modules.py, the algorithms and the loading of weights in the reference layout; chains.py, the
+data; model.py, the stack. Exit status: 0; 2 for a bad option; 130 if it was interrupted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def train(model: Stack, steps: int, seed: int) -> float:
 
 @torch.no_grad()
 def measure(model: Stack, held_out: Batch) -> tuple[float, float]:
-    """Nats and error on chains that were not trained on."""
+    """Nats and error on held-out chains."""
     distances, near = losses(model, held_out)
     return float(distances), float(near)
 
@@ -61,7 +61,7 @@ def measure(model: Stack, held_out: Batch) -> tuple[float, float]:
 def experiment(
     options: argparse.Namespace, say: Callable[[str], None]
 ) -> dict[str, tuple[float, float]]:
-    """What a new model, one with pair bias and one without reach; each is said when it is known."""
+    """The results of an untrained model, one with pair bias and one without; `say` prints each when it is known."""
     held_out = draw(HELD_OUT, ROWS, LENGTH, torch.Generator().manual_seed(options.seed + 1))
     share = (
         torch.bincount(held_out.classes[held_out.asked], minlength=CLASSES) / held_out.asked.sum()

@@ -1,4 +1,4 @@
-"""Folded chains, drawn: 3-D walks of helices, strands and loops, of which a part of the distances is known."""
+"""Random folded chains: 3-D walks of helices, strands and loops, with a part of their distances known."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-#: By kind of segment: least and most residues, bond and dihedral angle in degrees, and how far they vary.
-#: A helix and a strand are those of a trace of alpha carbons; loops turn anyhow.
+#: By kind of segment: least and most residues, bond and dihedral angle in degrees, and their variation. Helices and
+#: strands have the angles of a trace of alpha carbons; loops have any.
 SEGMENTS: Final = {
     "helix": (6, 12, 91.0, 50.0, 4.0, 6.0),
     "strand": (4, 7, 124.0, -170.0, 6.0, 12.0),
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 def draw(batch: int, rows: int, length: int, generator: torch.Generator) -> Batch:
-    """So many chains, and alignments of so many rows."""
+    """A `batch` of chains, with alignments of `rows` rows."""
     drawn = [_segments(length, generator) for _ in range(batch)]
     kinds, angles, dihedrals = (torch.stack(each) for each in zip(*drawn, strict=True))
     points = _walk(angles, dihedrals)
@@ -76,7 +76,7 @@ def _segments(length: int, generator: torch.Generator) -> tuple[Tensor, Tensor, 
 
 
 def _walk(angles: Tensor, dihedrals: Tensor) -> Tensor:
-    """Points `[B, N, 3]`, each a bond behind the one before, at these angles in degrees to the bonds before."""
+    """Points `[B, N, 3]`, each one bond after the last, at these angles in degrees to the previous bonds."""
     B, N = angles.shape
     angle, dihedral = (math.pi - angles * math.pi / 180), dihedrals * math.pi / 180
     axes = torch.eye(3).expand(B, 3, 3)  # rows: along the last bond, and two across

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Logits of classes of distance `[B, N, N, CLASSES]`, and how many residues are near each, `[B, N]`."""
+    """Logits of classes of distance `[B, N, N, CLASSES]`, and the number of residues near each, `[B, N]`."""
 
     def __init__(
         self, c_m: int = 32, c_z: int = 32, heads: int = 4, head_dim: int = 8, blocks: int = 2
@@ -74,7 +74,7 @@ def losses(model: Stack, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def without_pair_bias_(model: nn.Module) -> nn.Module:
-    """Every bias of pairs is 0, and stays so."""
+    """Set every pair bias to 0, also during training."""
     for module in model.modules():
         if isinstance(module, (MSARowAttention, TriangleAttention, AttentionWithPairBias)):
             nn.init.zeros_(module.bias.weight).requires_grad_(False)

@@ -1,8 +1,8 @@
-"""Gated attention with pair bias as networks of protein structure have it, and weights of their reference layout.
+"""Gated attention with pair bias, as in networks of protein structure, and weights in their reference layout.
 
 The algorithms are those of the supplements of AlphaFold 2 (Jumper et al. 2021) and AlphaFold 3 (Abramson et al. 2024).
-The operator adds the bias to its scores and has its gradient: scores are never in memory, and a bias that rows of an
-alignment or of a pair representation share is not repeated for them.
+The operator adds the bias to its scores and computes its gradient: scores are never in memory, and a bias that rows of
+an alignment or of a pair representation share is not repeated for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import heads_kernels as hk
 def gated(
     width: int, heads: int, head_dim: int, biased: tuple[str, ...]
 ) -> hk.nn.GatedMultiheadAttention:
-    """Attention with a sigmoid gate for each element, of whose projections those in `biased` alone have biases."""
+    """Attention with a sigmoid gate for each element; only the projections in `biased` have biases."""
     made = hk.nn.GatedMultiheadAttention(width, heads, head_dim=head_dim, output_gate="element")
     for name, projection in made.named_children():
         if name not in biased:
@@ -49,8 +49,8 @@ class MSARowAttention(nn.Module):
 class TriangleAttention(nn.Module):
     """AlphaFold 2, algorithms 13 and 14: pairs that share their first residue, or with `ending` their last.
 
-    Pair ij attends to pairs ik with the bias of jk, the third side of the triangle; around the ending node to kj with
-    that of ki, which is the same of the transposed representation.
+    Pair ij attends to pairs ik with the bias of jk, the third side of the triangle; with `ending` to kj with the bias
+    of ki, which is the same on the transposed representation.
     """
 
     def __init__(self, c_z: int, heads: int = 4, head_dim: int = 32, ending: bool = False) -> None:
@@ -75,7 +75,7 @@ class AttentionWithPairBias(nn.Module):
 
     Args:
         c_a, c_z: widths of the tokens and of the pair representation.
-        c_s: width of what conditions the layer: its norm is adaptive then (algorithm 26), and its output gated by it.
+        c_s: width of the conditioning; with it, the norm is adaptive (algorithm 26) and the output is gated by it.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ def load_reference(
     """Load a state dict of the reference layout: `linear_q.weight`, `mha.linear_q.weight` and so on.
 
     Heads are contiguous rows of `linear_q`, `linear_k`, `linear_v` and `linear_g`, and columns of `linear_o`, in both
-    layouts, so the tensors are taken as they are.
+    layouts, so the tensors are used unchanged.
 
     Raises:
         KeyError: a name that is not in `names`.

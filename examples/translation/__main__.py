@@ -2,16 +2,16 @@
 
     python examples/translation [--out DIR] [--heads K | --penalty LAMBDA] [--quick]
 
-trains a small Transformer to translate between two small languages, gives each of its 36 heads a Hard Concrete gate,
-goes on training under an L0 penalty until 16 heads are open, and takes the others out of the weights. A copy trained as
-long without gates is the control. That takes minutes on a core; with --quick 20 seconds, and the model has learned
-little by then.
+trains a small Transformer to translate between two small languages, adds a Hard Concrete gate to each of its 36 heads,
+continues training with an L0 penalty until 16 heads are open, and removes the others from the weights. The control is a
+copy that is trained as long without gates. This takes minutes on one core; with --quick it takes 20 seconds, in which
+the model learns little.
 
-At the end pruned.safetensors, open_heads.png and results.json are written into DIR, each of them whole. An interrupted
-run tells what it had reached. Exit status: 0; 1 where the pruned or the loaded model does not do what it should; 2 for
-a bad option; 130 where it was interrupted.
+At the end it writes pruned.safetensors, open_heads.png and results.json into DIR. An interrupted run prints what it has
+reached. Exit status: 0; 1 if the pruned or the loaded model is not equal to the gated one; 2 for a bad option; 130 if
+it was interrupted.
 
-The other files here: languages.py and corpus.py, what is translated; transformer.py, the model; training.py; report.py;
+The other files here: languages.py and corpus.py, the data; transformer.py, the model; training.py; report.py;
 options.py.
 """
 
@@ -55,7 +55,7 @@ TIMED: Final = 128  # sentences of the batch that inference is timed with
 
 # ---------------------------------------------------------------------- the experiment
 def experiment(options: argparse.Namespace, results: Results, bar: Bar) -> None:
-    """Every stage in order; what it finds goes into `results`."""
+    """Run every stage in order, and store its results in `results`."""
     torch.manual_seed(options.seed)
     corpus = Corpus(options.pairs or invented_pairs(PAIRS, options.seed), options.seed)
 
@@ -77,7 +77,7 @@ def experiment(options: argparse.Namespace, results: Results, bar: Bar) -> None:
     results.layers = heads_of(gated)
     measure("gated", gated)
 
-    # Closed heads leave the weights, the gates of the others are folded into them.
+    # Closed heads are removed from the weights, and the gates of the others are folded into the weights.
     pruned = deepcopy(gated)
     hk.heads.prune(pruned, hk.heads.closed(pruned))
     measure("pruned", pruned)
@@ -112,7 +112,7 @@ def experiment(options: argparse.Namespace, results: Results, bar: Bar) -> None:
 def learn_with_gates(
     model: Translator, corpus: Corpus, options: argparse.Namespace, results: Results, bar: Bar
 ) -> None:
-    """Train a model on with gates, until `--heads` are open, or as many as `--penalty` leaves."""
+    """Continue training with gates, until `--heads` are open, or as many as `--penalty` leaves open."""
     batches, steps = corpus.batches(options.batch, options.seed + 1), options.gated_steps
     bar.start("gates", steps)
     if options.penalty is None:
@@ -132,7 +132,7 @@ def learn_with_gates(
 
 @torch.no_grad()
 def outputs(model: Translator, batch: Batch) -> Tensor:
-    """Logits of a batch, at inference."""
+    """Logits of a batch, in evaluation mode."""
     logits: Tensor = model.eval()(batch.source, batch.target[:, :-1])
     return logits
 

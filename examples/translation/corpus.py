@@ -20,7 +20,7 @@ def read_pairs(path: Path) -> list[Pair]:
     """The sentence pairs of a file, each source once: a line is source, tab, target, with spaces between words.
 
     Raises:
-        ValueError: a line is something else.
+        ValueError: a line has another form.
     """
     found: dict[str, Pair] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -63,7 +63,7 @@ class Corpus:
     Attributes:
         source, target: the vocabularies, of the words in the training part.
         train, held_out: the pairs; `HELD_OUT` of them, or a fifth if that is less, are held out.
-        longest: numbers in the longest sentence, `START` and `END` among them.
+        longest: numbers in the longest sentence, including `START` and `END`.
     """
 
     def __init__(self, pairs: Sequence[Pair], seed: int) -> None:
@@ -77,7 +77,7 @@ class Corpus:
         self.longest = max(len(side) for pair in encoded for side in pair)
 
     def batches(self, size: int, seed: int) -> Iterator[Batch]:
-        """Training batches without end: all pairs in random order, then all again in another."""
+        """Endless training batches: all pairs in random order, then all again in another order."""
         order = random.Random(seed)
         while True:
             shuffled = order.sample(self.train, len(self.train))

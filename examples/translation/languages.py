@@ -1,17 +1,17 @@
-"""Two small languages to translate between: a little English, and a language that a seed invents.
+"""Two small languages to translate between: a little English, and a language generated from a seed.
 
 A sentence, and its translation with English words in place of invented ones:
 
     a tired guard dog that heard two boats waited because it ran
     it ran because guarddog tired that boats two heard waited
 
-Heads of all kinds have work, for hardly a word can be translated by itself or where it stands:
+Heads of all kinds are needed, since hardly any word can be translated by itself or in place:
 
 - every clause ends with its verb, and the clause of the reason or time comes first;
 - adjectives and numbers follow their noun, there is no "a", and a compound is one word: "dog guard", "guard dog" and
   "dog" have nothing in common;
 - articles, adjectives and pronouns agree with the gender and number of their noun;
-- a verb agrees with its subject, however far away: in English the past tense does not show it;
+- a verb agrees with its subject, however far away, although the English past tense does not show it;
 - "old", "light" and "ran" have two translations, one for the living and one for things;
 - "it" and "they" stand for the subject of the other clause.
 """
@@ -37,7 +37,7 @@ Pair = tuple[Words, Words]
 
 @dataclass(frozen=True)
 class Noun:
-    """What other words of the sentence have to know of a noun."""
+    """The properties of a noun on which other words of the sentence depend."""
 
     gender: int
     plural: bool
@@ -45,7 +45,7 @@ class Noun:
 
 
 class Grammar:
-    """Draws sentences with their translations. A seed makes the target language and the series of sentences."""
+    """Draws sentences with their translations. The seed determines the target language and the sentences."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -56,7 +56,7 @@ class Grammar:
         self.gender: dict[str, int] = {}
 
     def sentence(self) -> Pair:
-        """One clause, or two with a conjunction between them: in the target the second comes first."""
+        """One clause, or two with a conjunction between them; in the target the second comes first."""
         source, target, subject = self.clause()
         if self.random.random() < 0.5:
             word = self.random.choice(CONJUNCTIONS)
@@ -82,7 +82,7 @@ class Grammar:
         return [verb, *source], [*target, conjugated]
 
     def noun_phrase(self, relative: bool = False) -> tuple[Words, Words, Noun]:
-        """Article or number, adjectives, noun or compound; with `relative` now and then a clause about it."""
+        """Article or number, adjectives, noun or compound; with `relative` sometimes a relative clause."""
         parts = self.random.sample(LIVING + THINGS, self.random.choice((1, 2)))
         word, plural = " ".join(parts), self.random.random() < 0.5
         gender = self.gender.setdefault(word, self.random.randrange(2))
@@ -98,7 +98,7 @@ class Grammar:
         return source, target, noun
 
     def stem(self, word: str, living: bool = False) -> str:
-        """The invented word; of a word with two senses that for the living or for things."""
+        """The invented word; for a word with two senses, that for living beings or for things."""
         sense = word, living and word in TWO_SENSES
         if sense not in self.lexicon:
             self.lexicon[sense] = self.unused.pop()

@@ -1,4 +1,4 @@
-"""What an experiment found: a progress bar, a table, a plot and the numbers."""
+"""The progress and the results of an experiment: a progress bar, a table, a plot and the numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Counts = dict[str, int]
 
 
 def heads_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Of each attention layer the name, the kind, the number of heads, and which of them are closed."""
+    """For each attention layer: its name, its kind, its number of heads, and which of them are closed."""
     closed = hk.heads.closed(model)
     return [
         {
@@ -42,7 +42,7 @@ def heads_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def open_heads(model: nn.Module) -> Counts:
-    """How many heads are open, by kind of attention."""
+    """The number of open heads, by kind of attention."""
     counts = dict.fromkeys(COLORS, 0)
     for layer in heads_of(model):
         counts[layer["kind"]] += layer["heads"] - len(layer["closed"])
@@ -56,7 +56,7 @@ def in_words(counts: Counts) -> str:
 
 @dataclass
 class Row:
-    """One model: open heads, shares of words and of sentences that are right, weights, seconds a batch."""
+    """One model: open heads, shares of words and sentences that are right, weights, seconds per batch."""
 
     model: str
     open_heads: Counts
@@ -68,14 +68,14 @@ class Row:
 
 @dataclass
 class Results:
-    """Everything that was found so far.
+    """All results so far.
 
     Attributes:
         settings: the options.
         rows: the models.
         history: (step, open heads by kind), from step 0 on, wherever they changed.
-        layers: what `heads_of` says of the gated model.
-        checks: what has to hold, and whether it does.
+        layers: `heads_of` the gated model.
+        checks: conditions that must hold, and whether they do.
         example: a sentence, its right translation and that of the pruned model.
     """
 
@@ -89,7 +89,7 @@ class Results:
 
 # ---------------------------------------------------------------------- on the terminal
 class Bar:
-    """Where an experiment is: a progress bar for each stage, or its name alone where the output is no terminal.
+    """A progress bar for each stage, or only its name if the output is not a terminal.
 
     Attributes:
         reached: the same in words.
@@ -98,7 +98,7 @@ class Bar:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.reached = "the start"
-        # No refresh by itself: its thread would take time from a core that trains.
+        # Without automatic refresh: its thread would take time from training.
         self.progress = Progress(
             TextColumn("{task.description:8}"), BarColumn(12), TaskProgressColumn(),
             TimeElapsedColumn(), TextColumn("[dim]{task.fields[note]}"),
@@ -119,7 +119,7 @@ class Bar:
             self.console.print(f"{stage}, {steps} steps")
 
     def follow(self, stage: str, steps: int, learning: Iterable[tuple[int, float]]) -> None:
-        """A stage of training that gives its steps and losses."""
+        """Show a stage of training, which yields its steps and losses."""
         self.start(stage, steps)
         for step, loss in learning:
             self.step(step, f"loss {loss:.2f}")
@@ -131,7 +131,7 @@ class Bar:
 
 
 def table(results: Results) -> Table:
-    """The models, as a person reads them."""
+    """A table of the models, for the terminal."""
     made = Table("", *COLORS, "words", "sentences", "weights", "ms", box=SIMPLE,
         caption="open heads by kind; share of held-out words and sentences that are right;\n"
         "parameters; ms to translate a batch", caption_justify="left")  # fmt: skip
@@ -148,7 +148,7 @@ def table(results: Results) -> Table:
 
 # ---------------------------------------------------------------------- in files
 def write(results: Results, folder: Path) -> None:
-    """`open_heads.png` and `results.json`, each of them whole."""
+    """Write `open_heads.png` and `results.json`; an error leaves no partial file."""
     with beside(folder / "open_heads.png") as path:
         draw(results).savefig(path, format="png", dpi=150)
     with beside(folder / "results.json") as path:
@@ -157,7 +157,7 @@ def write(results: Results, folder: Path) -> None:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A new file, which takes the place of `path` unless something goes wrong before."""
+    """A temporary file, which replaces `path` unless the block raises."""
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         new = Path(folder) / path.name
         yield new

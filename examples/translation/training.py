@@ -15,7 +15,7 @@ from transformer import Translator
 
 import heads_kernels as hk
 
-#: Learning rates of Adam: the highest of a new model, that of a trained one.
+#: Learning rates of Adam: the highest for a new model, and that for a trained one.
 RATE: Final = 3e-3
 RATE_AFTER: Final = 6e-4
 
@@ -64,7 +64,7 @@ def learn_gates(
 ) -> Steps:
     """`learn` or `learn_on` with gates, until `heads` of them are open.
 
-    Heads close in four fifths of the steps. In the last fifth the weights get used to what is left.
+    Heads close during four fifths of the steps. In the last fifth the weights adapt to the open heads.
     """
     attach_gates(model)
     schedule = hk.heads.GateSchedule(
@@ -78,12 +78,12 @@ def learn_gates(
 
 
 def attach_gates(model: Translator) -> None:
-    """A gate on every head, open or closed at inference."""
+    """Attach a gate to every head, open or closed in evaluation mode."""
     hk.heads.gate(model, partial(hk.nn.HardConcrete, evaluate="binary"))
 
 
 def adam(model: nn.Module, rate: float, steps: int) -> torch.optim.Optimizer:
-    """The optimizer of all models here: one group of weights, and one of gates if there are any."""
+    """The optimiser of all models here: one group for weights, and one for gates if there are any."""
     gates = [p for name, p in model.named_parameters() if "head_gate" in name]
     weights = [p for name, p in model.named_parameters() if "head_gate" not in name]
     groups = [{"params": weights, "lr": rate}]
@@ -99,9 +99,9 @@ def train(
     steps: int,
     penalty: Callable[[], Tensor | float] = no_penalty,
 ) -> Steps:
-    """Train, and after every step give its number, from 1, and the cross-entropy of its batch.
+    """Train, and after every step yield its number, from 1, and the cross-entropy of its batch.
 
-    What is minimised is the cross-entropy a word, labels smoothed by 0.1, plus `penalty()`.
+    The loss is the cross-entropy per word, with labels smoothed by 0.1, plus `penalty()`.
     """
     model.train()
     for step in range(1, steps + 1):
@@ -117,13 +117,13 @@ def train(
 
 
 def accuracy(model: Translator, corpus: Corpus) -> tuple[float, float]:
-    """Of the held-out pairs, the share of words that are right, and of sentences."""
+    """The shares of words and of sentences that are right, on held-out pairs."""
     return words_right(model, corpus), sentences_right(model, corpus)
 
 
 @torch.no_grad()
 def words_right(model: Translator, corpus: Corpus) -> float:
-    """The share of held-out words that are right, each predicted after the right ones before it."""
+    """The share of held-out words that are right, each predicted from the right words before it."""
     source, target = padded(corpus.held_out)
     real = target[:, 1:] != PAD
     right = model.eval()(source, target[:, :-1]).argmax(-1) == target[:, 1:]
@@ -131,7 +131,7 @@ def words_right(model: Translator, corpus: Corpus) -> float:
 
 
 def sentences_right(model: Translator, corpus: Corpus) -> float:
-    """The share of held-out sentences whose greedy translation is right, to the word."""
+    """The share of held-out sentences whose greedy translation is right in every word."""
     source, target = padded(corpus.held_out)
     pairs = zip(model.eval().translate(source), target, strict=True)
     right = [corpus.target.decode(ours) == corpus.target.decode(theirs) for ours, theirs in pairs]
@@ -141,7 +141,7 @@ def sentences_right(model: Translator, corpus: Corpus) -> float:
 def seconds_to_translate(
     models: Sequence[Translator], source: Tensor, rounds: int = 5
 ) -> list[float]:
-    """The median time of each model for a batch, measured in turn so that noise meets all alike."""
+    """The median time of each model for a batch, measured in turn so that noise affects all alike."""
     times: list[list[float]] = [[] for _ in models]
     for _ in range(rounds):
         for model, taken in zip(models, times, strict=True):

@@ -16,7 +16,7 @@ Attention = Callable[[int, int], nn.Module]
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward part, each normed before and added to what comes in."""
+    """Self-attention and a feed-forward part, each applied to a normalised input and added to the residual stream."""
 
     def __init__(self, width: int, heads: int, attention: Attention) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Translator(nn.Module):
 
     Args:
         source_words, target_words: sizes of the two vocabularies.
-        longest: the most words of a sentence, `START` and `END` among them.
+        longest: the most words of a sentence, including `START` and `END`.
         width: of a word's vector, a multiple of `heads`.
         heads, layers: heads of every attention layer, layers of the encoder and of the decoder.
         attention: makes the attention of a layer, from `width` and `heads`.
@@ -95,7 +95,7 @@ class Translator(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Logits `[B, T, target_words]` of the word after each of `target`; source `[B, S]`, target `[B, T]`, int64.
 
-        A mask is made once for all layers. Padding hides keys, and rows too: padded rows see nothing and cost nothing.
+        One mask serves all layers. It hides padded keys and padded rows, which cost nothing.
         """
         real, target_real = source != PAD, target != PAD
         mask = hk.Mask(causal=True, key_mask=target_real, query_mask=target_real)
@@ -103,7 +103,7 @@ class Translator(nn.Module):
         return self.decode(target, self.encode(source), mask, cross_mask)
 
     def encode(self, source: Tensor) -> Tensor:
-        """What the decoder attends to, `[B, S, width]`."""
+        """The output of the encoder, `[B, S, width]`."""
         real = source != PAD
         mask = hk.Mask(key_mask=real, query_mask=real)
         x: Tensor = self.source(source) + self.position.weight[: source.shape[1]]
@@ -121,7 +121,7 @@ class Translator(nn.Module):
         caches: Sequence[tuple[Cache, Cache]] | None = None,
         start: int = 0,
     ) -> Tensor:
-        """Logits after the words `target`, the first of which stands at position `start`."""
+        """Logits after the words `target`, the first of which has position `start`."""
         caches = caches or [(None, None)] * len(self.decoder)
         x: Tensor = self.target(target) + self.position.weight[start : start + target.shape[1]]
         for layer, pair in zip(self.decoder, caches, strict=True):
@@ -131,9 +131,9 @@ class Translator(nn.Module):
 
     @torch.no_grad()
     def translate(self, source: Tensor) -> Tensor:
-        """Greedy translations of `[B, S]`: words `[B, T]`, the first `START`; those behind an `END` mean nothing.
+        """Greedy translations of `[B, S]`: words `[B, T]`, the first `START`; ignore those after an `END`.
 
-        A step runs the newest word alone: the caches keep keys and values of those before, and of the encoder.
+        A step runs only the newest word: the caches hold keys and values of earlier words, and of the encoder.
         """
         memory = self.encode(source)
         mask, cross_mask = hk.Mask(causal="lower_right"), hk.Mask(key_mask=source != PAD)
