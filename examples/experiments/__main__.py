@@ -1,28 +1,27 @@
-"""The experiments of the papers, in small: what the heads of a model do, and which of them are needed.
+"""Small versions of the papers' experiments: what the heads of a model do, and which of them are needed.
 
     python examples/experiments NAME [--out DIR] [--seeds N] [--quick]
 
 runs one experiment; NAME is
 
-    heads_of_minilm              what holds for the heads of a pretrained model
+    heads_of_minilm              claims about heads, tested on a pretrained model
     pruning_curves               quality over closed heads, by every measure of importance, random and reversed
     l0_by_kind                   heads that L0 gates leave open, by kind of attention
     collaborative_from_scratch   collaborative against ordinary attention at smaller key widths
     l0_or_importance             L0 gates against importance at equal numbers of heads
-    conversion_recovered         a model made collaborative, as it is and trained on
+    conversion_recovered         a model made collaborative, at once and after further training
     deep_decoders                12 layers without warm-up: depth-scaled initialisation, merged attention
-    rotary_conversion            a model with rotary positions made collaborative, beside other ways to a smaller cache
-    sparse_heads                 heads that learn how sparse they are (entmax), beside softmax
+    rotary_conversion            a model with rotary positions made collaborative, against other ways to a smaller cache
+    sparse_heads                 heads that learn how sparse they are (entmax), against softmax
 
-and writes NAME.json and NAME.svg into DIR. NAME.json grows by a run at a time: after an interruption the same command
-goes on with the runs that are missing, and a finished run is not computed again. With --quick everything is tiny, takes
-seconds, and says nothing.
+and writes NAME.json and NAME.svg into DIR. NAME.json is written after every run: after an interruption, the same
+command continues with the missing runs. With --quick everything is tiny and takes seconds; its results mean nothing.
 
     python examples/experiments keep [--out DIR]
 
-copies the results in DIR to docs/experiments, draws them, and brings the tables of docs/experiments.md in step.
+copies the results in DIR to docs/experiments, draws them, and updates the tables of docs/experiments.md.
 
-Exit status: 0; 2 for a bad option or where something is missing, in words; 130 where it was interrupted.
+Exit status: 0; 2 for a bad option or if something is missing, with a message; 130 if it was interrupted.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ except ModuleNotFoundError as error:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; a bad one ends the program with status 2. The folder of `--out` is there afterwards."""
+    """Parse the options, and create the folder of `--out`; a bad option ends the program with status 2."""
     parser = argparse.ArgumentParser(
         prog="python examples/experiments",
         description=__doc__,
@@ -79,12 +78,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run an experiment, or keep what was found; returns the exit status."""
+    """Run an experiment, or publish the results; returns the exit status."""
     options = parse(arguments)
     console = Console()
     torch.set_num_threads(
         1
-    )  # tensors this small gain little from more; and a seed gives the same results again
+    )  # small tensors gain little from more threads, and a seed reproduces its results
     try:
         if options.name == "keep":
             kept = page.keep(options.out)

@@ -1,8 +1,8 @@
 """Collaborative against ordinary attention, both trained from scratch, at smaller and smaller key widths.
 
-After section 4.1 of Cordonnier et al. 2020: the keys of all heads together have a width of D_k. Ordinary attention
-gives each head its part of it, collaborative attention shares one query and key of that width among them. Values and
-everything else are the same. Mixing starts at Xavier's random numbers, as in the paper's code for translation.
+After section 4.1 of Cordonnier et al. 2020: the keys of all heads together have width D_k. Ordinary attention gives
+each head a part of it; in collaborative attention the heads share one query and key of that width. Everything else is
+the same. Mixing vectors have Xavier initialisation, as in the paper's code for translation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAME = "collaborative_from_scratch"
 CUTS: Final = (1, 2, 4, 8)  # of the key width
 KINDS: Final = {"ordinary": BLUE, "collaborative": ORANGE}
 ROUNDS: Final = 15
-TIMED: Final = 128  # sentences that are translated to take the time
+TIMED: Final = 128  # sentences whose translation is timed
 
 
 def run(lab: Lab) -> None:
@@ -55,7 +55,7 @@ def run(lab: Lab) -> None:
 
 
 def widths(width: int) -> list[int]:
-    """Of the keys of all heads together, in a model of `width`."""
+    """The widths of the keys of all heads together, in a model of `width`."""
     return [width // cut for cut in CUTS]
 
 
@@ -75,7 +75,7 @@ def attention(kind: str, D_k: int) -> Attention:
 
 
 def model(lab: Lab, name: str, kind: str, D_k: int, seed: int) -> Run:
-    """A model of the seed, trained from scratch. Ordinary attention at full width is the other experiments' model."""
+    """A model trained from scratch. With ordinary attention at full width it is the model of the other experiments."""
     settings = settings_of(lab)
     corpus = corpus_of(settings, seed)
     if (kind, D_k) == ("ordinary", settings.width):
@@ -89,7 +89,7 @@ def model(lab: Lab, name: str, kind: str, D_k: int, seed: int) -> Run:
 
 # ---------------------------------------------------------------------- costs
 def costs(lab: Lab) -> Run:
-    """Of each kind: parameters, those of queries and keys, FLOPs, and times, taken in turn so that noise meets all."""
+    """For each kind: parameters, those of queries and keys, FLOPs, and times, which are measured in turn."""
     settings = settings_of(lab)
     corpus = corpus_of(settings, 0)
     batch = next(corpus.batches(settings.batch, 0))
@@ -103,7 +103,7 @@ def costs(lab: Lab) -> Run:
         lab.bar.step(number, "")
     source = padded(corpus.held_out[:TIMED]).source
     for made in models:
-        nn.init.constant_(made.words[-1].bias[END], -1e9)  # untrained: all go on to the longest
+        nn.init.constant_(made.words[-1].bias[END], -1e9)  # all translate to full length
     translating = seconds_to_translate(models, source)
     rows = {}
     for (kind, D_k), made, taken, seconds in zip(kinds, models, times, translating, strict=True):
@@ -118,7 +118,7 @@ def costs(lab: Lab) -> Run:
 
 
 def seconds_to_train(made: Translator, batch: Batch) -> float:
-    """Of one forward and backward pass."""
+    """Seconds of one forward and backward pass."""
     start = time.perf_counter()
     sentence_losses(made, batch).sum().backward()
     taken = time.perf_counter() - start
@@ -134,7 +134,7 @@ def flops(made: Translator, batch: Batch) -> int:
 
 
 def query_and_key(module: nn.Module) -> int:
-    """Parameters that scores are made of: weights and biases of queries and keys, mixing and content bias."""
+    """The parameters of scores: weights and biases of queries and keys, mixing and content bias."""
     names = ("q_proj", "k_proj", "content_proj", "mixing")
     return sum(
         weight.numel() for name, weight in module.named_parameters() if name.startswith(names)

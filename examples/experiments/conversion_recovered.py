@@ -1,8 +1,8 @@
-"""A translation model made collaborative, as it is and trained on: what conversion loses, and what comes back.
+"""A translation model made collaborative: what conversion loses at once, and what further training recovers.
 
-After section 4.2 of Cordonnier et al. 2020: train, decompose, train again. All attention of the model is converted,
-that of encoder, decoder and cross-attention, to fewer features a layer than its queries and keys had. The control is
-trained on for as long with its heads as they were.
+After section 4.2 of Cordonnier et al. 2020: train, decompose, train again. All attention of the model, in encoder,
+decoder and cross-attention, is converted to fewer features per layer than its queries and keys had. The control is
+trained as long without conversion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import heads_kernels as hk
 from benchmarks.figures import BLUE, GREEN, GREY, ORANGE, message
 
 NAME = "conversion_recovered"
-#: Features a layer on average, as shares of the width of all its queries.
+#: Average features per layer, as shares of the width of all its queries.
 SHARES: Final = (0.5, 0.25, 0.125)
 CHOICES: Final = {"cp": BLUE, "ragged": GREEN, "cp, weights alone": ORANGE}
 
@@ -53,7 +53,7 @@ def before(lab: Lab, seed: int) -> Run:
 
 
 def control(lab: Lab, seed: int) -> Run:
-    """The trained model, trained on as long as the converted ones."""
+    """The trained model, trained further as long as the converted ones."""
     results = lab.results(l0_by_kind.NAME, settings_of(lab))
     found = l0_by_kind.gated(lab, results, "from trained", None, seed)
     after = {what: found[what] for what in ("words", "sentences", "loss")}
@@ -61,7 +61,7 @@ def control(lab: Lab, seed: int) -> Run:
 
 
 def converted(lab: Lab, name: str, choice: str, share: float, seed: int) -> Run:
-    """The trained model converted: as it is, and trained on."""
+    """The results of the converted model: at once, and after further training."""
     settings = settings_of(lab)
     corpus = corpus_of(settings, seed)
     model = trained(lab, seed)
@@ -81,13 +81,13 @@ def converted(lab: Lab, name: str, choice: str, share: float, seed: int) -> Run:
 
 
 def sizes(model: Any) -> dict[str, int]:
-    """Its parameters."""
+    """The number of parameters."""
     return {"parameters": sum(weight.numel() for weight in model.parameters())}
 
 
 # ---------------------------------------------------------------------- report
 def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, str]:
-    """Every model; where there are more seeds than one, a number for each."""
+    """A row for every model; with several seeds, a number for each."""
     names = ["before", "control", *(label(choice, share) for share in SHARES for choice in CHOICES)]
     rows = [row(name, by_seed(runs, name)) for name in names]
     header = ("", "weights", "relative error", "at once", "trained on", "words", "nats a word")

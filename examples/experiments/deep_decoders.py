@@ -1,9 +1,9 @@
 """Decoders of 12 layers, trained from the first step at the full learning rate: initialisation and merged attention.
 
-After Zhang, Titov and Sennrich 2019. In a Transformer with norms behind the residual sums, the gradient of a layer
-shrinks from layer to layer on its way down, and deep decoders do not train. Depth-scaled initialisation (DS-Init) makes
-what deeper layers add to the sums small at first; merged attention makes two parts of each layer one. The control for
-both is Xavier initialisation, with and without warm-up; all else is the same.
+After Zhang, Titov and Sennrich 2019. In a Transformer with norms after the residual sums, the gradient shrinks from
+layer to layer on its way down, and deep decoders do not train. With depth-scaled initialisation (DS-Init), the terms
+that deeper layers add to the sums are small at first; merged attention replaces two parts of each layer by one. The
+control for both is Xavier initialisation, with and without warm-up; everything else is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STARTS: Final = {
     "DS-Init": ("ds", False),
 }
 COLORS: Final = {"Xavier": ORANGE, "Xavier, warm-up": GREY, "DS-Init": BLUE}
-#: Of attention in a decoder layer.
+#: The attention of a decoder layer.
 KINDS: Final = ("self and cross", "merged")
 CURVE: Final = 16  # points of a curve of losses
 
@@ -62,7 +62,7 @@ def settings_of(lab: Lab) -> DeepSettings:
 
 # ---------------------------------------------------------------------- the decoders
 class NormAfter(nn.Module):
-    """A part of a layer, added to what comes in, and a norm behind the sum."""
+    """A part of a layer, added to its input, and a norm after the sum."""
 
     def __init__(self, width: int, part: nn.Module) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class NormAfter(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """As in `transformer.py`, with norms behind the sums; `merged`: one `hk.nn.MergedAttention` for both kinds."""
+    """As in `transformer.py`, with norms after the sums; `merged`: one `hk.nn.MergedAttention` for both kinds."""
 
     def __init__(self, width: int, heads: int, merged: bool) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class DecoderLayer(nn.Module):
 
 
 def deep_model(settings: DeepSettings, seed: int, merged: bool, scaled: bool) -> Translator:
-    """The seed's encoder and words with a deep decoder; `scaled`: its layers by DS-Init, not by Xavier's rule."""
+    """The encoder and words of the seed, with a deep decoder; `scaled`: by DS-Init instead of Xavier initialisation."""
     of = settings.translation
     model = new_model(of, seed)
     layers = [DecoderLayer(of.width, of.heads, merged) for _ in range(settings.decoder)]
@@ -130,7 +130,7 @@ def label(kind: str, start: str) -> str:
 
 
 def train_one(lab: Lab, name: str, kind: str, start: str, seed: int) -> Run:
-    """Gradients before the first step, losses on the way, quality in the end."""
+    """Gradients before the first step, losses during training, and the final quality."""
     settings = settings_of(lab)
     of, (rule, warmup) = settings.translation, STARTS[start]
     corpus = corpus_of(of, seed)
@@ -152,14 +152,14 @@ def train_one(lab: Lab, name: str, kind: str, start: str, seed: int) -> Run:
 
 
 def seen(learning: Any, losses: list[float]) -> Any:
-    """`learning`, step by step; its losses are noted."""
+    """`learning`, step by step; its losses are appended to `losses`."""
     for step, loss in learning:
         losses.append(loss)
         yield step, loss
 
 
 def gradients_of(model: Translator, batches: Any) -> list[float]:
-    """The norm of the loss's gradient behind each layer of the decoder, the first layer first."""
+    """The norm of the gradient of the loss by the output of each decoder layer, the first layer first."""
     outputs: list[Tensor] = []
     hooks = [
         layer.register_forward_hook(lambda _, __, output: outputs.append(output))
@@ -173,7 +173,7 @@ def gradients_of(model: Translator, batches: Any) -> list[float]:
 
 # ---------------------------------------------------------------------- report
 def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, str]:
-    """Quality, a number for each seed, and how much gradient reaches the first layer."""
+    """Quality, a number for each seed, and the share of the gradient that reaches the first layer."""
     header = ("decoder", "words, %", "sentences, %", "nats a word", "gradient, first : last layer",
         "parameters")  # fmt: skip
     rows = []

@@ -1,11 +1,11 @@
-"""What articles say of the heads of trained models, on the heads of MiniLM; with random weights as the control.
+"""Claims of papers about the heads of trained models, tested on MiniLM; the control has random weights.
 
-1. Heads of a layer attend the less differently the deeper it is; one or two of a layer differ from the others (Clark
-   et al. 2019).
+1. Heads attend more similarly in deeper layers; one or two heads of a layer differ from the others (Clark et al. 2019).
 2. A few heads look at one offset, or at the rarest word (Voita et al. 2019).
-3. Queries and keys of all heads together need few dimensions, those of a head nearly all (Cordonnier et al. 2020).
-4. The bias of the keys does nothing, that of the queries something (ibid.).
-5. Measures of importance rank heads as leaving them out does, more or less (Michel et al. 2019; Voita et al. 2019).
+3. Queries and keys of all heads together need few dimensions, those of a single head nearly all (Cordonnier et al.
+   2020).
+4. The bias of the keys has no effect, that of the queries has one (the same paper).
+5. Measures of importance rank heads similarly to leaving them out (Michel et al. 2019; Voita et al. 2019).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NAME = "heads_of_minilm"
 MODELS: Final = ("MiniLM", "random weights")
 PARTS: Final = {"query": "queries", "key": "keys", "value": "values"}
 ENERGY: Final = 0.9
-#: A head is odd where its mean distance to the others of its layer is so many times the median of the layer.
+#: A head is odd if its mean distance to the others of its layer is more than this times the median of the layer.
 ODD: Final = 1.5
 
 
 def run(lab: Lab) -> None:
-    """All parts, of both models where that says something."""
+    """Run all parts, with both models where that is meaningful."""
     settings = sentences.settings_of(lab)
     results = lab.results(NAME, settings)
     for name in MODELS:
@@ -50,7 +50,7 @@ def run(lab: Lab) -> None:
 
 
 def model_of(name: str) -> nn.Module:
-    """MiniLM, or a model of its shape as it is before training."""
+    """MiniLM, or an untrained model of the same shape."""
     model: Any = sentences.load()
     if name != "MiniLM":
         torch.manual_seed(0)
@@ -107,7 +107,7 @@ def as_json(value: Any) -> Any:
 
 
 def odd_heads(distance: Mapping[str, Any], layer: int) -> list[int]:
-    """The heads of a layer that are far from the others of it, see `ODD`."""
+    """The heads of a layer that are far from its other heads; see `ODD`."""
     own = [row for row, (place, _) in enumerate(distance["heads"]) if place == layer]
     block = torch.tensor(distance["matrix"])[own][:, own]
     means = block.sum(1) / (len(own) - 1)
@@ -116,7 +116,7 @@ def odd_heads(distance: Mapping[str, Any], layer: int) -> list[int]:
 
 # ---------------------------------------------------------------------- 3: captured energy
 def energy(name: str) -> Run:
-    """In each layer, how many dimensions hold 90 % of the energy: of all heads together, and of each head."""
+    """For each layer, the number of dimensions with 90 % of the energy: of all heads together, and of each head."""
 
     def needed(shares: Tensor) -> Any:
         return ((shares < ENERGY).sum(-1) + 1).tolist()
@@ -138,7 +138,7 @@ def energy(name: str) -> Run:
 
 # ---------------------------------------------------------------------- 4: biases
 def biases(settings: sentences.Settings) -> Run:
-    """How the embeddings of held-out sentences change where a bias of all layers is set to 0."""
+    """How the embeddings of held-out sentences change if a bias is set to 0 in all layers."""
     _, held_out = sentences.texts(settings)
     data = sentences.batches(held_out, settings.batch)
     original = sentences.embedded(sentences.load(), data)
@@ -155,7 +155,7 @@ def biases(settings: sentences.Settings) -> Run:
 
 # ---------------------------------------------------------------------- 5: importance
 def importance(lab: Lab, settings: sentences.Settings) -> Run:
-    """Scores by each measure, with the loss of halves of sentences and, where it has such a form, without a loss."""
+    """Scores by each measure, with the loss of halves of sentences and, if the measure allows it, without a loss."""
     model = model_of("MiniLM")
     read, _ = sentences.texts(settings)
     halves = sentences.halves(read, settings.batch)
@@ -179,7 +179,7 @@ def importance(lab: Lab, settings: sentences.Settings) -> Run:
 
 
 def output(model: Any, batch: sentences.Batch) -> tuple[Tensor, Tensor]:
-    """What relevance is asked of: the embedding of each sentence, its numbers by their size."""
+    """The output whose relevance is propagated: the embedding of each sentence, its numbers weighted by their size."""
     means = sentences.means(model, batch)
     return means, means.abs()
 
@@ -213,7 +213,7 @@ def table_of_layers(runs: Mapping[str, Any]) -> str:
 
 
 def table_of_roles(runs: Mapping[str, Any]) -> str:
-    """Heads at the usual thresholds, and the best."""
+    """The number of heads above the usual thresholds, and the best heads."""
     rows = []
     for name in MODELS:
         roles = runs[f"attention, {name}"]["roles"]
@@ -317,6 +317,6 @@ def curve(axes: Axes, shares: list[float], color: Any, label: str) -> None:
 
 
 def shares_needed(layer: Mapping[str, Any]) -> tuple[float, float]:
-    """The shares of the dimensions that hold `ENERGY`: of all heads together, and of a head on average."""
+    """The shares of the dimensions with `ENERGY`: of all heads together, and of a head on average."""
     stacked_of, head_of = layer["dimensions"]
     return layer["stacked_product"] / stacked_of, mean(layer["heads"]) / head_of

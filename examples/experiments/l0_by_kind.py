@@ -1,8 +1,8 @@
 """Which heads L0 gates leave open in a translation model, by kind of attention, and what that costs.
 
-After section 5 of Voita et al. 2019: gates on all heads of encoder, decoder and cross-attention. "From trained" trains
-a trained model on with gates; "from scratch" trains a new model with gates, for as many steps in all. The controls are
-trained as long without gates.
+After section 5 of Voita et al. 2019: gates on all heads of encoder, decoder and cross-attention. "From trained" adds
+gates to a trained model and continues its training; "from scratch" trains a new model with gates, for the same number
+of steps in total. The controls are trained as long without gates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(lab: Lab) -> None:
 
 
 def gated(lab: Lab, results: Results, start: str, heads: int | None, seed: int) -> Run:
-    """The run of a model that ends with so many open heads, or with None of its control."""
+    """The run of a model that ends with `heads` open heads; with None, that of its control."""
     name = f"{label(start, heads)}, seed {seed}"
     return results.run(name, partial(model, lab, name, start, heads, seed))
 
@@ -48,12 +48,12 @@ def label(start: str, heads: int | None) -> str:
 
 
 def before(lab: Lab, seed: int) -> Run:
-    """The trained model that the gates are put on."""
+    """The trained model to which gates are added."""
     return measured(trained(lab, seed), corpus_of(settings_of(lab), seed))
 
 
 def model(lab: Lab, name: str, start: str, heads: int | None, seed: int) -> Run:
-    """A model trained until it has so many open heads; with None, trained as long without gates."""
+    """A model trained until it has `heads` open heads; with None, trained as long without gates."""
     settings = settings_of(lab)
     corpus = corpus_of(settings, seed)
     if start == "from trained":
@@ -71,7 +71,7 @@ def model(lab: Lab, name: str, start: str, heads: int | None, seed: int) -> Run:
 
 # ---------------------------------------------------------------------- report
 def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, str]:
-    """Every model; where there are more seeds than one, a number for each."""
+    """A row for every model; with several seeds, a number for each."""
     rows = [row("before", by_seed(runs, "before"))]
     for heads in (None, *settings["open_heads"]):
         rows += [row(name, by_seed(runs, name)) for name in (label(s, heads) for s in STARTS)]
@@ -123,5 +123,5 @@ def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
 
 
 def share_of(settings: Mapping[str, Any]) -> int:
-    """Heads of each kind."""
+    """The number of heads of each kind."""
     return settings["layers"] * settings["heads"]

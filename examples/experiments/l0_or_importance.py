@@ -1,9 +1,9 @@
 """A translation model pruned by L0 gates against the same model pruned by importance, at equal numbers of heads.
 
-Importance is read from training sentences, the heads of lowest scores are taken out at once, and the model is measured
-as it is and after it was trained on for as long as L0 gates train. Two controls: heads taken out at random, and the
-heads that L0 gates closed, taken out of the model that the gates were put on. The latter tells the choice of heads from
-the way in which L0 closes them.
+Importance is computed on training sentences, and the heads with the lowest scores are removed at once. The model is
+measured at once, and after further training for as long as L0 gates train. There are two controls: heads removed at
+random, and the heads that L0 gates closed, removed at once. The latter separates the choice of heads from the way in
+which L0 closes them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def label(choice: str, heads: int, seed: int | None = None) -> str:
 
 
 def by_l0(lab: Lab, heads: int | None, seed: int) -> Run:
-    """What `l0_by_kind` found from the trained model: quality, and the heads that are closed."""
+    """The result of `l0_by_kind` from the trained model: quality, and the closed heads."""
     results = lab.results(l0_by_kind.NAME, settings_of(lab))
     found = l0_by_kind.gated(lab, results, "from trained", heads, seed)
     closed = {layer["name"]: layer["closed"] for layer in found["layers"]}
@@ -75,7 +75,7 @@ def by_l0(lab: Lab, heads: int | None, seed: int) -> Run:
 
 
 def rankings(lab: Lab, seed: int) -> Run:
-    """The heads of the trained model by each choice, the first to go first."""
+    """The heads of the trained model in the order of removal, by each choice."""
     settings = settings_of(lab)
     model = trained(lab, seed)
     data = read_batches(settings, seed)
@@ -85,7 +85,7 @@ def rankings(lab: Lab, seed: int) -> Run:
 
 
 def pruned(lab: Lab, name: str, gone: Mapping[str, list[int]], seed: int) -> Run:
-    """The trained model without these heads: as it is, and trained on."""
+    """The results of the trained model without these heads: at once, and after further training."""
     settings = settings_of(lab)
     corpus = corpus_of(settings, seed)
     model = trained(lab, seed)
@@ -98,7 +98,7 @@ def pruned(lab: Lab, name: str, gone: Mapping[str, list[int]], seed: int) -> Run
 
 # ---------------------------------------------------------------------- report
 def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, str]:
-    """Every model; where there are more seeds than one, a number for each."""
+    """A row for every model; with several seeds, a number for each."""
     models = by_seed(runs, "all heads")
     rows = [["all heads, trained on", *quality_cells(models)]]
     for heads in settings["open_heads"]:

@@ -27,7 +27,7 @@ class Lab:
     Attributes:
         folder: of results, figures and trained models.
         seeds: each run is made with each of them.
-        quick: tiny sizes; what comes out says nothing.
+        quick: tiny sizes, whose results mean nothing.
         bar: shows where a run is.
     """
 
@@ -37,16 +37,16 @@ class Lab:
     bar: Bar
 
     def results(self, name: str, settings: Any) -> Results:
-        """The results of the experiment `name`, those of earlier runs among them; `settings` is a dataclass."""
+        """The results of the experiment `name`, including those of earlier runs; `settings` is a dataclass."""
         return Results(self.folder / f"{name}.json", asdict(settings))
 
 
 class Results:
-    """The runs of one experiment by their names, in a file that is written whole after each of them.
+    """The runs of one experiment by name, in a file that is replaced after each of them.
 
     Args:
-        path: of the file; a file that is there already gives the runs that are finished.
-        settings: what the runs depend on beside their names and seeds: plain data.
+        path: of the file; an existing file has the finished runs.
+        settings: what the runs depend on besides their names and seeds: plain data.
 
     Raises:
         OtherSettings: the file was made with other settings.
@@ -66,7 +66,7 @@ class Results:
             self.runs = found["runs"]
 
     def run(self, name: str, compute: Callable[[], Run]) -> Run:
-        """What `compute` gives, with its seconds and the machine; a run that is in the file is not computed again."""
+        """The result of `compute`, with its seconds and the machine; a run that is in the file is not repeated."""
         if name not in self.runs:
             start = time.perf_counter()
             found = rounded(compute())
@@ -76,7 +76,7 @@ class Results:
         return self.runs[name]
 
     def _write(self) -> None:
-        """A run a line."""
+        """Write one run per line."""
         runs = ",\n".join(
             f"{json.dumps(name)}: {json.dumps(run)}" for name, run in self.runs.items()
         )
@@ -85,7 +85,7 @@ class Results:
 
 
 def rounded(value: Any) -> Any:
-    """Plain data with its floats to six digits: what JSON is read back as."""
+    """Plain data with floats rounded to six digits, in the types that JSON is read back as."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):

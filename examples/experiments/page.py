@@ -1,4 +1,4 @@
-"""The kept results, and the tables that docs/experiments.md shows of them."""
+"""The published results, and their tables in docs/experiments.md."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PAGE: Final = DOCS / "experiments.md"
 
 
 class NothingToKeep(Exception):
-    """There are no results in a folder, or the page has no place for them."""
+    """A folder has no results, or the page has no place for a table."""
 
 
 def keep(folder: Path) -> list[str]:
-    """Put the tables of the results in `folder` on the page, copy the results to `KEPT`, draw them. Gives their names.
+    """Copy the results in `folder` to `KEPT`, draw them, and put their tables on the page. Returns their names.
 
     Raises:
         NothingToKeep: the folder has no results, or the page no place for a table; nothing is written then.
@@ -55,7 +55,7 @@ def keep(folder: Path) -> list[str]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The experiments that a folder has results of."""
+    """The experiments whose results are in a folder."""
     return [name for name in EXPERIMENTS if (folder / f"{name}.json").exists()]
 
 
@@ -67,7 +67,7 @@ def module_and_results(folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """Every table of the results in a folder, by the name that the page calls it."""
+    """Every table of the results in a folder, by its name on the page."""
     made: dict[str, str] = {}
     for name in names_in(folder):
         module, found = module_and_results(folder, name)

@@ -1,8 +1,8 @@
 """Quality over the number of heads that are closed, by every measure of importance, at random and reversed.
 
 After section 3.3 of Michel et al. 2019, on a pretrained sentence encoder (MiniLM) and on the translation model, without
-training in between. Heads are closed from the lowest score upwards; reversed, from the highest downwards. Scores are
-read from other sentences than those that quality is measured on.
+training in between. Heads are closed in the order of their scores, the lowest first; reversed, the highest first.
+Scores and quality are computed on different sentences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.figures import BLUE, GREY, ORANGE, PURPLE, message
 
 NAME = "pruning_curves"
 RANDOM: Final = "at random"
-#: The orders that are drawn, beside random ones: more lines would be hard to distinguish. The tables have all.
+#: The orders in the figure, besides random ones: more lines would be hard to distinguish. The tables have all orders.
 DRAWN: Final = {
     "Fisher": (ORANGE, "-"),
     "leave one out": (BLUE, "-"),
@@ -136,7 +136,7 @@ def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, st
 
 
 def table(models: list[Run], what: str) -> str:
-    """Shares in percent; of random orders mean, least and greatest."""
+    """Shares in percent; for random orders mean, smallest and largest."""
     whole = sum(m["whole"][what] for m in models) / len(models)
     rows = [[order, f"{100 * whole:.1f}", *(f"{100 * mean(v):.1f}" for v in places)]
         for order, places in orders_of(models, what).items() if order != RANDOM]  # fmt: skip
@@ -147,7 +147,7 @@ def table(models: list[Run], what: str) -> str:
 
 
 def orders_of(models: list[Run], what: str) -> dict[str, list[list[float]]]:
-    """Of every order, the values at each place; all random orders are one."""
+    """For every order, the values at each count; all random orders are one entry."""
     found: dict[str, list[list[float]]] = {}
     for model in models:
         for order, points in model["curves"].items():

@@ -1,4 +1,4 @@
-"""Orders in which heads are taken out of a model: by every measure of importance, at random, reversed."""
+"""Orders in which heads are removed from a model: by every measure of importance, at random, reversed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 
-#: Heads as (layer name, head), the first to go first; lists in JSON.
+#: Heads as (layer name, head) in the order of removal; lists in JSON.
 Ranking = Sequence[Sequence[Any]]
 Loss = Callable[[Any, Any], Tensor]
 
-#: What `hk.analysis.importance` is asked for, by measure; None is the confidence of `hk.analysis.statistics`.
+#: The options of `hk.analysis.importance`, by measure; None is the confidence of `hk.analysis.statistics`.
 MEASURES: Final[dict[str, dict[str, str] | None]] = {
     "leave one out": {"method": "leave_one_out"},
     "gradient": {"method": "gradient"},
@@ -34,7 +34,7 @@ def scores_of(
     special: Any,
     measures: Iterable[str] = MEASURES,
 ) -> dict[str, hk.analysis.HeadScores]:
-    """Scores by each measure, from the same data. Confidence is that of keys which are not `special`."""
+    """Scores by each measure, from the same data. Confidence excludes `special` keys."""
     scores = {}
     for name in measures:
         lab.bar.start(f"importance: {name}", 1)
@@ -52,7 +52,7 @@ def scores_of(
 def relevance_of(
     lab: Lab, model: nn.Module, data: Iterable[Any], output: Callable[[Any, Any], Any]
 ) -> hk.analysis.HeadScores:
-    """The heads' shares in what the model says (`hk.analysis.relevance`)."""
+    """The shares of the heads in the relevance of the output (`hk.analysis.relevance`)."""
     lab.bar.start("importance: relevance", 1)
     scores = hk.analysis.relevance(model, data, output)
     lab.bar.step(1, "")
@@ -60,7 +60,7 @@ def relevance_of(
 
 
 def random_ranking(model: nn.Module, seed: int) -> Ranking:
-    """All heads in an order that the seed draws."""
+    """All heads in a random order."""
     heads = [
         (layer.name, head)
         for layer in hk.heads.attention_layers(model)
@@ -70,7 +70,7 @@ def random_ranking(model: nn.Module, seed: int) -> Ranking:
 
 
 def by_layer(ranking: Ranking) -> dict[str, list[int]]:
-    """`{layer name: [heads]}`, what `prune` and `close` take."""
+    """`{layer name: [heads]}`, as `prune` and `close` take them."""
     heads: dict[str, list[int]] = {}
     for layer, head in ranking:
         heads.setdefault(layer, []).append(head)

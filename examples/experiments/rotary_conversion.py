@@ -1,10 +1,10 @@
-"""A language model with rotary positions made collaborative, as it is and trained on, beside cheaper ways to its cache.
+"""A language model with rotary positions made collaborative, against simpler ways to a cache of that size.
 
-The model is a small Llama, trained here, since heads of a pretrained one cannot be had everywhere. Its queries and keys
-are converted to fewer features (`hk.convert.collaborate`), which it distributes over the layers by what their scores
-lose, or as many in each layer ("equal layers"). The controls lose as many features of the keys: each
-head keeps its strongest pairs; heads share the mean of their keys in groups; and grouped-query attention, where they
-share the mean of their values too (Ainslie et al. 2023). All are trained on for as long, as is the model itself.
+The model is a small Llama that is trained here, so that the experiment needs no download. Its queries and keys are
+converted to fewer features (`hk.convert.collaborate`), which are distributed over the layers by the error of their
+scores, or the same in each layer ("equal layers"). The controls have as few key features: each head keeps its strongest
+pairs; groups of heads share the mean of their keys; and in grouped-query attention they share the mean of their values
+too (Ainslie et al. 2023). All of them, and the model itself, are measured at once and after the same further training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import heads_kernels as hk
 from benchmarks.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, message
 
 NAME = "rotary_conversion"
-#: Key features a layer on average, as shares of those of all heads.
+#: Average key features per layer, as shares of those of all heads.
 SHARES: Final = (0.75, 0.5, 0.25)
 PAIRS, KEYS, GQA = "pairs of each head", "mean keys", "mean keys and values (GQA)"
 CP, RAGGED, EQUAL = "cp", "ragged", "equal layers"
@@ -73,7 +73,7 @@ def label(choice: str, share: float) -> str:
 
 
 def dense(lab: Lab, seed: int) -> Run:
-    """The trained model, and the same trained on."""
+    """The results of the trained model: at once, and after further training."""
     settings = settings_of(lab)
     return measured(lab, f"dense, seed {seed}", trained(lab, seed), seed) | {
         "cache": cache_bytes(settings, settings.width, settings.width)
@@ -81,7 +81,7 @@ def dense(lab: Lab, seed: int) -> Run:
 
 
 def changed(lab: Lab, name: str, choice: str, share: float, seed: int) -> Run:
-    """The trained model with a share of its key features: as it is, and trained on."""
+    """The results of the trained model with a share of its key features: at once, and after further training."""
     settings = settings_of(lab)
     model = trained(lab, seed)
     data = read_batches(settings, seed)
@@ -90,7 +90,7 @@ def changed(lab: Lab, name: str, choice: str, share: float, seed: int) -> Run:
 
 
 def measured(lab: Lab, name: str, model: Any, seed: int) -> Run:
-    """Loss at once and trained on; weights that are not 0."""
+    """The loss at once and after further training; the number of weights that are not 0."""
     settings = settings_of(lab)
     weights = sum(int(weight.count_nonzero()) for weight in model.parameters())
     at_once = held_out_loss(model, settings)
@@ -100,18 +100,18 @@ def measured(lab: Lab, name: str, model: Any, seed: int) -> Run:
 
 
 def cache_bytes(settings: Settings, key: float, value: float) -> int:
-    """Of a token, where keys and values of a layer have these widths on average."""
+    """Bytes per token if keys and values of a layer have these average widths."""
     return round(BYTES * settings.layers * (key + value))
 
 
 def mla_bytes(settings: Settings) -> int:
-    """Of multi-head latent attention (DeepSeek-AI 2024): a latent of 4 heads' width, rotary keys of half a head's."""
+    """Bytes per token of multi-head latent attention (DeepSeek-AI 2024): a latent of `4 D`, rotary keys of `D / 2`."""
     return cache_bytes(settings, settings.head_dim / 2, 4 * settings.head_dim)
 
 
 # ---------------------------------------------------------------------- conversion
 def converted(settings: Settings, model: Any, data: Any, choice: str, share: float) -> Run:
-    """`hk.convert.collaborate`; `bounds` are errors below which no such features can be."""
+    """`hk.convert.collaborate`; `bounds` are the smallest errors that such features can have."""
     dim = round(share * settings.width)
     conversion = hk.convert.collaborate(
         model,
@@ -144,11 +144,11 @@ def together(squares: Iterable[float], errors: Iterable[float]) -> float:
 
 # ---------------------------------------------------------------------- controls
 class Grouped(nn.Module):
-    """A projection in whose place groups of heads share the mean of theirs.
+    """Replaces a projection by one in which each group of heads shares the mean of its heads.
 
     Args:
-        linear: of all heads.
-        group: int64 `[H]`, that of each head.
+        linear: the projection of all heads.
+        group: int64 `[H]`, the group of each head.
     """
 
     group: Tensor
@@ -171,7 +171,7 @@ def means(group: Tensor) -> Tensor:
 
 
 def reduced(settings: Settings, model: Any, data: Any, choice: str, share: float) -> Run:
-    """One of the controls, in place; its errors are counted as those of a conversion."""
+    """Apply one of the controls, in place; its errors are those that a conversion would report."""
     moments = list(hk.convert.calibrate(model, data, progress=False).values())
     kept = [
         strongest(settings, layer.self_attn, of_layer, share)
@@ -191,8 +191,8 @@ def reduced(settings: Settings, model: Any, data: Any, choice: str, share: float
 
 
 def strongest(settings: Settings, attention: Any, moments: Any, share: float) -> Tensor:
-    """Each head keeps a share of its pairs, those that add most to its scores: the weights of the others become 0,
-    of queries and of keys, and so have no gradient. Gives what it keeps of the keys, as `score_error` takes it."""
+    """Each head keeps the share of its pairs that add most to its scores: the query and key weights of the others
+    become 0, and so do their gradients. Returns the kept part of the keys, as `score_error` takes it."""
     count = round(share * settings.head_dim / 2)
     best = moments.squares.topk(count, dim=0).indices  # [count, H]
     kept = torch.zeros_like(moments.squares).scatter(0, best, 1.0)  # [F, H]
@@ -204,7 +204,7 @@ def strongest(settings: Settings, attention: Any, moments: Any, share: float) ->
 
 
 def pooled(settings: Settings, attention: Any, share: float, *, values: bool) -> Tensor:
-    """Groups of heads share the mean of their keys, and with `values` that of their values."""
+    """Groups of heads share the mean of their keys, and with `values` also that of their values."""
     H = settings.heads
     group = torch.arange(H) * round(share * H) // H
     attention.k_proj = Grouped(attention.k_proj, group)
@@ -214,7 +214,7 @@ def pooled(settings: Settings, attention: Any, share: float, *, values: bool) ->
 
 
 def score_error(moments: Any, kept: Tensor) -> float:
-    """The relative error of the scores where the heads' keys are products of theirs with `kept`, `[..., H, H]`."""
+    """The relative error of the scores if keys are replaced by their products with `kept`, `[..., H, H]`."""
     missing = torch.eye(kept.shape[-1], dtype=kept.dtype) - kept
     missing = missing.to(moments.key_outer.dtype)
     key = missing @ moments.key_outer @ missing.mT
@@ -224,7 +224,7 @@ def score_error(moments: Any, kept: Tensor) -> float:
 
 # ---------------------------------------------------------------------- report
 def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, str]:
-    """Loss, cache and weights of every model; errors by layer. A number for each seed where they differ."""
+    """Loss, cache and weights of every model; errors by layer. A number for each seed if they differ."""
     return {
         f"{NAME}-loss": loss_table(settings, runs),
         f"{NAME}-layers": layer_table(settings, runs),
@@ -259,7 +259,7 @@ def one_or_each(values: list[int]) -> str:
 
 
 def more(models: list[Run], whole: list[Run], when: str) -> list[float]:
-    """How much larger losses are than those of the dense model, trained as long; of each seed."""
+    """The increase of the loss over the dense model that was trained as long, for each seed."""
     return [m[when] / of[when] - 1 for m, of in zip(models, whole, strict=False)]
 
 
@@ -280,7 +280,7 @@ def layer_table(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> str:
 
 
 def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
-    """How much larger losses are than that of the dense model, over bytes of the cache."""
+    """The increase of the loss over the dense model, over bytes of the cache."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     titles = {"at_once": "At once", "after": "Trained on"}
     panels = zip(titles, figure.subplots(1, 2), strict=True)

@@ -1,4 +1,4 @@
-"""Small language models with rotary positions: their text, made, trained, kept and measured."""
+"""Small language models with rotary positions: their text, training, files and loss."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import heads_kernels as hk
 
-#: Learning rates of Adam: the highest of a new model, that of a trained one.
+#: Learning rates of Adam: the highest for a new model, and that for a trained one.
 RATE = 3e-3
 RATE_AFTER = 1e-3
-#: Every so many topics one is held out.
+#: One of this many topics is held out.
 HELD_OUT = 7
 
 
@@ -27,13 +27,13 @@ class Settings:
     """Sizes.
 
     Attributes:
-        width, heads, layers: of the model; every head has keys and values of its own.
+        width, heads, layers: of the model; every head has its own keys and values.
         length: characters of a window of the text.
         batch: windows of a batch.
         steps: of training a new model.
-        more_steps: of training on.
+        more_steps: of further training.
         read: windows of the training part for calibration.
-        held_out: other windows, that the loss is measured on.
+        held_out: other windows, on which the loss is measured.
     """
 
     width: int = 128
@@ -75,7 +75,7 @@ def texts() -> tuple[Tensor, Tensor]:
 
 
 def batches(settings: Settings, seed: int) -> Iterator[Tensor]:
-    """Random windows of the training part, `[batch, length]`, without end."""
+    """Endless random windows of the training part, `[batch, length]`."""
     train, _ = texts()
     draw = torch.Generator().manual_seed(seed)
     while True:
@@ -84,18 +84,18 @@ def batches(settings: Settings, seed: int) -> Iterator[Tensor]:
 
 
 def more_batches(settings: Settings, seed: int) -> Iterator[Tensor]:
-    """What a trained model is trained on with: the same for all of a seed."""
+    """The batches of further training: the same for all models of a seed."""
     return batches(settings, seed + 1000)
 
 
 def read_batches(settings: Settings, seed: int) -> list[dict[str, Tensor]]:
-    """For calibration: no held-out text decides which features stay."""
+    """Batches for calibration: held-out text has no influence on the choice of features."""
     count = -(-settings.read // settings.batch)
     return [{"input_ids": ids} for ids in islice(batches(settings, seed + 2000), count)]
 
 
 def new_model(settings: Settings, seed: int) -> LlamaForCausalLM:
-    """An untrained model: the seed's."""
+    """The untrained model of a seed."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=128,
@@ -128,7 +128,7 @@ def trained(lab: Lab, seed: int) -> LlamaForCausalLM:
 def learn(
     model: LlamaForCausalLM, data: Iterator[Tensor], steps: int, rate: float
 ) -> Iterator[tuple[int, float]]:
-    """Train with Adam; gives steps and losses. The rate rises over a tenth of the steps, then falls to 0."""
+    """Train with Adam; yields steps and losses. The rate rises over a tenth of the steps, then falls to 0."""
     optimizer = torch.optim.Adam(model.parameters(), rate)
 
     def slope(step: int) -> float:
@@ -148,7 +148,7 @@ def learn(
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, settings: Settings) -> float:
-    """Nats a character of windows of the held-out text, side by side."""
+    """Nats per character, over consecutive windows of the held-out text."""
     _, held_out = texts()
     count = min(settings.held_out, len(held_out) // settings.length)
     count -= count % settings.batch

@@ -1,4 +1,4 @@
-"""MiniLM and English sentences: what is read, what quality is measured on, embeddings."""
+"""MiniLM and English sentences: those that heads are analysed on, those that quality is measured on, embeddings."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks import minilm
 
 Batch = dict[str, Tensor]
 
-ALL: Final = 10_000  # more sentences than there are
+ALL: Final = 10_000  # more sentences than exist
 SPECIAL: Final = (101, 102)  # [CLS] and [SEP]
-#: What cosines were multiplied by when the model was trained.
+#: The factor of cosines in the training of the model.
 SHARPNESS: Final = 20.0
 
 
@@ -29,11 +29,11 @@ class Settings:
     """Sizes of the experiments on MiniLM.
 
     Attributes:
-        read: sentences that heads are read from.
-        relevance: so many of them for relevance, which takes longer.
-        held_out: other sentences, that quality is measured on.
+        read: sentences on which heads are analysed.
+        relevance: the number of them for relevance, which takes longer.
+        held_out: other sentences, on which quality is measured.
         batch: sentences of a batch.
-        longest: the most tokens of a sentence, [CLS] and [SEP] among them; leaving out every head takes many passes.
+        longest: the most tokens of a sentence, including [CLS] and [SEP]; leaving out every head takes many passes.
     """
 
     read: int = 96
@@ -70,7 +70,7 @@ def texts(settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def everything() -> list[Tensor]:
-    """Token ids of all sentences that there are, each once."""
+    """Token ids of all sentences, each once."""
     ids, lengths = minilm.tokens(ALL)
     rows = [tuple(row[:length].tolist()) for row, length in zip(ids, lengths, strict=True)]
     return [torch.tensor(row) for row in dict.fromkeys(rows)]
@@ -111,12 +111,12 @@ def means(model: Any, batch: Batch) -> Tensor:
 
 
 def embeddings(model: Any, batch: Batch) -> Tensor:
-    """The embedding of each sentence, `[B, 384]`: `means` of length 1."""
+    """The embedding of each sentence, `[B, 384]`: `means`, normalised to length 1."""
     return nn.functional.normalize(means(model, batch), dim=-1)
 
 
 def halves_loss(model: Any, batch: Batch) -> Tensor:
-    """The loss that the model was trained with: each first half has to find its second half in the batch; a sum."""
+    """The training loss of the model, summed: each first half must find its second half in the batch."""
     first, second = embeddings(model, batch).chunk(2)
     similarities = SHARPNESS * first @ second.T
     return nn.functional.cross_entropy(similarities, torch.arange(len(first)), reduction="sum")
@@ -129,10 +129,10 @@ def embedded(model: nn.Module, data: Sequence[Batch]) -> Tensor:
 
 
 def agreement(changed: Tensor, original: Tensor) -> dict[str, float]:
-    """How near embeddings stay to the original ones.
+    """How close embeddings are to the original ones.
 
-    `cosine`, the mean of each with its original; `neighbours`, the share of sentences whose nearest other sentence is
-    the same.
+    `cosine` is the mean cosine similarity with the original; `neighbours` is the share of sentences whose nearest
+    other sentence is the same.
     """
     nearest = [(all_of @ all_of.T).fill_diagonal_(-2).argmax(1) for all_of in (changed, original)]
     return {

@@ -1,7 +1,7 @@
-"""Heads that learn how sparse they are: alpha-entmax in the place of softmax, with an alpha per head.
+"""Heads that learn how sparse they are: alpha-entmax in place of softmax, with an alpha per head.
 
 After Correia, Niculae and Martins 2019. The controls are softmax, which gives every key a probability above 0, and
-entmax with alpha 1.5 in all heads; all else is the same.
+entmax with alpha 1.5 in all heads; everything else is the same.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ KINDS: Final = {
     "entmax, alpha learned": (True, True),
 }
 LEARNED: Final = "entmax, alpha learned"
-#: Of attention, in the order of the panels.
+#: The kinds of attention, in the order of the panels.
 ATTENTION: Final = ("encoder", "decoder", "cross")
 
 
 @dataclass(frozen=True)
 class HeadsOfLayer:
-    """What the heads of a layer do on held-out pairs: `support` is the mean share of visible keys above 0."""
+    """The heads of a layer on held-out pairs; `support` is the mean share of visible keys above 0."""
 
     kind: str
     alpha: list[float]
@@ -56,7 +56,7 @@ def run(lab: Lab) -> None:
 
 
 def train_one(lab: Lab, name: str, kind: str, seed: int) -> Run:
-    """Quality, and how many keys each head attends to."""
+    """Quality, and the share of keys to which each head attends."""
     settings = translation_of(lab)
     entmax, learned = KINDS[kind]
     corpus = corpus_of(settings, seed)

@@ -9,7 +9,7 @@ Rows = Iterable[Sequence[object]]
 
 
 def markdown(header: Sequence[str], rows: Rows) -> str:
-    """A table; all columns but the first are set to the right."""
+    """A table; all columns but the first are aligned to the right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
@@ -26,5 +26,5 @@ def by_seed(runs: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def each(values: Iterable[float], form: str = ".1%") -> str:
-    """One number for each seed, "98.1, 97.5": shares in percent, without its sign."""
+    """One number for each seed, "98.1, 97.5"; shares in percent, without the percent sign."""
     return ", ".join(format(value, form).rstrip("%") for value in values)

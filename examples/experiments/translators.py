@@ -1,4 +1,4 @@
-"""The model of examples/translation as the experiments use it: made, trained, kept and measured."""
+"""The model of examples/translation in the experiments: its training, files and quality."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Settings:
         pairs, batch: sentence pairs of a language, and of a batch.
         width, heads, layers: of the model; three kinds of attention with `layers * heads` heads each.
         steps: of training a new model.
-        more_steps: of training on, with or without gates.
-        open_heads: how many heads are left, one model each.
-        read: sentence pairs of the training part that importance is read from.
+        more_steps: of further training, with or without gates.
+        open_heads: numbers of open heads, one model each.
+        read: sentence pairs of the training part on which importance is computed.
     """
 
     pairs: int = 20_000
@@ -55,7 +55,7 @@ def settings_of(lab: Lab) -> Settings:
 
 @cache
 def corpus_of(settings: Settings, seed: int) -> Corpus:
-    """Sentence pairs of a language of its own for each seed."""
+    """Sentence pairs; each seed has its own language."""
     return Corpus(invented_pairs(settings.pairs, seed), seed)
 
 
@@ -64,7 +64,7 @@ def new_model(
     seed: int,
     attention: Callable[[int, int], nn.Module] = hk.nn.GatedMultiheadAttention,
 ) -> Translator:
-    """An untrained model: the seed's."""
+    """The untrained model of a seed."""
     corpus = corpus_of(settings, seed)
     torch.manual_seed(seed)
     return Translator(
@@ -94,25 +94,25 @@ def trained(lab: Lab, seed: int) -> Translator:
 
 
 def more_batches(settings: Settings, seed: int) -> Iterator[Batch]:
-    """What a trained model is trained on with: the same for all of a seed."""
+    """The batches of further training: the same for all models of a seed."""
     return corpus_of(settings, seed).batches(settings.batch, seed + 1000)
 
 
 def read_batches(settings: Settings, seed: int) -> list[Batch]:
-    """Sentence pairs of the training part, for importance: no held-out pair decides which heads go."""
+    """Sentence pairs of the training part, for importance: held-out pairs have no influence on the choice of heads."""
     corpus = corpus_of(settings, seed)
     count = -(-min(settings.read, len(corpus.train)) // settings.batch)
     return list(islice(corpus.batches(settings.batch, seed + 2000), count))
 
 
 def logits(model: Translator, batch: Batch) -> Tensor:
-    """Of the word after each of the target's, `[B, T - 1, words]`."""
+    """Logits of the word after each word of the target, `[B, T - 1, words]`."""
     found: Tensor = model(batch.source, batch.target[:, :-1])
     return found
 
 
 def sentence_losses(model: Translator, batch: Batch) -> Tensor:
-    """The cross-entropy a word of each sentence, `[B]`, in nats."""
+    """The cross-entropy per word of each sentence, `[B]`, in nats."""
     right = batch.target[:, 1:]
     words = nn.functional.cross_entropy(
         logits(model, batch).mT, right, ignore_index=PAD, reduction="none"
@@ -121,7 +121,7 @@ def sentence_losses(model: Translator, batch: Batch) -> Tensor:
 
 
 def special_keys(batch: Batch) -> dict[str, Tensor]:
-    """The keys that are no words, for each kind of attention."""
+    """The keys that are not words, for each kind of attention."""
     marks = torch.tensor([START, END])
     source, target = (torch.isin(side, marks) for side in batch)
     return {"encoder": source, "decoder": target, "cross": source}
@@ -129,7 +129,7 @@ def special_keys(batch: Batch) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def word_quality(model: Translator, corpus: Corpus) -> dict[str, float]:
-    """On held-out pairs: the share of `words` that are right, and the `loss` in nats a word."""
+    """On held-out pairs: the share of `words` that are right, and the `loss` in nats per word."""
     words = words_right(model, corpus)
     return {"words": words, "loss": sentence_losses(model, padded(corpus.held_out)).mean().item()}
 
@@ -140,7 +140,7 @@ def quality(model: Translator, corpus: Corpus) -> dict[str, float]:
 
 
 def measured(model: Translator, corpus: Corpus) -> dict[str, Any]:
-    """Its quality and its open heads, by kind and by layer."""
+    """The quality of a model, and its open heads by kind and by layer."""
     return {
         **quality(model, corpus), "open_heads": open_heads(model), "layers": heads_of(model),
     }  # fmt: skip

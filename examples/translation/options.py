@@ -15,7 +15,7 @@ from languages import Pair
 def parse(
     description: str | None, all_heads: int, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """The options; a bad one ends the program with status 2. The folder of `--out` is there afterwards."""
+    """Parse the options, and create the folder of `--out`; a bad option ends the program with status 2."""
     parser = argparse.ArgumentParser(
         prog="python examples/translation",
         description=description,
