@@ -71,7 +71,7 @@ struct StatisticsTile {
 // is exp(score - reference) * share. A share of 0 leaves the row out.
 template <typename Real>
 struct RowShares {
-  std::vector<Real> reference, share;  // [B, H, T]; empty where `received` is not asked for
+  std::vector<Real> reference, share;  // [B, H, T]; empty if `received` is not requested
 
   void set(const Tensor& weights, const Head<Real>& head, int64_t i, int64_t row, Real top,
            double part) {

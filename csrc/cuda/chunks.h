@@ -31,7 +31,7 @@ struct Step {
     return {from(tile + 1), 0, stage ^ 1, turn ^ 1};
   }
 
-  // Where what is copied once a tile stands, one of two.
+  // Which of two buffers has what is copied once per tile.
   template <bool kGaps>
   HK_DEVICE int half() const {
     return kGaps ? turn : tile % 2;

@@ -23,7 +23,7 @@ struct SharedBytes {
 void use_shared_bytes(int per_block, int per_multiprocessor);
 SharedBytes shared_bytes();
 
-// What the last launch of this thread asked for.
+// The sizes of the last launch of this thread.
 struct Launch {
   int64_t blocks = 0;
   int threads = 0;

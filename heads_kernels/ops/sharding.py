@@ -60,7 +60,7 @@ Span = tuple[int, int]  # first, count
 def part_of(call: Call) -> Part | None:
     """The part that this process computes; None if no operand is a `DTensor`.
 
-    Plain tensors beside DTensors count as replicated.
+    Plain tensors in a call with DTensors count as replicated.
 
     Raises:
         ValueError: operands are sharded along other dimensions, or inconsistently, or heads that share a key or
