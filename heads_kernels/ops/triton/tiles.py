@@ -54,7 +54,7 @@ class Tiles:
         1  # of those over partial ones, whose mask takes registers that loads in flight need too
     )
     maxnreg: int = (
-        0  # the most registers a thread, so that several programs share a multiprocessor; 0: any
+        0  # the most registers per thread, so that several programs share a multiprocessor; 0: any
     )
     full_tiles: int = (
         0  # full tiles of keys that a step takes through descriptors; 0: one, through pointers
