@@ -168,8 +168,12 @@ def head_mask_row(module: nn.Module, H: int, given: Tensor) -> Tensor:
         row = row[kept]
     if row.shape != (H,):
         was = f"has shape {list(given.shape)} for {type(module).__name__}"
-        layer = f", layer {place.layer} of {place.layers}" if place.layers else ""
-        instead = f"pass [H] = [{H}], or [L, H] = [{place.layers or 1}, {H}] with one row for each layer of the stack"
+        layer, instead = "", f"pass [H] = [{H}]"
+        if place.layers:
+            layer = f", layer {place.layer} of {place.layers}"
+            instead += (
+                f", or [L, H] = [{place.layers}, {H}] with one row for each layer of the stack"
+            )
         refuse(place.argument, f"{was}{layer}, which has {H} heads", instead)
     return row if row.is_floating_point() else row.float()
 
