@@ -17,7 +17,7 @@ EDITABLE := --no-build-isolation --config-settings editable_mode=compat -e
 OLDEST_TRITON := 3.6.0
 OTHER_TRITON := 3.7.1
 OLDEST_TRANSFORMERS := 5.23.0
-OF_TRANSFORMERS := $(addprefix tests/transformers/, test_families.py test_generation.py test_head_masks.py test_masks.py test_output_gated.py test_score_terms.py test_use.py)
+OF_TRANSFORMERS := $(addprefix tests/transformers/, test_families.py test_generation.py test_head_masks.py test_masks.py test_score_terms.py test_use.py)
 TINY := tests/ops/test_cases.py tests/ops/test_statistics.py
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 CROSS := aarch64-linux-gnu-g++

@@ -1,7 +1,8 @@
-"""Models with converted layers, and ordinary models that compute what those must."""
+"""Models with converted layers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.convert import Factors
 from heads_kernels.convert.install import install, read_heads
-from heads_kernels.heads import ProjectedLayer, Projection, projected_layers
+from heads_kernels.heads import ProjectedLayer, projected_layers
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.saving import record_in_config
 from tests.support.nn_layers import E, H, spread
-from tests.support.tiny_models import TINY, WITH_HEADS, as_linear, build, with_gradients
+from tests.support.tiny_models import TINY, WITH_HEADS, build
 
 _CONVERTED = {
     name: layout
@@ -40,17 +41,38 @@ def in_use(name: str, **changes: Any) -> Any:
 
 
 def convert(model: nn.Module, dim: int | None = None, method: str = "ragged") -> Any:
-    """All layers with `dim` features of their heads, or with all."""
+    """All layers with `dim` features of their heads, or with all; of "dense" factors all heads use all features."""
     for layer in projected_layers(model):
         heads = read_heads(layer)
+        factors = heads.fit(
+            dim or heads.sizes.D_k, method="ragged" if method == "dense" else method
+        )
         put(
             model,
             layer,
-            heads.fit(dim or heads.sizes.D_k, method=method),
+            dense(factors) if method == "dense" else factors,
             ragged=method == "ragged",
         )
     record_in_config(model)
     return model
+
+
+def dense(factors: Any) -> Any:
+    """The same scores by two copies of the features: what a head has too much of one, it takes back by the other.
+
+    Rotary ones stay as they are.
+    """
+    if not isinstance(factors, Factors):
+        return factors
+    much = normal(*factors.mixing.shape)
+    mixing = torch.cat((factors.mixing + much, -much), 1)
+    query, key = (each.repeat(2, 1) for each in (factors.query, factors.key))
+    return replace(factors, query=query, key=key, mixing=mixing)
+
+
+def normal(rows: int, columns: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 0.4 * torch.randn(rows, columns, generator=generator, dtype=torch.float64)
 
 
 @torch.inference_mode(False)
@@ -61,22 +83,13 @@ def put(model: nn.Module, layer: ProjectedLayer, factors: Any, *, ragged: bool =
 
 def random_factors(layer: ProjectedLayer, dim: int) -> Factors:
     """Any factors of the layer's sizes."""
-    generator = torch.Generator().manual_seed(layer.index)
-
-    def normal(rows: int, columns: int) -> Tensor:
-        drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-        return 0.4 * drawn
-
-    widths = layer.query.inputs, layer.key.inputs
-    assert layer.scale is not None
-    return Factors(
-        normal(dim, widths[0]),
-        normal(dim, widths[1]),
-        normal(layer.num_heads, dim),
-        layer.scale,
-        0.0,
-        normal(layer.num_heads, widths[1]),
+    H, (D_in, D_in_k) = layer.num_heads, (layer.query.inputs, layer.key.inputs)
+    shapes = (dim, D_in), (dim, D_in_k), (H, dim), (H, D_in_k)
+    query, key, mixing, content = (
+        normal(*each, seed=4 * layer.index + n) for n, each in enumerate(shapes)
     )
+    assert layer.scale is not None
+    return Factors(query, key, mixing, layer.scale, 0.0, content)
 
 
 def mixed(name: str, dim: int = 12, *, ragged: bool = False, **changes: Any) -> Any:
@@ -86,50 +99,3 @@ def mixed(name: str, dim: int = 12, *, ragged: bool = False, **changes: Any) -> 
         put(model, layer, random_factors(layer, dim), ragged=ragged)
     record_in_config(model)
     return model
-
-
-@torch.no_grad()
-def write(layer: ProjectedLayer, factors: Factors) -> None:
-    """Give an ordinary layer, whose heads are wider than `factors`, heads of its own with the same scores.
-
-    `q_h = (mixing_h * query x, 1, 0)` and `k_h = (key y, content_h y, 0)`.
-    """
-    for head, (mixing, content) in enumerate(zip(factors.mixing, factors.content, strict=True)):
-        query = mixing[:, None] * factors.query
-        bias = torch.zeros(layer.head_dim, dtype=torch.float64)
-        bias[len(query)] = 1.0
-        _write_head(layer.query, head, query, bias)
-        key = torch.cat([factors.key, content[None]])
-        _write_head(layer.key, head, key, torch.zeros_like(bias))
-
-
-def _write_head(projection: Projection, head: int, rows: Tensor, bias: Tensor) -> None:
-    linear = projection.linear
-    own = projection.features([head])
-    weight = as_linear(linear, linear.weight)
-    weight[own] = 0.0
-    weight[own[: len(rows)]] = rows.to(weight.dtype)
-    if linear.bias is not None:
-        linear.bias[own] = bias.to(weight.dtype)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Outputs and gradients that a layer has whatever its queries and keys are."""
-    found = with_gradients(model)
-    layers = projected_layers(model)
-    own = {
-        id(parameter)
-        for layer in layers
-        for projection in (layer.query, layer.key)
-        for parameter in projection.linear.parameters()
-    }
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in own}
-    same = {n: g for n, g in found.items() if n not in names and "mixing" not in n}
-    for layer in layers:
-        linear, H = layer.value.linear, layer.value.heads
-        parts = [n for n in same if n.startswith(f"{layer.name}.c_attn.")]  # fused, and its value
-        for name in parts:
-            del same[name]
-        rows = layer.value.features(range(H))
-        same[f"{layer.name}: value"] = as_linear(linear, linear.weight.grad)[rows]
-    return same

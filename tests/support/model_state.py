@@ -15,6 +15,11 @@ def state(model: nn.Module) -> list[Any]:
     ]
 
 
+def structure(model: nn.Module) -> dict[str, Any]:
+    """What a copy of the model has too: its modules, the names of what they hold, their attention functions."""
+    return {n: (type(m), set(vars(m)), _config(m)[0]) for n, m in model.named_modules()}
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Registries by what is in them, hooks among that; numbers and flags by value. A gate of None is none."""
     found: dict[str, Any] = {}

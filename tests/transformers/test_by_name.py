@@ -10,78 +10,56 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="needs the extra [transformers]")
-
 import transformers
-from transformers import PreTrainedModel
 
 import heads_kernels as hk
 from heads_kernels.after_import import after_import
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers import use
 from tests.support.alike import assert_alike
-from tests.support.tiny_models import PLAIN, SEQ2SEQ, TINY, build, outputs
+from tests.support.tiny_models import ALIBI, MPT, PLAIN, SEQ2SEQ, TINY, build, outputs
 
 ROOT = Path(__file__).parents[2]
 
-BLOOM = {"vocab_size": 40, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-#: Models that compute attention themselves and are served after `use`, and arguments of their configs.
-BY_USE: dict[str, dict[str, Any]] = {
-    "MPNetModel": PLAIN,
-    "BloomModel": BLOOM,
-    "MptModel": {"vocab_size": 40, "d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 1},
-}  # fmt: skip
-#: Those that are not.
+BIG_BIRD = {"attention_type": "original_full"}
+#: Models that compute attention themselves, of which the first three are served after `use`, and the last in its
+#: encoder; arguments of their configs.
 ITSELF: dict[str, dict[str, Any]] = {
+    "MPNetModel": PLAIN,
+    "BloomModel": ALIBI,
+    "MptModel": MPT,
     "XGLMModel": {"vocab_size": 40, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 24},
     "RoFormerModel": PLAIN,
     "LongformerModel": PLAIN | {"attention_window": 4},
-    "BigBirdModel": PLAIN | {"attention_type": "original_full"},
+    "BigBirdModel": PLAIN | BIG_BIRD,
+    "BigBirdPegasusModel": SEQ2SEQ | BIG_BIRD,
 }  # fmt: skip
 IDS = torch.arange(3, 21).view(2, 9)
 REAL = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 
 
-def make(name: str, arguments: dict[str, Any], attention: str) -> Any:
+def make(name: str, arguments: dict[str, Any]) -> Any:
     model_class = getattr(transformers, name)
     config = model_class.config_class(**arguments)
     torch.manual_seed(0)
-    return transformers.AutoModel.from_config(config, attn_implementation=attention).eval()
+    return transformers.AutoModel.from_config(config, attn_implementation=NAME).eval()
 
 
-# ---------------------------------------------------------------------- what is refused
-@pytest.mark.parametrize("name", [*ITSELF, *BY_USE])
+@pytest.mark.parametrize("name", ITSELF)
 def test_models_that_compute_attention_themselves(name: str) -> None:
     """Their first pass with a mask is refused, which their code would add to its scores."""
-    model = make(name, {**ITSELF, **BY_USE}[name], NAME)
-    with pytest.raises(ValueError, match=r"attention_mask of .* is computed with \("):
-        model(IDS, attention_mask=REAL)
-
-
-def test_part_that_computes_attention_itself() -> None:
-    """The encoder of BigBird-Pegasus does, its decoder does not: refused once the encoder gets its mask."""
-    model = make("BigBirdPegasusModel", SEQ2SEQ | {"attention_type": "original_full"}, NAME)
-    with pytest.raises(ValueError, match=r"is computed with \(add\)"):
-        model(IDS, attention_mask=REAL, decoder_input_ids=IDS)
+    model = make(name, ITSELF[name])
+    decoder = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    with pytest.raises(ValueError, match=r"attention_mask of .* is computed with \(\w+\)"):
+        model(IDS, attention_mask=REAL, **decoder)
 
 
 def test_model_that_drops_masks_of_flex_attention() -> None:
-    model = make("DogeModel", TINY["llama"].arguments, NAME)
+    model = make("DogeModel", TINY["llama"].arguments)
     with pytest.raises(ValueError, match="attention_mask is given to DogeAttention, which makes"):
         model(IDS)
 
 
-def test_argument_that_is_not_known() -> None:
-    """Of an attention function, in code that is newer than the package."""
-    module = build("bert", NAME).encoder.layer[0].attention.self
-    with pytest.raises(
-        ValueError, match=r"temperature is given to .* BertSelfAttention and is not"
-    ):
-        module(torch.randn(1, 3, 32), temperature=2.0)
-
-
-# ---------------------------------------------------------------------- what is served
 @pytest.mark.parametrize("name", ["bert", "t5", "afmoe"])
 def test_equals_a_model_in_use(name: str) -> None:
     made, set_ = build(name, NAME), build(name)
@@ -93,33 +71,6 @@ def test_equals_a_model_in_use(name: str) -> None:
         assert not torch.equal(outputs(model), expected)
 
 
-def test_head_masks_need_use() -> None:
-    with pytest.raises(ValueError, match="head_mask is given to a BertSelfAttention not in use"):
-        outputs(build("bert", NAME), head_mask=torch.ones(4))
-
-
-SAME = {
-    "SplinterModel": PLAIN,
-    "NllbMoeModel": SEQ2SEQ,  # routers of sparse layers compute with the mask, which they take for one to be added
-    "PegasusXModel": SEQ2SEQ | {"block_size": 4, "num_global_tokens": 2},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SAME)
-def test_models_that_say_that_sdpa_does_not_serve_them(name: str) -> None:
-    """The scores of some are plain all the same."""
-    model: PreTrainedModel = make(name, SAME[name], "eager")
-    assert not model._supports_sdpa
-    arguments = {"input_ids": IDS, "attention_mask": REAL}
-    if model.config.is_encoder_decoder:
-        arguments["decoder_input_ids"] = IDS
-    expected = model(**arguments)[0]
-    found = use(model)(**arguments)[0]
-    real = slice(None) if model.config.is_encoder_decoder else REAL.bool()
-    assert_alike(found[real], expected[real])
-
-
-# ---------------------------------------------------------------------- registered by either import
 PARTS = ("modeling_layers", "masking_utils", "models.bert.modeling_bert")
 
 

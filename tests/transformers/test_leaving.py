@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.support.alike import assert_alike
-
-pytest.importorskip("transformers", reason="needs the extra [transformers]")
-
 import transformers
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import use
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.ops.statistics import AttentionStatistics
+from tests.support.alike import assert_alike
 from tests.support.tiny_models import batch, build, outputs, small, with_gradients
 
 #: One of each kind: plain, made by name, grouped, encoder-decoders without and with a bias, a gated output, a layer
@@ -130,16 +126,12 @@ def test_sub_configs() -> None:
     hk.heads.close(model, {"text_model.encoder.layer.0.attention.self": [0]})
     model.set_attn_implementation({"vision_config": "eager"})
     assert model(**arguments)
-    with pytest.raises(
-        ValueError, match="ViTModel, whose layers run the attention function 'eager'"
-    ):
+    with pytest.raises(ValueError, match=r"ViTModel, whose layers run the .* function 'eager'"):
         model.vision_model(**images, head_mask=torch.ones(4))
     model.set_attn_implementation({"text_config": "eager"})
     with pytest.raises(ValueError, match="'eager' in a BertSelfAttention, which ignores its gates"):
         model(**arguments)
-    with pytest.raises(
-        ValueError, match=r"'eager' in a BertSelf.*its gates, .*; call .*use\(model\) "
-    ):
+    with pytest.raises(ValueError, match=r"'eager' in a BertSelf.*its gates, .*; call .*use\(mod"):
         model.text_model.encoder.layer[0](torch.randn(1, 3, 32))
     assert_alike(outputs(use(model).text_model), outputs(model.text_model))
 
@@ -179,10 +171,14 @@ def test_alignment_heads_are_renumbered() -> None:
         ("sinks", "attn_implementation='sdpa' or 'eager'"),
         ("indices", "attn_implementation='sdpa' or 'eager'"),
         ("cache", "call generate, which keeps gates and head masks"),
+        ("temperature", "and is not"),
     ],
 )
 def test_arguments_that_no_operator_has(name: str, instead: str) -> None:
-    """A paged cache is that of `generate_batch`, which has no other function that keeps gates."""
+    """A paged cache is that of `generate_batch`, which has no other function that keeps gates.
+
+    `temperature` stands for code that is newer than the package.
+    """
     module = build("bert").encoder.layer[0].attention.self
     query = torch.randn(1, 2, 3, 4)
     with pytest.raises(ValueError, match=f"{name} is given to .* BertSelfAttention .*{instead}"):

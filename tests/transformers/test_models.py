@@ -1,38 +1,117 @@
-"""How transformers models are run on the operators: modes, dtypes, masks, compilation, a pretrained model."""
+"""How transformers models are run on the operators: forms, modes, dtypes, masks, compilation, a pretrained model."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.alike import assert_alike
-
-pytest.importorskip("transformers", reason="needs the extra [transformers]")
-
 from heads_kernels.integrations.transformers import release, use
-from tests.support.tiny_models import build, outputs, with_gradients
+from tests.support.alike import assert_alike
+from tests.support.tiny_models import (
+    PLAIN,
+    SEQ2SEQ,
+    build,
+    outputs,
+    packed_layers,
+    padding,
+    randomised,
+    transformers,
+    unpooled,
+    with_gradients,
+)
+
+
+def of(name: str, arguments: dict[str, Any]) -> Any:
+    model_class = getattr(transformers, name)
+    return randomised(model_class, model_class.config_class(**arguments), "eager")
+
+
+#: Its layers are as those of Swin V2.
+SWIN2SR = {
+    "image_size": 16, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "mlp_ratio": 1.0,
+}  # fmt: skip
+PEGASUS_X = SEQ2SEQ | {"block_size": 4, "num_global_tokens": 2}
+WHOLE_TARGET = {"decoder_attention_mask": None}
+OWN, SHARED = "use_relative_position_bias", "use_shared_relative_position_bias"
+#: A mask to be added, as callers prepare it.
+ADDED = {"attention_mask": torch.arange(243.0).sin().view(3, 1, 9, 9)}
+PACKED = {
+    "input_ids": torch.arange(3, 12)[None], "attention_mask": None, "use_cache": False,
+    "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]]),
+}  # fmt: skip
+#: Forms of families that their config chooses, and of their inputs; the model and changes of its batch.
+FORMS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "gates of heads": (lambda: build("laguna", gating="per-head"), {}),
+    "gates of elements": (lambda: build("laguna", gating="per-element"), {}),
+    "no gates": (lambda: build("lfm3", use_attention_gate=False), {}),
+    "a bias that layers share": (lambda: build("beit", **{OWN: False, SHARED: True}), {}),
+    "Swin2SR": (
+        lambda: of("Swin2SRModel", SWIN2SR),
+        {"pixel_values": torch.arange(1536.0).sin().view(2, 3, 16, 16)},
+    ),
+    # Positions count real tokens, so that the bias is no function of the distance.
+    "ALiBi with holes": (lambda: build("bloom"), {"attention_mask": padding("holes")}),
+    "a float mask": (lambda: build("bert"), ADDED),
+    "a float mask and a bias": (lambda: build("t5", model="T5EncoderModel"), ADDED),
+    "packed by position": (lambda: build("llama"), PACKED),
+    # Of these transformers says that SDPA does not serve them. Routers of NLLB-MoE compute with the mask, which they
+    # take for one to be added.
+    "Splinter": (lambda: of("SplinterModel", PLAIN), {}),
+    "NLLB-MoE": (lambda: of("NllbMoeModel", SEQ2SEQ), WHOLE_TARGET),
+    "Pegasus-X": (lambda: of("PegasusXModel", PEGASUS_X), WHOLE_TARGET),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_equals_stock(name: str) -> None:
+    make, changes = FORMS[name]
+    model = make()
+    expected = with_gradients(model, **changes)
+    assert_alike(with_gradients(use(model), **changes), expected)
 
 
 @pytest.mark.check
-def test_compiles_whole_without_a_mask() -> None:
-    """fullgraph: nothing in the attention or the masks breaks the graph; positions tell of packing."""
-    model = use(build("llama", num_hidden_layers=1))
-    changes = {"use_cache": False, "attention_mask": None}
-    expected = outputs(model, **changes)
+@pytest.mark.parametrize(
+    ("name", "options", "changes"),
+    [
+        ("llama", {"num_hidden_layers": 1}, {"attention_mask": None}),  # positions tell of packing
+        ("afmoe", {}, {}),  # a gated output
+    ],
+)
+def test_compiles_whole(name: str, options: dict[str, Any], changes: dict[str, Any]) -> None:
+    """fullgraph: nothing in the attention or the masks breaks the graph."""
+    model = use(build(name, **options))
+    expected = outputs(model, use_cache=False, **changes)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert_alike(outputs(compiled, **changes), expected)
+    assert_alike(outputs(compiled, use_cache=False, **changes), expected)
+
+
+NO_DROPOUT: dict[str, dict[str, float]] = {
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "t5": {"dropout_rate": 0.0},
+}
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "t5", "qwen3_next"])
-def test_gradient_checkpointing(name: str, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("name", "unpad"),
+    [("qwen3_next", False), ("bert", True), *((n, u) for n in ("llama", "t5") for u in (False, True))],
+)  # fmt: skip
+def test_gradient_checkpointing(name: str, unpad: bool, reentrant: bool) -> None:
     """With the gradient of the embedding of T5's bias, which a layer that runs again looks up again."""
-    model = build(name, **{"dropout_rate": 0.0} if name == "t5" else {}).train()
+    model = unpooled(build(name, **NO_DROPOUT.get(name, {}))).train()
     expected = with_gradients(model, use_cache=False)
-    use(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    use(model, unpad=unpad).gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if unpad and reentrant:
+        model.enable_input_require_grads()
     assert_alike(with_gradients(model, use_cache=False), expected)
+    assert all(packed_layers(model))
+    assert bool(packed_layers(model)) == unpad
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5", "afmoe"])
@@ -55,25 +134,6 @@ def test_dropout_reaches_the_operator(name: str) -> None:
     whole = outputs(model)
     assert_alike(outputs(model), whole)
     assert not torch.equal(outputs(model.train()), whole)
-
-
-def test_packed_sequences_by_position() -> None:
-    model = build("llama")
-    packed = {
-        "input_ids": torch.randint(3, 40, (1, 9)), "attention_mask": None, "use_cache": False,
-        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]]),
-    }  # fmt: skip
-    expected = outputs(model, **packed)
-    assert_alike(outputs(use(model), **packed), expected)
-
-
-@pytest.mark.parametrize(("name", "model"), [("bert", ""), ("t5", "T5EncoderModel")])
-def test_float_mask_of_the_caller(name: str, model: str) -> None:
-    """A prepared `[B, 1, T, S]` mask to be added, beside relative positions too."""
-    stock = build(name, model=model)
-    mask = torch.randn(3, 1, 9, 9)
-    expected = with_gradients(stock, attention_mask=mask)
-    assert_alike(with_gradients(use(stock), attention_mask=mask), expected)
 
 
 @pytest.mark.check

@@ -1,4 +1,4 @@
-"""Biases, caps and sinks of transformers models on the operators: what the operator is given, statistics, pruned heads.
+"""What the operator is given by transformers models beside queries, keys and values: biases, caps, sinks, output gates.
 
 test_families.py has outputs and gradients of every family, test_generation.py decoding.
 """
@@ -11,37 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.alike import assert_alike
-
-pytest.importorskip("transformers", reason="needs the extra [transformers]")
-
-import transformers
-
 import heads_kernels as hk
 from heads_kernels.heads.configs import NAME
-from heads_kernels.integrations.transformers import attention, release, use
+from heads_kernels.integrations.transformers import TESTED, release, use
 from heads_kernels.integrations.transformers.masks import RelativeBias
-from tests.support.tiny_models import build, outputs, randomised, with_gradients
+from heads_kernels.integrations.transformers.output_gated import OutputGated
+from tests.support.alike import assert_alike
+from tests.support.tiny_models import build, outputs, with_gradients
 
 T5_LIKE = ("t5", "umt5", "longt5")
 SINKS = ("flint", "gpt_oss", "mimo_v2_flash")
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of every call of `gated_attention`."""
-    seen = []
-    operator = attention.gated_attention
-
-    def spy(**named: Any) -> Tensor:
-        seen.append(named)
-        return operator(**named)
-
-    monkeypatch.setattr(attention, "gated_attention", spy)
-    return seen
-
-
-# ---------------------------------------------------------------------- relative positions of T5
 @pytest.mark.parametrize("far", [20, 128])
 @pytest.mark.parametrize("name", T5_LIKE)
 def test_offsets_are_the_stock_bias(name: str, far: int) -> None:
@@ -73,17 +54,14 @@ def test_relative_positions_without_use(name: str) -> None:
     assert_alike(with_gradients(model), expected)
 
 
-@pytest.mark.parametrize("implementation", [NAME, "use"])
-def test_pruned_heads_keep_their_biases(implementation: str) -> None:
-    model = build("t5")
-    use(model) if implementation == "use" else model.set_attn_implementation(NAME)
+def test_pruned_heads_keep_their_biases_without_use() -> None:
+    model = build("t5", NAME)
     hk.heads.close(model, {0: [0], 1: [1, 2], 3: [0]})
     expected = outputs(model)
     hk.heads.prune(model, hk.heads.closed(model))
     assert_alike(outputs(model), expected)
 
 
-# ---------------------------------------------------------------------- what the operator is given
 @pytest.mark.parametrize("name", [*T5_LIKE, "bloom", "mpt", "mpnet", "gemma2", *SINKS])
 def test_terms_stay_small(name: str, calls: list[dict[str, Any]]) -> None:
     """Padding is a mask; a bias is a table of offsets or `[B or 1, H, 1, S]`, but for the zeros of UMT5."""
@@ -131,29 +109,37 @@ def test_mask_that_is_shorter_than_the_keys() -> None:
         outputs(model)
 
 
-# ---------------------------------------------------------------------- other forms of stock classes
-def test_bias_that_layers_share() -> None:
-    changes = {"use_relative_position_bias": False, "use_shared_relative_position_bias": True}
-    model = build("beit", **changes)
-    expected = with_gradients(model)
-    assert any("relative_position_bias_table" in each for each in expected)
-    assert_alike(with_gradients(use(model)), expected)
+FUSED = [name for name, family in TESTED.items() if family.output_gate and family.fused]
+UNFUSED = [name for name, family in TESTED.items() if family.output_gate and not family.fused]
 
 
-def test_swin2sr_is_as_swin_v2() -> None:
-    config = transformers.Swin2SRConfig(
-        image_size=16, embed_dim=16, depths=[2, 2], num_heads=[2, 2], window_size=4, mlp_ratio=1.0
-    )
-    model = randomised(transformers.Swin2SRModel, config, "eager")
-    image = torch.randn(2, 3, 16, 16)
-    expected = with_gradients(model, pixel_values=image)
-    assert_alike(with_gradients(use(model), pixel_values=image), expected)
+def gated_layers(model: Any) -> list[Any]:
+    return [m for m in model.modules() if isinstance(vars(m).get("forward"), OutputGated)]
 
 
-def test_bloom_with_holes_in_its_padding() -> None:
-    """Positions count real tokens, so that this is no function of the distance."""
-    model = build("bloom")
-    real = torch.ones(3, 9, dtype=torch.long)
-    real[1, 3:5] = real[2, :2] = 0
-    expected = with_gradients(model, attention_mask=real)
-    assert_alike(with_gradients(use(model), attention_mask=real), expected)
+@pytest.mark.parametrize("name", FUSED)
+def test_gate_and_attention_are_one_op(name: str, calls: list[dict[str, Any]]) -> None:
+    """The logits reach the operator as the projection gave them: views, `[B, H, T]` or `[B, H, T, Dv]`."""
+    model = use(build(name))
+    projections = []
+    for layer in gated_layers(model):
+        source = next(getattr(layer, p) for p in ("gate_proj", "g_proj", "q_proj") if hasattr(layer, p))  # fmt: skip
+        source.register_forward_hook(lambda _, args, out: projections.append(out))
+    outputs(model)
+    kind, _, extent = TESTED[name].output_gate.partition(", ")
+    assert len(calls) == len(projections) > 0
+    for call, projected in zip(calls, projections, strict=True):
+        gate = call["gate"]
+        assert call["gate_activation"] == kind
+        assert gate.dim() == (4 if extent == "per element" else 3)
+        if name != "beam":  # adds a bias to its logits
+            assert gate.untyped_storage().data_ptr() == projected.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+def test_other_gates_run_beside_the_op(name: str, calls: list[dict[str, Any]]) -> None:
+    model = use(build(name))
+    assert not gated_layers(model)
+    outputs(model)
+    assert calls
+    assert all((call["gate_activation"], call["gate"]) == ("identity", None) for call in calls)

@@ -11,18 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from tests.support.alike import assert_alike
-from tests.support.model_state import state
-
-pytest.importorskip("transformers", reason="needs the extra [transformers]")
-
 import transformers
+from torch import nn
 from transformers.models.laguna import modeling_laguna
 from transformers.models.mpt import modeling_mpt
 
 from heads_kernels.integrations.transformers import release, use
+from tests.support.alike import assert_alike
+from tests.support.model_state import state, structure
 from tests.support.tiny_models import TINY, batch, build, outputs, small
 
 
@@ -35,14 +31,6 @@ def test_models_of_one_config_are_put_to_use_one_by_one() -> None:
     release(first)
     assert not torch.equal(outputs(second), outputs(second, head_mask=torch.zeros(4)))
     assert release(second).config._attn_implementation == "eager"
-
-
-def structure(model: Any) -> dict[str, Any]:
-    """What `use` changes of the modules of a model."""
-    return {
-        name: (type(m), set(vars(m)), m.config._attn_implementation if "config" in vars(m) else "")
-        for name, m in model.named_modules()
-    }
 
 
 @pytest.mark.parametrize(
@@ -84,9 +72,7 @@ def test_encoder_is_released_from_a_model_in_use() -> None:
     release(model.encoder)
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0])
     assert model.encoder.config._attn_implementation == "eager"
-    with pytest.raises(
-        ValueError, match=r"head_mask is given to a BartModel, whose layers run .* 'eager'"
-    ):
+    with pytest.raises(ValueError, match=r"is given to a BartModel, whose layers run .* 'eager'"):
         outputs(model, head_mask=mask)
     assert not torch.equal(outputs(model), outputs(model, decoder_head_mask=mask))
 
