@@ -67,6 +67,12 @@ def operands(operator: str, gate: str, Hk: int, length: int) -> dict[str, Tensor
 
 
 # ---------------------------------------------------------------------- in every rank
+def context_of(method: str = "all_gather", **options: Any) -> Any:
+    """Of all processes."""
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return distributed.ContextParallel(mesh, method, **options)
+
+
 def check_call(
     operator: str,
     gate: str,
@@ -77,8 +83,7 @@ def check_call(
     **options: Any,
 ) -> None:
     """Parts of the output, and gradients that add up to those of one process; `table` is that of an OffsetBias."""
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    context = distributed.ContextParallel(mesh, **how)
+    context = context_of(**how)
     given = operands(operator, gate, Hk, length)
     if table is not None:
         given["table"] = table
@@ -131,10 +136,9 @@ class Largest(TorchDispatchMode):
 def check_memory(operator: str) -> None:
     """No process of a ring has all keys or values, forward or backward."""
     length, W = 256, torch.distributed.get_world_size()
-    mesh = torch.distributed.init_device_mesh("cpu", (W,))
     largest = {}
     for method in ("all_gather", "ring"):
-        context = distributed.ContextParallel(mesh, method)
+        context = context_of(method)
         given = operands(operator, "[H]", H, length)
         parts = {
             name: (context.split(t, PARTS[name]) if name in PARTS else t).requires_grad_()
@@ -153,9 +157,7 @@ def check_half(operator: str) -> None:
 
     The gradients of a block are rounded like those of the call, independently: W of them, which add up to sqrt(W).
     """
-    mesh = torch.distributed.init_device_mesh("cpu", (4,))
-    context = distributed.ContextParallel(mesh, "ring")
-    call = getattr(hk, operator)
+    context, call = context_of("ring"), getattr(hk, operator)
     given = operands(operator, "[H]", H, T)
     exact = {name: t.bfloat16().double().requires_grad_() for name, t in given.items()}
     dout = torch.randn(B, H, T, D).bfloat16()
@@ -180,16 +182,13 @@ def check_half(operator: str) -> None:
             if split:
                 torch.distributed.all_reduce(error)
             errors[-1][name] = error.sqrt().item()
-    most = 1 + mesh.size() ** 0.5
+    most = 1 + torch.distributed.get_world_size() ** 0.5
     for name, error in errors[1].items():
         assert error <= most * errors[0][name], (name, error, errors[0][name])
 
 
 def check_table(operator: str, how: dict[str, Any]) -> None:
-    """Every operand and kind of gate, where processes have one token or two.
-
-    Between two processes every mask, grouped heads and the other options, too.
-    """
+    """Every operand and kind of gate of one token a process or two; between two processes masks and options, too."""
     W = torch.distributed.get_world_size()
     table = torch.linspace(-1, 1, H * 7).view(H, 7)
     for gate in GATES:
@@ -212,8 +211,7 @@ def check_table(operator: str, how: dict[str, Any]) -> None:
 
 def check_death() -> None:
     """The other process is gone: an error, and no endless wait."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    context = distributed.ContextParallel(mesh)
+    context = context_of()
     if torch.distributed.get_rank() == 1:
         os._exit(1)
     q = torch.randn(B, H, T, D)
@@ -227,14 +225,14 @@ def check_layers(shape: tuple[int, int], how: dict[str, Any], dropout: float) ->
     x = torch.randn(B, T, 16, dtype=torch.float64)
     for split in (False, True):
         torch.manual_seed(0)
-        model = nn.ModuleList(
-            [
-                hk.nn.GatedMultiheadAttention(16, H, output_gate="element", dropout=dropout),
-                hk.nn.GatedMultiheadAttention(16, H, dropout=dropout),
-                hk.nn.CollaborativeMultiheadAttention(16, H, 12, dropout=dropout),
-                hk.nn.GatedMultiheadAttention(16, H, num_key_heads=1, dropout=dropout),
-            ]
-        ).double()
+        gated, shared = hk.nn.GatedMultiheadAttention, hk.nn.CollaborativeMultiheadAttention
+        layers = [
+            gated(16, H, output_gate="element", dropout=dropout),
+            gated(16, H, dropout=dropout),
+            shared(16, H, 12, dropout=dropout),
+            gated(16, H, num_key_heads=1, dropout=dropout),
+        ]
+        model = nn.ModuleList(layers).double()
         hk.heads.gate(model, lambda n: hk.nn.HardConcrete(n, log_alpha="voita"))
         given = x
         if split and shape[0] == 1:
@@ -346,15 +344,30 @@ def test_sequences_and_modules_that_are_refused(fake_mesh: Callable[..., Any]) -
         distributed.context_parallel(nn.Linear(3, 3), mesh)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_call_inside_of_torchs_own(operator: str, fake_mesh: Callable[..., Any]) -> None:
+    """Which would take the call for one of whole sequences."""
+    experimental = pytest.importorskip("torch.distributed.tensor.experimental")
+    call, arguments = getattr(hk, operator), operands(operator, "no gate", H, T)
+    expected = call(**arguments)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    compiled(**arguments)
+    buffers = {"buffers": [torch.randn(2, 1, T, 8)], "buffer_seq_dims": [2]}
+    with experimental.context_parallel(fake_mesh(1), **buffers):
+        with pytest.raises(ValueError, match=r"query is a part of a sequence, inside .*context_p"):
+            call(**arguments)
+        with pytest.raises(RuntimeError):  # which Dynamo raises instead
+            compiled(**arguments)
+    assert_alike(call(**arguments), expected)
+
+
 def test_tensor_parallelism_without_its_dimension(fake_mesh: Callable[..., Any]) -> None:
     mesh = fake_mesh(2, 2, 1, names=("tp", "cp", "dp"))
     layer = hk.nn.GatedMultiheadAttention(16, H)
     plan = distributed.tensor_parallel_plan(layer, mesh["tp"])
     parallel.parallelize_module(layer, mesh["tp"], plan)
     distributed.context_parallel(layer, mesh["cp"])
-    with pytest.raises(
-        ValueError, match=r"query is a DTensor .*both dimensions: mesh\['tp', 'cp'\]"
-    ):
+    with pytest.raises(ValueError, match=r"query is a DTensor .*dimensions: mesh\['tp', 'cp'\]"):
         layer(torch.randn(B, 6, 16))
     with pytest.raises(ValueError, match="mesh has 3 dimensions"):
         distributed.ContextParallel(mesh)

@@ -46,7 +46,6 @@ def check_run(shape: tuple[int, int, int], method: str, folder: str) -> None:
     assert (found["heads"] % shape[1] == 0).all()
 
 
-# ---------------------------------------------------------------------- tests
 @pytest.fixture(scope="module")
 def folder(ranks: Callable[[int], Processes], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the losses of one process."""
@@ -79,17 +78,9 @@ def test_any_mesh(
 
 @pytest.mark.check
 def test_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [
-        "2",
-        str(EXAMPLES / "distributed" / "train.py"),
-        "--mesh",
-        "1",
-        "1",
-        "2",
-        "--steps",
-        "2",
-    ]
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *run, str(EXAMPLES / "distributed" / "train.py")]
+    command += ["--mesh", "1", "1", "2", "--steps", "2"]
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env

@@ -175,7 +175,6 @@ def test_two_processes(check: Callable[[], None], ranks: Callable[[int], Process
     ranks(2).run(check)
 
 
-# ---------------------------------------------------------------------- refusals, which need no other process
 def part(sizes: tuple[int, ...], mesh: Any, *placements: Any) -> Tensor:
     """A DTensor with parts of these sizes."""
     return tensor.DTensor.from_local(torch.randn(sizes), mesh, placements, run_check=False)

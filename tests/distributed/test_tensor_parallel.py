@@ -88,17 +88,48 @@ def test_projections_that_give_local_heads(name: str, fake_mesh: Callable[..., A
         layer(torch.randn(2, T, E))
 
 
+def test_converted_layers_that_are_split_by_another_plan(fake_mesh: Callable[..., Any]) -> None:
+    pytest.importorskip("transformers", reason="a model of transformers")
+    from tests.support.tiny_models import outputs
+
+    model = model_of("bert", convert=True)
+    attention = model.encoder.layer[1].attention.self
+    content = attention.key.content
+    plan = {"key.content": parallel.ColwiseParallel()}
+    parallel.parallelize_module(attention, fake_mesh(1), plan)
+    assert attention.key.content is content
+    with pytest.raises(ValueError, match=r"key\.content\.weight is a DTensor"):
+        outputs(model)
+
+
+def test_noise_of_gates(fake_mesh: Callable[..., Any]) -> None:
+    """A plan of the caller's own does not hand the mesh to gates."""
+    layer, x, mesh = LAYERS["gated"](), torch.randn(2, T, E), fake_mesh(1)
+    plan: dict[str, Any] = {f"{name}_proj": parallel.ColwiseParallel() for name in "qkv"}
+    parallel.parallelize_module(layer, mesh, plan | {"out_proj": parallel.RowwiseParallel()})
+    layer(x)
+    layer.head_gate = hk.nn.FixedGate(torch.tensor([1.0, 0.0, 1.0, 0.5]))
+    layer(x)
+    layer.head_gate = hk.nn.HardConcrete(H)
+    refusal = r"head_gate draws noise .*; put their mesh into head_gate\.meshes"
+    with pytest.raises(ValueError, match=refusal):
+        layer(x)
+    layer.eval()(x)
+    layer.train().head_gate.meshes = (mesh,)
+    layer(x)
+
+
 def shared_key(H: int, **options: Any) -> nn.Module:
     return hk.nn.CollaborativeMultiheadAttention(6 * H, H, 12, **options)
 
 
-def model_of(name: str) -> Any:
-    """Of transformers; GPT-2 is converted."""
+def model_of(name: str, convert: bool = False) -> Any:
+    """Of transformers."""
     pytest.importorskip("transformers", reason="a model of transformers")
     from tests.support.tiny_models import build
 
     model = build(name)
-    if name == "gpt2":
+    if convert:
         hk.convert.collaborate(model, 16, progress=False)
     return model
 
@@ -112,7 +143,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: hk.nn.GatedMultiheadAttention(12, 4, entmax=True), r"has entmax, which serves no DTensors"),
     (lambda: nn.Linear(3, 3), r"module is a Linear without attention"),
     (lambda: model_of("bert"), r"without attention of hk\.nn"),
-    (lambda: model_of("gpt2"), r"layer 0 .*values together with other roles"),
+    (lambda: model_of("gpt2", convert=True), r"layer 0 .*values together with other roles"),
 ]  # fmt: skip
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 import heads_kernels as hk
 from tests.support.processes import Processes
 
-pytest.importorskip("torch.distributed.tensor.parallel")
+debug = pytest.importorskip("torch.distributed.tensor.debug")
+fsdp = pytest.importorskip("torch.distributed.fsdp")
+parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 distributed = pytest.importorskip("heads_kernels.integrations.distributed")
 
 B, T, H, HK, D, DS = 2, 64, 8, 4, 16, 48
@@ -38,14 +40,11 @@ NUMBERS = {
 
 
 def pass_of_layer(how: str, mesh: Any) -> Callable[[], object]:
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import parallelize_module
-
     layer = hk.nn.GatedMultiheadAttention(E, H)
     if how == "tensor parallel":
-        parallelize_module(layer, mesh, distributed.tensor_parallel_plan(layer, mesh))
+        parallel.parallelize_module(layer, mesh, distributed.tensor_parallel_plan(layer, mesh))
     else:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     x = torch.randn(B, T, E, requires_grad=True)
     return lambda: layer(x)[0].sum().backward()
 
@@ -68,11 +67,9 @@ def pass_of_call(how: str, mesh: Any) -> Callable[[], object]:
 
 def received(do: Callable[[], object], W: int) -> int:
     """Bytes that the collectives of this process bring it, by the shapes of their operands."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
     gathered = transferred = 0
 
-    class Traffic(CommDebugMode):
+    class Traffic(debug.CommDebugMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

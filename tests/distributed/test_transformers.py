@@ -13,15 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.processes import Processes, whole
+from tests.support.tiny_models import build, packed_layers, small, with_gradients
 
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 distributed = pytest.importorskip("heads_kernels.integrations.distributed")
-pytest.importorskip("transformers", reason="models of transformers")
 
 
 # ---------------------------------------------------------------------- some heads
-
-
 def split(model: nn.Module, mesh: Any) -> nn.Module:
     """As `from_pretrained(..., tp_plan="auto")` does for Llama."""
     column, row = parallel.ColwiseParallel, parallel.RowwiseParallel
@@ -43,8 +41,6 @@ def set_gates(model: Any, gates: str) -> dict[str, Tensor]:
 
 
 def check(gates: str, order: str) -> None:
-    from tests.support.tiny_models import small
-
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     tokens = torch.arange(12).view(2, 6)
     results: list[dict[str, Tensor]] = []
@@ -77,8 +73,6 @@ def test_gates(gates: str, order: str, ranks: Callable[[int], Processes]) -> Non
 
 
 def check_converted(family: str, gates: str) -> None:
-    from tests.support.tiny_models import small, with_gradients
-
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     results = []
     for parts in (False, True):
@@ -110,8 +104,6 @@ T = 16
 
 def model_of(family: str, gates: bool = False) -> Any:
     """A model in use, without a pooler, whose output belongs to a whole sequence."""
-    from tests.support.tiny_models import small
-
     torch.manual_seed(0)
     model: Any = small(family, "heads_kernels")
     if family == "bert":
@@ -176,22 +168,13 @@ CASES: list[tuple[str, str, dict[str, Any], bool, int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "padding", "how", "gates", "length", "world"), CASES)
-def test_parts_are_parts_of_the_whole(
-    family: str,
-    padding: str,
-    how: dict[str, Any],
-    gates: bool,
-    length: int,
-    world: int,
-    ranks: Callable[[int], Processes],
-) -> None:
-    ranks(world).run(check_parts, family, padding, how, gates, length)
+@pytest.mark.parametrize("case", CASES)
+def test_parts_are_parts_of_the_whole(case: Any, ranks: Callable[[int], Processes]) -> None:
+    *arguments, world = case
+    ranks(world).run(check_parts, *arguments)
 
 
 def check_refusals() -> None:
-    from tests.support.tiny_models import small
-
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     use = hk.integrations.transformers.use
     split = distributed.context_parallel
@@ -231,7 +214,6 @@ def test_models_and_arguments_that_are_refused(ranks: Callable[[int], Processes]
     ranks(2).run(check_refusals)
 
 
-# ---------------------------------------------------------------------- some rows of an unpadded batch
 TASKS = {"bert": "BertForMaskedLM", "llama": "LlamaForCausalLM"}
 
 
@@ -247,8 +229,6 @@ def gradients(model: Any, rows: slice, passes: int) -> dict[str, Tensor]:
 
 
 def check_unpadded(name: str, checkpointing: bool) -> None:
-    from tests.support.tiny_models import build, packed_layers
-
     rank = torch.distributed.get_rank()
     expected = gradients(build(name, model=TASKS[name]), slice(0, 4), 2)
     model = hk.integrations.transformers.use(build(name, model=TASKS[name]), unpad=True)
