@@ -31,7 +31,6 @@ def share(matrix: Tensor, rank: int) -> Any:
     return np.cumsum(squares) / squares.sum()
 
 
-# ---------------------------------------------------------------------- captured energy
 def test_captured_energy() -> None:
     heads = random_heads()
     found = captured_energy(heads)
@@ -61,7 +60,6 @@ def test_energy_of_rotated_heads() -> None:
     assert (captured_energy(nothing).product == 1).all()
 
 
-# ---------------------------------------------------------------------- budgets
 def solved(layers: list[Heads], params: int | None = None, error: float | None = None) -> list[int]:
     return allot(layers, [heads.spectrum() for heads in layers], params, error)
 

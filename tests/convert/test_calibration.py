@@ -1,7 +1,8 @@
-"""Calibration against sums made row by row: padding on both sides, causal, cross-attention, a layer that runs twice."""
+"""Moments of the inputs of layers against sums made row by row: of tensors, and of whole models by `calibrate`."""
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +12,67 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import calibrate, collaborate, curves
+from heads_kernels.convert import Heads, Moments, calibrate, collaborate, curves
 from heads_kernels.heads import projected_layers
 from tests.convert.converted_models import torch_encoder
 from tests.convert.random_heads import Call, assert_moments, moments_by_hand
+from tests.support.alike import assert_alike
 from tests.support.model_state import state
 from tests.support.nn_layers import PADDED, B, E, H, S
 from tests.support.tiny_models import batch, build
 
+T, D_in, D_in_k = 7, 6, 4
+
+
+def real(*lengths: int, size: int, left: bool = False) -> Tensor:
+    mask = torch.arange(size) < torch.tensor(lengths)[:, None]
+    return mask.flip(1) if left else mask
+
+
+# ---------------------------------------------------------------------- of tensors
+WHOLE = real(T, T, T, size=T)
+#: Real rows, and real keys: whole, padded, empty, of their own and on the left.
+MASKS = [
+    (WHOLE, WHOLE),
+    *((rows := real(*lengths, size=T), rows) for lengths in ((7, 1, 4), (0, 3, 5))),
+    (real(7, 3, 5, size=T), real(4, 7, 6, size=T, left=True)),
+]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), MASKS)
+def test_self_attention(rows: Tensor, keys: Tensor, is_causal: bool) -> None:
+    """What is not real is not read."""
+    x = torch.randn(3, T, D_in)
+    expected = moments_by_hand([(x, x, rows, keys, is_causal)])
+    read = x.masked_fill(~(rows | keys)[..., None], torch.nan)
+    found = Moments.of(read, query_mask=rows, key_mask=keys, is_causal=is_causal)
+    assert_moments(found, expected)
+
+
+def test_cross_attention() -> None:
+    x, y = torch.randn(3, T, D_in), torch.randn(3, 5, D_in_k)
+    rows, keys = real(7, 2, 4, size=T), real(5, 1, 3, size=5)
+    found = Moments.of(x, y, query_mask=rows, key_mask=keys)
+    assert_moments(found, moments_by_hand([(x, y, rows, keys, False)]))
+    expected = moments_by_hand([(x, y, WHOLE, real(5, 5, 5, size=5), False)])
+    assert_moments(Moments.of(x, y), expected)
+
+
+def test_batches_add_up() -> None:
+    x, mask = torch.randn(3, T, D_in, dtype=torch.bfloat16), real(7, 3, 5, size=T)
+    one, *others = (Moments.of(x[b], query_mask=mask[b]) for b in range(3))
+    assert_moments(sum(others, start=one), Moments.of(x, query_mask=mask))
+
+
+def test_a_row_of_sentences_added_to_each_sees_its_own_mean() -> None:
+    """What a whole sentence of keys shares is no matter: the softmax does not see it."""
+    x = torch.randn(3, T, D_in, dtype=torch.double)
+    moved = x + 100 * torch.randn(3, 1, D_in, dtype=torch.double)
+    assert_alike(Moments.of(moved).key_outer, Moments.of(x).key_outer)
+
+
+# ---------------------------------------------------------------------- of models
 FAMILIES = ("bert", "albert", "vit", "gpt2", "t5", "bart")
 
 
@@ -52,7 +106,6 @@ def calls(model: Any, arguments: dict[str, Tensor]) -> dict[str, list[Call]]:
     return found
 
 
-# ---------------------------------------------------------------------- against brute force
 @pytest.mark.parametrize("name", FAMILIES)
 def test_moments_of_transformers_models(name: str) -> None:
     """A batch with a whole row, one padded on the right and one on the left; batches add up."""
@@ -124,9 +177,6 @@ def test_what_the_forward_keeps_stays() -> None:
     assert not any(each.layout.shared for each in projected_layers(model))
     collaborate(model, 8, calibration=[torch.randn(B, S, E)] * 2)
     assert model.seen == 6
-
-
-# ---------------------------------------------------------------------- what it is for
 
 
 def test_moments_serve_several_conversions() -> None:
@@ -203,3 +253,38 @@ def test_moments_of_another_model() -> None:
     message = r"has moments of 'layers\.0\.self_attn', .*also has 'layers\.2\.self_attn': calibrate"
     with pytest.raises(ValueError, match=message):
         collaborate(torch_encoder(3), 8, calibration=moments)
+
+
+PAIR = torch.zeros(2, 3)
+BAD_TENSORS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    ((PAIR.long(),), {}, "query_inputs has dtype torch.int64"),
+    ((PAIR[0],), {}, "query_inputs has dtype torch.float32 and shape"),
+    ((PAIR,), {"query_mask": torch.ones(2)}, "query_mask has dtype"),
+    (
+        (PAIR, torch.zeros(4, 5)),
+        {"key_mask": torch.ones(2, dtype=torch.bool)},
+        "key_mask has dtype torch.bool and shape [2]; pass bool [4]",
+    ),
+    ((torch.zeros(2, 2, 3), torch.zeros(3, 4, 5)), {}, "key_inputs has shape [3, 4, 5]"),
+    ((PAIR, PAIR), {"is_causal": True}, "is_causal is True with key_in"),
+]
+
+
+def test_bad_batches() -> None:
+    for arguments, options, message in BAD_TENSORS:
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            Moments.of(*arguments, **options)
+
+
+def test_moments_that_do_not_fit() -> None:
+    heads = Heads(torch.randn(2, 3, D_in), torch.randn(2, 3, D_in_k), scale=1.0)
+    x, y = torch.randn(T, D_in), torch.randn(5, D_in_k)
+    for moments, message in (
+        (Moments.of(x), re.escape("widths (6, 6); those of the layer are (6, 4)")),
+        (Moments.of(x, y, query_mask=torch.zeros(T, dtype=torch.bool)), "moments has no tokens"),
+        (Moments.of(x * torch.nan, y), "moments holds NaN or infinity"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            heads.fit(2, moments)
+    with pytest.raises(ValueError, match=re.escape("widths (6, 6); those that they are added to")):
+        Moments.of(x, y) + Moments.of(x)

@@ -120,7 +120,6 @@ def test_gradients_of_a_closed_head(method: str) -> None:
     assert bool(mask.grad[:, 1].any()) == (method == "cp")
 
 
-# ---------------------------------------------------------------------- which layers
 def test_layers_by_index_and_name() -> None:
     for layers in ([2, 0], ["layers.2.self_attn", "layers.0.self_attn"]):
         model = torch_encoder(3)
@@ -291,7 +290,6 @@ def test_bad_models(make: Callable[[], Any], message: str) -> None:
         collaborate([model], 8)
 
 
-# ---------------------------------------------------------------------- anything else
 def test_heads_of_anything() -> None:
     """The example in the docstring of the package, and what it computes."""
     text = hk.convert.__doc__ or ""

@@ -59,7 +59,6 @@ def test_parameters_are_those_of_the_tensors() -> None:
     assert sizes.parameters(9) == sum(x.numel() for x in tensors)
 
 
-# ---------------------------------------------------------------------- break-even
 BERT = Sizes(768, 768, 768, 12)
 
 
@@ -87,7 +86,6 @@ def test_break_even_without_either_side() -> None:
     assert sizes.break_even(32, 96) == round(2 * 64 * 32 / 32)
 
 
-# ---------------------------------------------------------------------- FLOPs
 def counted(call: Any) -> int:
     with FlopCounterMode(display=False) as counter:
         call()

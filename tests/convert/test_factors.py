@@ -234,7 +234,6 @@ def test_executed_features_are_those_that_the_operator_counts() -> None:
     assert factors.executed_features == int(call.score_widths().sum())
 
 
-# ---------------------------------------------------------------------- bad input
 GOOD: dict[str, Any] = {
     "query": torch.zeros(2, 3, 5), "key": torch.zeros(2, 3, 4), "scale": 1.0, "query_bias": torch.zeros(2, 3),
 }  # fmt: skip

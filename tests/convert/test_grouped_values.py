@@ -55,7 +55,6 @@ def test_bytes_of_a_cache_of_a_module() -> None:
     assert sum(each.nbytes for each in held) == 3 * 9 * (12 + H + Hk * D) * x.element_size()
 
 
-# ---------------------------------------------------------------------- fewer heads
 #: Heads that are pruned, one step after the other, and the value heads that are left: those of groups of one size, or
 #: of its divisors. At once, the last would be two of 2.
 PRUNED: list[tuple[list[list[int]], int]] = [
@@ -94,9 +93,6 @@ def test_files_without_a_number_of_value_heads() -> None:
     hk.heads.apply_shapes(other, shapes)
     other.load_state_dict(model.state_dict())
     assert_same(other, model)
-
-
-# ---------------------------------------------------------------------- counts
 
 
 def test_what_grouped_keys_had_is_counted() -> None:
