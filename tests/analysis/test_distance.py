@@ -1,4 +1,4 @@
-"""Distances between heads: of modules, of heads that are the same, the embedding. test_stock_maps.py has families."""
+"""Distances between heads: of modules, of heads that are the same, the embedding. test_statistics.py has families."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from benchmarks.peak import peak_memory
-from heads_kernels.backends import CPU_MISSING
 from tests.support import tiny_models
 from tests.support.alike import assert_alike, rounding
 from tests.support.nn_layers import Layers, spread
@@ -24,7 +22,6 @@ def layers(count: int = 2) -> Layers:
     return Layers(*(spread(make(16, 4, dtype=torch.float64)) for _ in range(count)))
 
 
-# ---------------------------------------------------------------------- heads that are the same, and that are not
 def test_heads_of_rotated_queries_and_keys_are_the_same() -> None:
     """`W_Q R` and `W_K R` give the same scores, though their columns may be orthogonal to those of the other head."""
     model = layers(1)
@@ -88,18 +85,6 @@ def test_the_embedding_has_the_distances_of_all_dimensions() -> None:
     assert (spread_of[:-1] >= spread_of[1:]).all()
 
 
-# ---------------------------------------------------------------------- memory
-@pytest.mark.skipif(CPU_MISSING != "", reason="the formula holds maps")
-def test_memory_is_bounded() -> None:
-    """T 1500: the maps of 8 heads would take 69 MiB."""
-    torch.manual_seed(0)
-    model = Layers(*(spread(hk.nn.GatedMultiheadAttention(16, 4)) for _ in range(2)))
-    x = torch.randn(1, 1500, 16)
-    hk.analysis.distance(model, [x[:, :200]])
-    assert peak_memory(lambda: hk.analysis.distance(model, [x])).extra < 24 << 20
-
-
-# ---------------------------------------------------------------------- bad input
 class Branches(Layers):
     """Two layers, which may not run, or see other tokens."""
 

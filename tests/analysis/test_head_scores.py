@@ -87,7 +87,6 @@ def test_bad_input() -> None:
             call()
 
 
-# ---------------------------------------------------------------------- printing
 def test_scores_are_a_grid() -> None:
     assert str(scores([0.0, 1 / 3, 2 / 3], [], [0.0], name="layers.{}")) == (
         "HeadScores: some\n"

@@ -200,7 +200,6 @@ def test_patching_takes_pairs_of_equal_sizes() -> None:
             importance(model, data, lambda model, x: model(x).sum(), method="patching")
 
 
-# ---------------------------------------------------------------------- layers that do not run
 def test_layers_that_no_pass_reaches_score_nothing() -> None:
     _, ours, arguments = pair("bart")
 
@@ -212,9 +211,6 @@ def test_layers_that_no_pass_reaches_score_nothing() -> None:
         found = importance(ours, [arguments], of_memory, method=method)
         for kind, scores in zip(found.kinds, found.scores, strict=True):
             assert bool(scores.any()) == (kind == "encoder")
-
-
-# ---------------------------------------------------------------------- modules of the package
 
 
 X = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)).double()
@@ -254,7 +250,6 @@ def test_a_module_by_its_formula_beside_learned_gates() -> None:
     assert layer.head_gate is gate
 
 
-# ---------------------------------------------------------------------- bad input
 def other_loss(model: Any, arguments: dict[str, Tensor]) -> Tensor:
     """With a gradient, but not of the model's heads."""
     return torch.ones(1, requires_grad=True).sum() + losses(model, arguments).sum().detach()
@@ -271,10 +266,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "fisher", "reduce": "token"}, "reduce .* 'fisher'; leave it"),
     ({"loss": lambda m, b: m(**b)}, "loss gave a BaseModelOutput.*; return a scalar"),
     ({"loss": lambda m, b: m(**b)[0].argmax()}, "loss gave a tensor of torch.int64"),
-    (
-        {"loss": lambda m, b: m(**b)[0].flatten(0, 1).sum(1)},
-        r"loss gave shape \[27\] .* batch of 3",
-    ),
+    ({"loss": lambda m, b: m(**b)[0].flatten(0, 1).sum(1)}, r"loss gave shape \[27\] .* of 3"),
     ({"loss": lambda m, b: losses(m, b) * torch.nan}, "loss gave NaN or infinity"),
     (
         {"loss": lambda m, b: (losses(m, b) - losses(m, b).detach()).sqrt()},
@@ -284,10 +276,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"loss": other_loss}, "loss does not depend on the heads of the model; compute it from"),
     ({"loss": two_sizes}, r"loss runs layers on batches of \[1, 3\] examples"),
     ({"loss": lambda m, b: torch.ones(())}, "loss ran no layer that has heads"),
-    (
-        {"loss": lambda m, b: m(**b)[0].sum() * 0, "method": "leave_one_out"},
-        "loss is the same which",
-    ),
+    ({"loss": lambda m, b: m(**b)[0].sum() * 0, "method": "leave_one_out"}, "loss is the same w"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Maps of one sentence: chosen heads; their picture; what BertViz takes. test_stock_maps.py has the families."""
+"""Maps of one sentence: chosen heads; their picture; what BertViz takes. test_statistics.py has the families."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ def some(heads: int, T: int = 4, S: int = 5) -> HeadMaps:
     return HeadMaps("attention", "cross", tuple(range(heads)), torch.rand(heads, T, S))
 
 
-# ---------------------------------------------------------------------- BertViz
 def words(count: int, start: str = "w") -> list[str]:
     return [f"{start}{i}" for i in range(count)]
 
@@ -106,7 +105,6 @@ def test_bertviz_of_a_translation_model() -> None:
     assert given["decoder_tokens"] == words(T, "d")
 
 
-# ---------------------------------------------------------------------- a picture
 @pytest.mark.check
 def test_a_picture() -> None:
     pytest.importorskip("matplotlib", reason="draws with matplotlib")

@@ -13,7 +13,6 @@ from heads_kernels.analysis import AttentionCall
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.nn import attention_call
 from tests.support import tiny_models
-from tests.support.alike import assert_alike
 from tests.support.nn_layers import HOUSE, House
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
@@ -26,34 +25,7 @@ def calls_of(model: nn.Module, *args: object, **kwargs: object) -> list[tuple[st
     return [(layer.name, call) for layer, call in seen]
 
 
-def maps(call: AttentionCall) -> Tensor:
-    return torch.cat([call.probabilities(slice(i, i + 2)) for i in range(0, call.T, 2)], 2)
-
-
 # ---------------------------------------------------------------------- what a call knows
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_modules_call_has_its_maps_and_its_tokens(shared: bool, left: bool) -> None:
-    torch.manual_seed(0)
-    stock = nn.MultiheadAttention(16, 4, batch_first=True).double()
-    layer = hk.nn.GatedMultiheadAttention.from_torch(stock)
-    if shared:
-        hk.convert.collaborate(model := nn.Sequential(layer), 16, progress=False)
-        layer = model[0]
-    x = torch.randn(2, 6, 16, dtype=torch.float64)
-    real = REAL.flip(1) if left else REAL
-    [(_, call)] = calls_of(layer, x, key_padding_mask=~real)
-    weights = {"need_weights": True, "average_attn_weights": False}
-    expected = stock(x, x, x, key_padding_mask=~real, **weights)[1] * real[:, None, :, None]
-    assert (call.B, call.H, call.T, call.S) == (2, 4, 6, 6)
-    assert_alike(maps(call), expected)
-    assert torch.equal(call.real_queries, real)
-    assert torch.equal(call.real_keys, real)
-    assert call.self_attention
-    assert not call.is_causal
-    assert_alike(call.statistics().max_prob, expected.amax(-1))
-
-
 def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
@@ -77,20 +49,6 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
     for keys, statistics in zip(excluded, expected, strict=True):
         for found, each in zip(call.statistics(keys)[:-1], statistics[:-1], strict=True):
             assert torch.equal(found, each)
-
-
-def test_a_causal_call_with_a_cache_knows_its_place() -> None:
-    layer = hk.nn.GatedMultiheadAttention(16, 4)
-    x, cache = torch.randn(1, 5, 16), hk.nn.KeyValueCache()
-    [(_, first)] = calls_of(layer, x[:, :3], is_causal=True, cache=cache)
-    [(_, second)] = calls_of(layer, x[:, 3:], is_causal=True, cache=cache)
-    assert first.is_causal
-    assert second.is_causal
-    assert (second.T, second.S) == (2, 5)
-    assert second.real_queries.all()
-    assert second.real_keys.all()
-    assert maps(second)[0, 0, 0, 4] == 0
-    assert maps(second)[0, 0, 1, 4] > 0
 
 
 @pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf, None])

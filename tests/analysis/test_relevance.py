@@ -16,8 +16,10 @@ from heads_kernels.analysis.lrp import rules
 from heads_kernels.analysis.lrp.rules import RULES
 from tests.analysis.jacobian_relevance import Encoder, by_jacobian, by_rows, encoder_by_jacobian
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import spread
+from tests.support.nn_layers import Layers, spread
+from tests.support.tiny_models import batch, build
 
+use = hk.integrations.transformers.use
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 
 
@@ -136,7 +138,6 @@ def test_attention(border: int) -> None:
         assert_alike(sum(x[at].sum() for x in found), given[at].sum())
 
 
-# ---------------------------------------------------------------------- a whole model, layer by layer
 @pytest.mark.parametrize("attention", ["constant", "full"])
 def test_a_model_layer_by_layer(attention: str) -> None:
     model = spread(Encoder())
@@ -151,17 +152,8 @@ def test_a_model_layer_by_layer(attention: str) -> None:
 
 
 # ---------------------------------------------------------------------- attention of every kind
-class Wrapped(nn.Module):
-    """Two attention modules, each added to what comes in."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.attention = nn.ModuleList(modules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for module in self.attention:
-            x = x + module(x, is_causal=True)[0]
-        return x[:, -1]
+def last(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x, is_causal=True)[:, -1]
 
 
 class Repeated(hk.nn.GatedMultiheadAttention):
@@ -190,12 +182,12 @@ SAME = {
 @pytest.mark.parametrize("attention", ["constant", "full"])
 @pytest.mark.parametrize("name", SAME)
 def test_modules_that_compute_the_same(name: str, attention: str) -> None:
-    plain, other = (Wrapped(*(make() for _ in range(2))) for make in SAME[name])
+    plain, other = (Layers(*(make() for _ in range(2))) for make in SAME[name])
     spread(plain)
-    for made, module in zip(other.attention, plain.attention, strict=True):
+    for made, module in zip(other.layers, plain.layers, strict=True):
         made.load_state_dict(made.state_dict() | module.state_dict())
     x = random(2, 5, 8)
-    expected, found = (relevance(m, [x], attention=attention) for m in (plain, other))
+    expected, found = (relevance(m, [x], last, attention=attention) for m in (plain, other))
     assert_alike(found.table(), expected.table())
 
 
@@ -204,25 +196,56 @@ def test_an_output_gate_has_half_of_the_relevance(output_gate: str) -> None:
     """In the operator, or beside a head gate behind it, by which nothing may change."""
     options = {"output_gate": output_gate, "dtype": torch.float64}
     modules = [hk.nn.GatedMultiheadAttention(8, 4, **options) for _ in range(2)]
-    model, x = spread(Wrapped(*modules)), random(2, 5, 8)
-    found = relevance(model, [x]).table()
+    model, x = spread(Layers(*modules)), random(2, 5, 8)
+    found = relevance(model, [x], last).table()
     hk.heads.gate(model, lambda heads: hk.nn.FixedGate(torch.ones(heads, dtype=torch.float64)))
-    assert_alike(relevance(model, [x]).table(), found)
+    assert_alike(relevance(model, [x], last).table(), found)
     assert_alike(found.sum(1), torch.ones(2, dtype=torch.float64))
 
 
-# ---------------------------------------------------------------------- padding alone
+# ---------------------------------------------------------------------- models of transformers
+def token_two(model: Any, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What the model says of the third token, which is real in `batch`, and its absolute value as relevance."""
+    values = model(**arguments)[0][:, 2]
+    return values, values.abs()
+
+
+FAMILIES = (
+    "albert", "bert", "vit", "bart", "t5", "gpt2", "llama", "modernbert", "gemma3_text", "step3p7_text"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str) -> None:
+    model = use(build(name))
+    for attention in ("constant", "full"):
+        found = relevance(model, [batch(model)], token_two, attention=attention)
+        for scores in found.scores:
+            assert scores.min() > 0
+            assert scores.sum().item() == pytest.approx(1)
+
+
+def test_a_family_that_is_refused() -> None:
+    model = use(build("mixtral"))
+    with pytest.raises(ValueError, match="model computes div_, "):
+        relevance(model, [batch(model)], token_two)
+
+
+def test_t5_in_half_precision_clamps_its_hidden_states() -> None:
+    model = use(build("t5")).half()
+    found = relevance(model, [batch(model)], token_two).table()
+    assert_alike(found.sum(1), torch.ones(len(found)).double(), dtype=torch.float16)
+
+
+# ---------------------------------------------------------------------- padding, outputs
 def test_examples_of_padding_alone_do_not_count() -> None:
     model, x = spread(Encoder()), random(2, 6, 8)
     real = REAL.clone()
     real[1] = False
     alone = relevance(model, [(x[:1], real[:1])]).table()
     assert_alike(relevance(model, [(x, real)]).table(), alone)
-    with pytest.raises(ValueError, match=r"data has no example that counts"):
-        relevance(model, [(x, torch.zeros_like(real))])
 
 
-# ---------------------------------------------------------------------- outputs
 def test_positions_are_passes_of_their_own() -> None:
     model, x = spread(Encoder()), random(2, 6, 8)
 
@@ -302,10 +325,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"output": lambda m, b: m.scores(b[:, 0])}, "output depends on no head"),
     ({"output": lambda m, b: (m(b), torch.ones(2, 4))}, r"relevance .* has shape \[2, 4\]"),
     ({"output": lambda m, b: (m(b), -torch.ones(2, 3))}, "relevance .* negative or not finite"),
-    (
-        {"output": lambda m, b: (m(b), torch.ones(2, 3).long())},
-        "relevance .* has dtype torch.int64",
-    ),
+    ({"output": lambda m, b: (m(b), torch.ones(2, 3).long())}, "relevance .* dtype torch.int64"),
     ({"output": lambda m, b: (m(b), torch.zeros(2, 3))}, "data has no example that counts"),
 ]
 

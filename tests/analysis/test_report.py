@@ -146,7 +146,6 @@ def test_snippet_prunes_the_heads_of_the_curve(
     assert (tmp_path / "pruned" / "config.json").exists()
 
 
-# ---------------------------------------------------------------------- what is measured
 def test_numbers_are_those_of_the_readings(bert: Path, text: Path) -> None:
     inputs = loaded(bert, text, "--limit", "3")
     (batch,) = inputs.batches
@@ -177,7 +176,6 @@ def test_numbers_are_those_of_the_readings(bert: Path, text: Path) -> None:
     assert_alike(got, torch.stack([(each * whole).sum(1).mean() for each in some]))
 
 
-# ---------------------------------------------------------------------- interrupted
 @pytest.mark.parametrize("place", [(transformers.BertModel, "forward"), (Path, "replace")])
 def test_interrupted_run_leaves_what_was_there(
     place: tuple[type, str], bert: Path, text: Path, tmp_path: Path,

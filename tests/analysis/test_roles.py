@@ -104,7 +104,6 @@ def test_special_tokens_are_neither_rows_nor_keys() -> None:
     assert found.offset_share.scores[0][3] == 1
 
 
-# ---------------------------------------------------------------------- relations
 def test_a_syntactic_head_and_its_baseline() -> None:
     """Head 0 looks from subjects to their verbs, head 1 always at +1, which is where half of the verbs are."""
     first = torch.tensor([0, 3, 0, 3, 4, 5])  # subject 1 -> verb 3

@@ -1,4 +1,4 @@
-"""Statistics of heads, and what tokens receive, against maps in memory: test_stock_maps.py has the families."""
+"""Readings of heads against maps in memory, of stock models and of the package's modules; statistics under options."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from benchmarks.peak import peak_memory
 from heads_kernels.analysis.statistics import MEASURES
-from heads_kernels.backends import CPU_MISSING
 from tests.analysis.attention_maps import (
+    Maps,
+    assert_reads,
+    assert_received,
     layers,
     of_kind,
+    padded_layers,
     stock_maps,
 )
 from tests.support import tiny_models
@@ -23,6 +25,52 @@ from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread
 
 use = hk.integrations.transformers.use
+FAMILIES = [
+    "albert", "bert", "modernbert", "vit", "bart", "t5", "gpt2", "gemma3_text", "qwen3_next", "llama",
+    "mistral",
+]  # fmt: skip
+
+
+def assert_readings(model: Any, batch: Any, expected: dict[str, Maps]) -> None:
+    """Statistics, what tokens receive, distances and maps, by kind of layer."""
+    statistics = hk.analysis.statistics(model, [batch])
+    received = {rows: hk.analysis.received(model, [batch], last_rows=rows) for rows in (None, 1, 4)}
+    examples = range(len(next(iter(expected.values())).rows))
+    of_examples = [hk.analysis.maps(model, batch, example=example) for example in examples]
+    for kind, maps in expected.items():
+        assert_reads(statistics, maps, kind)
+        for last_rows, found in received.items():
+            assert_received(found, maps, kind, last_rows)
+        distance = hk.analysis.distance(model, [batch], kind=kind)
+        assert_alike(distance.matrix, maps.divergences(), dtype=torch.float32)
+        L, _, H = maps.maps.shape[:3]
+        assert (distance.kind, distance.rows, len(distance.layers)) == (kind, maps.rows.sum(), L)
+        assert distance.heads == tuple((layer, head) for layer in range(L) for head in range(H))
+        for example, of_layers in enumerate(of_examples):
+            own = [one for one in of_layers if one.kind == kind]
+            for one, of_layer in zip(own, maps.maps[:, example], strict=True):
+                real = of_layer[:, maps.rows[example]][:, :, maps.keys[example]]
+                assert_alike(one.maps, real, dtype=torch.float32)
+                assert one.heads == tuple(range(H))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_readings_of_families(name: str) -> None:
+    """Padding on the right and on the left, causal, windows, grouped keys, position biases, cross-attention."""
+    stock = tiny_models.build(name).double()
+    batch = tiny_models.batch(stock)
+    model = use(copy.deepcopy(stock))
+    assert_readings(model, batch, stock_maps(stock, batch))
+
+
+@pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
+def test_readings_of_modules(left: bool, causal: bool) -> None:
+    """Grouped heads and collaborative ones."""
+    model, batch, maps = padded_layers(left, causal)
+    assert_readings(model, batch, {hk.heads.attention_layers(model)[0].kind: maps})
+
+
+# ---------------------------------------------------------------------- sets of tokens
 SETS = {"some": [5, 6, 7, 8, 9], "even": list(range(0, 40, 2))}
 
 
@@ -105,17 +153,6 @@ def test_places_are_exact_in_half_precision() -> None:
     assert_alike(found, distance.expand(1, 4), dtype=torch.float32)
 
 
-# ---------------------------------------------------------------------- memory
-@pytest.mark.skipif(CPU_MISSING != "", reason="the formula holds maps")
-def test_memory_is_bounded() -> None:
-    """T 2048: the maps of the 4 heads would take 64 MiB."""
-    model, x = Layers(spread(hk.nn.GatedMultiheadAttention(16, 4))), torch.randn(1, 2048, 16)
-    sets = {"first": lambda batch: torch.arange(batch.shape[1])[None] == 0}
-    read(model, x[:, :64])
-    assert peak_memory(lambda: read(model, x, token_sets=sets)).extra < 16 << 20
-
-
-# ---------------------------------------------------------------------- what tokens receive
 def test_received_refuses() -> None:
     model, x = layers(), torch.randn(2, 6, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match="last_rows is 0; pass an int of at least 1"):
@@ -132,7 +169,6 @@ def test_received_refuses() -> None:
         hk.analysis.received(steps, [x])
 
 
-# ---------------------------------------------------------------------- bad input
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"token_sets": [5]}, "token_sets is a list"),
     ({"token_sets": {"x": lambda b: b["input_ids"][:, :2] == 5}}, r"token_sets\['x'\] is torch.b"),

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from benchmarks.peak import peak_memory
+from heads_kernels.backends import CPU_MISSING
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
+from tests.support.nn_layers import Layers, spread
 
 Heads = tuple[tuple[str, int], ...]  # a layer's name and a head each
 Found = dict[tuple[str, Heads], Tensor]
@@ -300,6 +303,24 @@ def test_the_model_is_put_back(name: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         READ[name](model, data)
     assert all_of_it() == before
+
+
+FIRST = {"first": lambda batch: torch.arange(batch.shape[1])[None] == 0}
+#: Layers, tokens, and the MiB that reading them may take: maps would take 64 and 69.
+MEMORY: dict[str, tuple[Callable[..., Any], int, int, int]] = {
+    "statistics": (partial(hk.analysis.statistics, token_sets=FIRST), 1, 2048, 16),
+    "distance": (hk.analysis.distance, 2, 1500, 24),
+}
+
+
+@pytest.mark.skipif(CPU_MISSING != "", reason="the formula holds maps")
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_is_bounded(name: str) -> None:
+    read, layers, T, most = MEMORY[name]
+    model = Layers(*(spread(hk.nn.GatedMultiheadAttention(16, 4)) for _ in range(layers)))
+    x = torch.randn(1, T, 16)
+    read(model, [x[:, :200]])
+    assert peak_memory(lambda: read(model, [x])).extra < most << 20
 
 
 # ---------------------------------------------------------------------- what is refused
