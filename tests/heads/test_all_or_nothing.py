@@ -37,23 +37,22 @@ def in_use() -> Any:
     return use(stock())
 
 
+def after(change: Callable[..., Any], argument: Any) -> Any:
+    """A model in use whose heads were changed."""
+    change(model := in_use(), argument)
+    return model
+
+
 def closed() -> Any:
-    hk.heads.close(model := in_use(), HEADS)
-    return model
+    return after(hk.heads.close, HEADS)
 
 
-def gated() -> Any:
-    hk.heads.gate(model := in_use(), hk.nn.HardConcrete)
-    return model
+def pruned() -> Any:
+    return after(hk.heads.prune, HEADS)
 
 
 def unpadded() -> Any:
     return use(biased(), unpad=True)
-
-
-def pruned() -> Any:
-    hk.heads.prune(model := in_use(), HEADS)
-    return model
 
 
 def torch_encoder() -> nn.TransformerEncoder:
@@ -90,7 +89,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "close": (in_use, lambda model: hk.heads.close(model, HEADS)),
     "reopen": (closed, hk.heads.reopen),
     "gate": (in_use, lambda model: hk.heads.gate(model, hk.nn.HardConcrete)),
-    "ungate": (gated, hk.heads.ungate),
+    "ungate": (lambda: after(hk.heads.gate, hk.nn.HardConcrete), hk.heads.ungate),
     "prune": (closed, lambda model: hk.heads.prune(model, hk.heads.closed(model))),
     "apply_shapes": (in_use, lambda model: hk.heads.apply_shapes(model, hk.heads.shapes(pruned()))),
     "load": (in_use, load),
@@ -183,9 +182,6 @@ def test_late_errors(name: str, step: str, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="too late"):
         operation(model, *arguments)
     assert state(model) == before
-
-
-# ---------------------------------------------------------------------- operations that read a model
 
 
 #: Beside those of `hk.analysis`, of which tests/analysis/test_what_holds.py says it.

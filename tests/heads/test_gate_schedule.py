@@ -46,15 +46,11 @@ def train(
         schedule.step()
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.05)
-
-
 @pytest.mark.parametrize("k", [0, 1, 6])
 def test_ends_with_exactly_k_heads_those_of_most_value(k: int) -> None:
     model = Planted()
     schedule = hk.heads.GateSchedule(model, open_heads=k, steps=300)
-    optimizer = adam(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     train(model, schedule, optimizer, 300)
     assert abs(hk.nn.expected_open(model).item() - k) < 2.5  # before anything is forced
     schedule.finish()

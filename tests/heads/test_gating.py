@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +12,8 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
-from tests.support.nn_layers import Layers
+from tests.support.nn_layers import model_and_run
 from tests.support.tiny_models import build, outputs
-
-
-def encoder() -> tuple[Any, Callable[[], Tensor]]:
-    model = Layers(*(hk.nn.GatedMultiheadAttention(16, 4) for _ in range(2)))
-    x = torch.randn(2, 5, 16)
-    return model, lambda: model(x)
 
 
 def bert() -> tuple[Any, Callable[[], Tensor]]:
@@ -28,35 +21,22 @@ def bert() -> tuple[Any, Callable[[], Tensor]]:
     return model, lambda: outputs(model)
 
 
-MODELS = (encoder, bert)
-
-
-# ---------------------------------------------------------------------- closing
-@pytest.mark.parametrize("model_of", MODELS)
-def test_close_and_reopen(model_of: Callable[[], Any]) -> None:
-    model, run = model_of()
-    whole = run()
-    reference = copy.deepcopy(model.state_dict())
-    layers = hk.heads.projected_layers(model)
-    for layer, heads in zip(layers, ([1], [0, 3]), strict=True):
-        layer.output.linear.weight.data[:, layer.output.features(heads)] = 0.0
-    expected = run()
-    model.load_state_dict(reference)
-
-    names = [layer.name for layer in layers]
-    hk.heads.close(model, {0: [1], names[1]: [3]})
-    hk.heads.close(model, {1: [0]})  # more heads
-    assert hk.heads.closed(model) == {names[0]: [1], names[1]: [0, 3]}
-    assert_alike(run(), expected, dtype=torch.float32)
+def test_close_adds_heads_and_reopen_takes_them_back() -> None:
+    """What closed heads compute is in tests/nn/test_modules.py and tests/transformers/test_families.py."""
+    model, run = model_and_run()
+    whole, names = run(), model.state_dict().keys()
+    hk.heads.close(model, {0: [1], "layers.1": [3]})
+    hk.heads.close(model, {1: [0]})
+    assert hk.heads.closed(model) == {"layers.0": [1], "layers.1": [0, 3]}
     assert (run() - whole).abs().max() > 1e-3
-    assert model.state_dict().keys() == reference.keys()  # nothing to save
+    assert model.state_dict().keys() == names  # nothing to save
     hk.heads.reopen(model)
     assert hk.heads.closed(model) == {}
     assert_alike(run(), whole)
 
 
 def test_a_closed_head_is_trained_no_more_and_opens_as_it_was() -> None:
-    model, run = encoder()
+    model, run = model_and_run()
     hk.heads.close(model, {0: [2], 1: [2]})
     run().square().mean().backward()
     for layer in hk.heads.projected_layers(model):
@@ -67,7 +47,7 @@ def test_a_closed_head_is_trained_no_more_and_opens_as_it_was() -> None:
 
 
 # ---------------------------------------------------------------------- learned gates
-@pytest.mark.parametrize("model_of", MODELS)
+@pytest.mark.parametrize("model_of", [model_and_run, bert])
 def test_gate_and_ungate(model_of: Callable[[], Any]) -> None:
     model, run = model_of()
     whole = run()
@@ -98,7 +78,7 @@ def test_gate_takes_the_layers_that_are_asked_for() -> None:
 
 
 def test_gates_take_the_mode_of_their_layer_and_leave_out_empty_ones() -> None:
-    model, run = encoder()
+    model, run = model_and_run()
     hk.heads.prune(model, {1: range(4)})
     hk.heads.gate(model.train(), hk.nn.HardConcrete)
     assert model.layers[0].head_gate.training
@@ -112,14 +92,14 @@ def stock() -> Any:
 
 
 def with_gates() -> Any:
-    model, _ = encoder()
+    model, _ = model_and_run()
     hk.heads.gate(model, hk.nn.HardConcrete, layers=[1])
     hk.heads.gate(model, lambda H: hk.nn.FixedGate(torch.full((H,), 0.5)), layers=[0])
     return model
 
 
 def plain() -> Any:
-    return encoder()[0]
+    return model_and_run()[0]
 
 
 def one_for_all() -> Callable[[int], hk.nn.HeadGate]:
@@ -164,7 +144,7 @@ def test_reopen_takes_off_what_close_made() -> None:
 
 
 def test_inference_mode_leaves_models_that_train() -> None:
-    model, run = encoder()
+    model, run = model_and_run()
     with torch.inference_mode():
         hk.heads.close(model, {0: [0], 1: [1]})
         hk.heads.prune(model, {0: [0]})

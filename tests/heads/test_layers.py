@@ -41,7 +41,6 @@ def test_projections_beside_the_four() -> None:
         assert (beside.heads, beside.width) == (8, width)
 
 
-# ---------------------------------------------------------------------- the package's own modules
 def test_layers_of_the_packages_own_modules() -> None:
     decoder = {
         "self_attn": hk.nn.CollaborativeMultiheadAttention(32, 4, 12),
@@ -58,7 +57,6 @@ def test_layers_of_the_packages_own_modules() -> None:
     assert [beside.width for beside in cross.beside] == [1]
 
 
-# ---------------------------------------------------------------------- models that the table doesn't know
 def test_a_model_without_attention_of_the_table_is_refused() -> None:
     class OddAttention(nn.Module):
         pass

@@ -16,14 +16,10 @@ from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
 from tests.support.nn_layers import HOUSE, House
-from tests.support.tiny_models import build, transformers
+from tests.support.tiny_models import build, small
 
 NEOX = HeadLayout("NeoX", *["query_key_value"] * 3, "dense", head_dim="head_size")
 PERSIMMON = HeadLayout("Persimmon", *["query_key_value"] * 3, "dense")
-TINY = {
-    "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24,
-    "vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +27,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of its own for each test, and nothing known of any class."""
     monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
     monkeypatch.setattr(layout_check, "_FOUND", {})
-
-
-def made(family: str) -> Any:
-    config = getattr(transformers, f"{family}Config")(**TINY)
-    return getattr(transformers, f"{family}ForCausalLM")._from_config(config)
 
 
 # ---------------------------------------------------------------------- layouts that a user gives
@@ -62,11 +53,16 @@ def test_a_layout_that_does_not_fit_is_refused(example: House, why: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("GPTNeoX", NEOX), ("Persimmon", PERSIMMON), ("Olmo2", HeadLayout("O"))]
+    ("name", "family", "layout"),
+    [
+        ("gpt_neox", "GPTNeoX", NEOX),
+        ("persimmon", "Persimmon", PERSIMMON),
+        ("olmo2", "Olmo2", HeadLayout("O")),
+    ],
 )
-def test_families_that_do_not_fit(family: str, layout: HeadLayout) -> None:
+def test_families_that_do_not_fit(name: str, family: str, layout: HeadLayout) -> None:
     """Fused with the roles of a head side by side; a norm over all heads."""
-    model = made(family)
+    model = small(name)
     assert len(hk.heads.attention_layers(model)) == 2
     assert hk.heads.projected_layers(model) == []
     message = rf"layer 0 .* is a {family}Attention, (which|whose) .*; close heads instead"
@@ -183,7 +179,6 @@ def test_only_the_structure_of_a_model_is_read(how: str) -> None:
     assert list(layout_check._FOUND.values()) == [None]
 
 
-# ---------------------------------------------------------------------- forms that no small model has
 T = 5
 TURNED = {
     "cu_seqlens": torch.tensor([0, T], dtype=torch.int32),

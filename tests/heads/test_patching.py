@@ -13,17 +13,11 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import Layers
+from tests.support.nn_layers import Layers, model_and_run
 from tests.support.tiny_models import batch, build, outputs
 
 #: Two stacks, a layer that runs twice, fused projections, grouped heads, relative biases, output gates.
 FAMILIES = ["albert", "bart", "bert", "gpt2", "llama", "qwen3_next", "t5", "vit"]
-
-
-def encoder() -> tuple[Any, Callable[[], Tensor]]:
-    model = Layers(*(hk.nn.GatedMultiheadAttention(16, 4, batch_first=True) for _ in range(2)))
-    x = torch.randn(2, 5, 16)
-    return model, lambda: model(x)
 
 
 def by_hand(layer: Any, head: int, new: Callable[[Tensor], Tensor]) -> Any:
@@ -89,7 +83,7 @@ def test_the_mean_is_that_of_real_rows() -> None:
 
 @pytest.mark.parametrize("kind", ["slice", "row", "batch"])
 def test_chosen_rows(kind: str) -> None:
-    model, run = encoder()
+    model, run = model_and_run()
     inside = torch.zeros(2, 5, dtype=torch.bool)
     inside[1 if kind == "batch" else slice(None), 1:3] = True
     rows = {"slice": slice(1, 3), "row": inside[0], "batch": inside}[kind]
@@ -102,7 +96,7 @@ def test_chosen_rows(kind: str) -> None:
 
 
 def test_gradients_pass_through_replacements() -> None:
-    model, run = encoder()
+    model, run = model_and_run()
     new = torch.randn(4, requires_grad=True)
     layer = hk.heads.projected_layers(model)[0]
     with hk.heads.outputs(model) as recorded, hk.heads.patch(model, {0: {1: new, 3: "mean"}}):
@@ -116,7 +110,7 @@ def test_gradients_pass_through_replacements() -> None:
 
 
 def test_blocks_are_nested_and_end() -> None:
-    model, run = encoder()
+    model, run = model_and_run()
     whole = run()
     ones = torch.ones(4)
     with hk.heads.patch(model, {0: {1: ones}}):
@@ -134,7 +128,7 @@ def test_blocks_are_nested_and_end() -> None:
 
 
 def test_a_block_acts_on_its_own_thread() -> None:
-    model, run = encoder()
+    model, run = model_and_run()
     whole = run()
     found: dict[str, Tensor] = {}
     entered, left = threading.Event(), threading.Event()
@@ -162,7 +156,7 @@ def test_a_block_acts_on_its_own_thread() -> None:
 
 
 def test_a_layer_that_did_not_run_is_an_error() -> None:
-    model, _ = encoder()
+    model, _ = model_and_run()
     with (
         pytest.raises(ValueError, match=r"layer 1 \('layers.1'\) did not run in the block"),
         hk.heads.patch(model, {0: {0: "zero"}, 1: {0: "zero"}}),
@@ -198,7 +192,7 @@ class Deaf(hk.nn.GatedMultiheadAttention):
     ],
 )
 def test_what_is_refused(heads: Any, rows: Any, message: str) -> None:
-    model, run = encoder()
+    model, run = model_and_run()
     with pytest.raises((TypeError, ValueError), match=message), hk.heads.patch(model, heads, rows):
         run()
     assert all(module.__dict__.get("edit_heads") is None for module in model.modules())

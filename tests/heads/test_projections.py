@@ -73,7 +73,6 @@ def masked(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
-# ---------------------------------------------------------------------- what is refused
 REFUSED = {
     Lora: r"has an adapter, .*Lora; merge .*merge_and_unload",
     packed: r"has a Parameter of dtype torch.uint8 as its weight; {} the model before it is quantised",
@@ -117,7 +116,6 @@ def test_quantised_models() -> None:
     assert not any(layer.gate for layer in attention_layers(quantised))
 
 
-# ---------------------------------------------------------------------- converted layers
 def test_adapters_on_converted_layers() -> None:
     """Parts of a projection are run, not read."""
     model = hk.integrations.transformers.use(build("bert"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heads_kernels as hk
-from heads_kernels.nn.attention import split_projections
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import (
     CAUSAL,
     PADDED,
-    WIDTHS,
     B,
     E,
     Gates,
@@ -27,41 +24,10 @@ from tests.support.nn_layers import (
     formula,
     gradients,
     layer_of,
-    spread,
     torch_attention,
 )
 
 # ---------------------------------------------------------------------- torch.nn.MultiheadAttention
-
-
-@pytest.mark.parametrize("options", WIDTHS.values(), ids=WIDTHS)
-@pytest.mark.parametrize("loaded", [False, True])
-def test_cross_attention_is_that_of_torch(options: dict[str, Any], loaded: bool) -> None:
-    """Output and all gradients, from a padded source of other length and widths; by `from_torch` or its state dict."""
-    theirs = torch_attention(**options).double()
-    ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
-    hidden = PADDED
-    if loaded:
-        model = nn.ModuleDict({"attention": spread(copy.deepcopy(ours))})
-        state = nn.ModuleDict({"attention": theirs}).state_dict()
-        names = set(state)
-        model.load_state_dict(state)
-        assert set(state) == names
-        ours = model["attention"]
-        hidden = torch.zeros(B, S).masked_fill(PADDED, -torch.inf).double()
-    query = torch.randn(B, T, E).double().requires_grad_()
-    key, value = (torch.randn(B, S, width).double() for width in (theirs.kdim, theirs.vdim))
-    grads, outputs = [], []
-    for layer in (ours, theirs):
-        out = layer(query, key, value, key_padding_mask=hidden, need_weights=False)[0]
-        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
-        outputs.append(out)
-        found = {"query": query.grad, **{n: p.grad for n, p in layer.named_parameters()}}
-        split_projections(found)
-        grads.append(found)
-        query.grad = None
-    assert_alike(*outputs)
-    assert_alike(*grads)
 
 
 def test_from_torch_keeps_what_the_module_was() -> None:

@@ -240,7 +240,6 @@ def test_relevance_takes_a_bias_as_constant() -> None:
         hk.analysis.relevance(model, [x], depending, attention="full")
 
 
-# ---------------------------------------------------------------------- bad input
 X, BOTH = torch.zeros(B, N, S, E), torch.ones(S, S)
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"bias": 1.0}, "bias is a float; pass a torch.Tensor"),

@@ -46,7 +46,6 @@ def formula(
     return output
 
 
-# ---------------------------------------------------------------------- the formula
 @given(
     options=st.sampled_from(list(FORMS.values())),
     sizes=st.tuples(*(st.integers(1, 4) for _ in range(7))),
@@ -85,7 +84,6 @@ def test_zeros_of_mixing_train_unless_ragged(ragged: bool, gated: bool) -> None:
     assert layer.mixing.grad[zeros].any() != ragged
 
 
-# ---------------------------------------------------------------------- parameters
 def query_key_parameters(layer: nn.Module) -> int:
     """Weights that make the scores."""
     names = ("q_proj", "k_proj", "mixing", "content_proj")

@@ -65,7 +65,6 @@ def test_alpha_stays_where_entmax_is_defined(dtype: torch.dtype) -> None:
     assert made(inputs().to(dtype))[0].isfinite().all()
 
 
-# ---------------------------------------------------------------------- observers
 def test_support_sizes_and_probabilities() -> None:
     made, x = nn.Sequential(layer()), inputs()
     with hk.analysis.observe(made, lambda layer, call: calls.append(call)):
@@ -82,7 +81,6 @@ def test_support_sizes_and_probabilities() -> None:
         call.statistics()
 
 
-# ---------------------------------------------------------------------- refusals
 def test_what_is_of_softmax_is_refused() -> None:
     model, distributed = nn.Sequential(layer()), hk.integrations.distributed
     mesh: Any = SimpleNamespace(size=lambda: 2)

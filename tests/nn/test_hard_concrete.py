@@ -274,7 +274,6 @@ def test_penalty_of_a_model() -> None:
         hk.nn.l0_penalty(model, reduce="mean")
 
 
-# ---------------------------------------------------------------------- bad input
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_heads": 0}, "num_heads is 0; pass an int of at least 1"),
     ({"num_heads": 8.0}, "num_heads is a float"),

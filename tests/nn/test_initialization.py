@@ -14,7 +14,6 @@ from torch import nn
 import heads_kernels as hk
 
 
-# ---------------------------------------------------------------------- mixing
 @given(H=st.integers(1, 20), extra=st.integers(0, 40))
 def test_concatenated_heads_part_the_features_evenly(H: int, extra: int) -> None:
     mixing = torch.full((H, H + extra), torch.nan)
@@ -39,7 +38,6 @@ def test_other_mixing() -> None:
     assert 0.99 * bound < xavier.abs().max().item() <= bound
 
 
-# ---------------------------------------------------------------------- depth
 @pytest.mark.parametrize("kdim", [None, 96])
 def test_variance_falls_with_depth(kdim: int | None) -> None:
     """`alpha**2 / l` times that of Xavier, `2 / (d_i + d_o)`, of packed projections one by one; biases are 0."""

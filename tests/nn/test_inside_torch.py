@@ -22,45 +22,37 @@ HIDDEN = torch.zeros(S, S, dtype=torch.float64).masked_fill(CAUSAL, -torch.inf)
 
 
 class Residual(nn.Module):
-    """Attention of the rows to another sequence, of other widths and with no biases."""
+    """Attention of the rows to another sequence, of other widths."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(E, H, bias=False, kdim=10, vdim=12, batch_first=True)
+        self.attention = nn.MultiheadAttention(E, H, kdim=10, vdim=12, batch_first=True)
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, **masks: Tensor) -> Tensor:
         return x + self.attention(x, key, value, need_weights=False, **masks)[0]
 
 
 def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
-    """Models in float64 and what they are called with; the whole transformer has the batch second."""
+    """Models in float64 and what they are called with.
+
+    The encoder has no biases, the whole transformer has the batch second.
+    """
     x, y, key, value = (
         torch.randn(B, *sizes, dtype=torch.float64) for sizes in ((S, E), (T, E), (S, 10), (S, 12))
     )
-    encoder = nn.TransformerEncoderLayer(**LAYER, batch_first=True)
+    encoder = nn.TransformerEncoderLayer(**LAYER, batch_first=True, bias=False)
     whole = nn.Transformer(
         E, H, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=16, dropout=0.0
     )
+    encoder = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
+    # No memory mask: the decoder reads what the encoder made of padded rows.
+    both = {"src": x.transpose(0, 1), "tgt": y.transpose(0, 1), "tgt_mask": CAUSAL[:T, :T]}
+    both |= {"src_key_padding_mask": PADDED, "tgt_key_padding_mask": DECODER_PADDED}
+    source = {"key": key, "value": value, "key_padding_mask": PADDED}
     made = {
-        "causal encoder": (
-            nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False),
-            {"src": x, "mask": HIDDEN, "is_causal": True},
-        ),
-        # No memory mask: the decoder reads what the encoder made of padded rows.
-        "transformer": (
-            whole,
-            {
-                "src": x.transpose(0, 1),
-                "tgt": y.transpose(0, 1),
-                "tgt_mask": CAUSAL[:T, :T],
-                "src_key_padding_mask": PADDED,
-                "tgt_key_padding_mask": DECODER_PADDED,
-            },
-        ),
-        "attention": (
-            Residual(),
-            {"x": y, "key": key, "value": value, "key_padding_mask": PADDED},
-        ),
+        "causal encoder": (encoder, {"src": x, "mask": HIDDEN, "is_causal": True}),
+        "transformer": (whole, both),
+        "attention": (Residual(), {"x": y, **source}),
     }
     return {name: (spread(model.double()), arguments) for name, (model, arguments) in made.items()}
 
@@ -92,7 +84,9 @@ def test_outputs_and_gradients_stay(name: str, training: bool) -> None:
     assert hk.nn.replace_attention_(model) is model
     assert model.training == training
     assert not any(isinstance(part, nn.MultiheadAttention) for part in model.modules())
-    spread(model).train(training).load_state_dict(stock.state_dict())
+    names = set(state := stock.state_dict())
+    spread(model).train(training).load_state_dict(state)
+    assert set(state) == names
     assert_alike(results(model, arguments), results(stock, arguments))
 
 
@@ -181,7 +175,6 @@ def test_nothing_is_copied_around_the_operator(monkeypatch: pytest.MonkeyPatch) 
     assert seen["read"].data_ptr() == seen["heads"].data_ptr()
 
 
-# ---------------------------------------------------------------------- what is refused
 class Own(nn.MultiheadAttention):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         return super().forward(*arguments, **options)

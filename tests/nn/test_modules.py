@@ -413,11 +413,7 @@ X, Y = torch.zeros(B, T, E), torch.zeros(B, S, E)
 CAUSAL = torch.ones(S, S, dtype=torch.bool)
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": [1]}, TypeError, "query is a list"),
-    (
-        {"query": X[0]},
-        ValueError,
-        r"query has shape \[5, 24\]; pass \[B, T, 24\], with batch_first=True",
-    ),
+    ({"query": X[0]}, ValueError, r"query has shape \[5, 24\]; pass \[B, T, 24\], with batch_f"),
     ({"query": NESTED}, ValueError, "query is nested"),
     ({"key": Y[..., :8]}, ValueError, r"key has shape \[2, 7, 8\]; pass \[B, S, 24\]"),
     ({"key": Y[:1]}, ValueError, r"key has batch \[1\], but query has batch \[2\]"),

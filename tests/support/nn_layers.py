@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,6 @@ PADDED = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])  # [B, S]: the ke
 CAUSAL = torch.ones(S, S, dtype=torch.bool).triu(1)
 
 Module = TypeVar("Module", bound=nn.Module)
-WIDTHS = {"plain": {}, "no bias": {"bias": False}, "kdim, vdim": {"kdim": 10, "vdim": 12}}
 
 
 def spread(made: Module) -> Module:
@@ -77,6 +77,13 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = x + layer(x, key_padding_mask=padding, **options)[0]
         return x
+
+
+def model_and_run() -> tuple[Any, Callable[[], Tensor]]:
+    """A model of two layers of 4 heads, and a run of it."""
+    model = Layers(*(hk.nn.GatedMultiheadAttention(16, 4) for _ in range(2)))
+    x = torch.randn(2, 5, 16)
+    return model, lambda: model(x)
 
 
 class Gates(hk.nn.HeadGate):
