@@ -45,6 +45,8 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
     assert copy.deepcopy(call).call.sizes == (2, 4, 6, 6)
     with pytest.raises(ValueError, match="key has"):
         AttentionCall.of(hk.gated_attention, query, key[..., :4], key)
+    with pytest.raises(ValueError, match=r"rows is slice\(0, 6, 2\); pass a slice without a step"):
+        call.probabilities(slice(0, 6, 2))
     monkeypatch.setattr(attention_call, "parse", None)
     for keys, statistics in zip(excluded, expected, strict=True):
         for found, each in zip(call.statistics(keys)[:-1], statistics[:-1], strict=True):

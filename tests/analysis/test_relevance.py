@@ -225,6 +225,13 @@ def test_families(name: str) -> None:
             assert scores.sum().item() == pytest.approx(1)
 
 
+def test_logits_are_the_output_of_models_that_have_them() -> None:
+    model = use(build("bert", model="BertForSequenceClassification"))
+    found = relevance(model, [batch(model)])
+    expected = relevance(model, [batch(model)], lambda model, arguments: model(**arguments).logits)
+    assert_alike(found.table(), expected.table())
+
+
 def test_a_family_that_is_refused() -> None:
     model = use(build("mixtral"))
     with pytest.raises(ValueError, match="model computes div_, "):

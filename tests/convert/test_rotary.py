@@ -176,7 +176,10 @@ def test_one_slot_of_features_is_told_from_a_cache() -> None:
 
 
 def test_a_budget_counts_the_parameters_of_rotary_heads() -> None:
-    """Mixing has one weight for a pair of features, and there are no content weights."""
+    """Mixing has one weight for a pair of features, and there are no content weights; biases of either side count."""
+    weights, bias = normal(2, 2 * F, D_in), normal(2, 2 * F)
+    for biases in ((bias, None), (None, bias)):
+        assert RotaryHeads.of(weights, weights, 1.0, *biases).sizes.bias
     heads = random_heads()
     for dim in (2, 9):
         assert allot([heads], [heads.spectrum()], heads.sizes.parameters(dim), None) == [
