@@ -150,7 +150,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         backend = parameters(item).get("backend")
         if is_slow(item):
             item.add_marker("slow")
-        if item.get_closest_marker("slow") or is_left_out(item):
+        if any(item.get_closest_marker(mark) for mark in ("slow", "release")) or is_left_out(item):
             item.add_marker("check")
         if backend == "cpu" and CPU_MISSING:
             item.add_marker(pytest.mark.skip(reason=CPU_MISSING))
