@@ -96,20 +96,25 @@ struct QueryTile {
 // A tile of scores that entmax keeps.
 struct KeptTile {
   KeySpan window, keys;
-  bool in_reach;  // a score may exceed the threshold of its row
 };
+
+// Keys whose largest score entmax keeps too.
+constexpr int kGroup = 16;
 
 // Scratch that the tiles of a work item share.
 template <typename Real, typename Operand>
 struct TileScratch {
-  Real* rows;         // [64][max(D, Dv)] a tile in the layout of tensors
-  Real* row;          // [max(D, Dv)]
-  Real* scores;       // [64][64] scores, then probabilities
-  Real* bias;         // [64][64]
-  Real* bias_rows;    // [64][row_stride(64)] a tile of bias in the layout of tensors
-  Real* slope;        // [64][64] of the cap
-  Operand* weights;   // [64][64] scores packed into pairs; empty if Operand is Real
-  Real* kept_scores;  // [tiles of keys][64][64] of a query tile; entmax only
+  Real* rows;        // [64][max(D, Dv)] a tile in the layout of tensors
+  Real* row;         // [max(D, Dv)]
+  Real* scores;      // [64][64] scores, then probabilities
+  Real* bias;        // [64][64]
+  Real* bias_rows;   // [64][row_stride(64)] a tile of bias in the layout of tensors
+  Real* slope;       // [64][64] of the cap
+  Operand* weights;  // [64][64] scores packed into pairs; empty if Operand is Real
+  // Of a query tile, for entmax alone.
+  Real* kept_scores;  // [tiles of keys][64][64]
+  Real* kept_maxima;  // [tiles of keys][64 / kGroup][64]
+  int32_t* near;      // [64 / kLanes][tiles of keys * 64]
   KeptTile* kept;     // [tiles of keys]
   Panel<Operand> key, value;
 
@@ -123,6 +128,8 @@ struct TileScratch {
            3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
            buffer_bytes<Real>(BLOCK_M * row_stride<Real>(BLOCK_N)) +
            buffer_bytes<Operand>(kWeights) + buffer_bytes<Real>(op.kept_tiles * BLOCK_N * BLOCK_M) +
+           buffer_bytes<Real>(op.kept_tiles * (BLOCK_N / kGroup) * BLOCK_M) +
+           buffer_bytes<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>)) +
            buffer_bytes<char>(op.kept_tiles * static_cast<int64_t>(sizeof(KeptTile))) +
            Panel<Operand>::bytes(op.D) + Panel<Operand>::bytes(Dv);
   }
@@ -137,6 +144,8 @@ struct TileScratch {
         slope(w.take<Real>(BLOCK_N * BLOCK_M)),
         weights(w.take<Operand>(kWeights)),
         kept_scores(w.take<Real>(op.kept_tiles * BLOCK_N * BLOCK_M)),
+        kept_maxima(w.take<Real>(op.kept_tiles * (BLOCK_N / kGroup) * BLOCK_M)),
+        near(w.take<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>))),
         kept(w.take_objects<KeptTile>(op.kept_tiles)),
         key(w, op.D, tiles > 1),
         value(w, Dv, tiles > 1) {}

@@ -98,9 +98,8 @@ inline void subtract_top(const Real* top, int keys, int columns, Real* scores) {
 
 // max(order * (score - threshold), -1).
 template <typename Real>
-inline Vec<Real> above_threshold(Real order, const Real* score, const Real* threshold) {
-  const Vec<Real> y = (load(score) - load(threshold)) * order;
-  return at_least<Real>(splat<Real>(-1), y);
+inline Vec<Real> above_threshold(Real order, Vec<Real> score, Vec<Real> threshold) {
+  return at_least<Real>(splat<Real>(-1), (score - threshold) * order);
 }
 
 // Whether a score of a tile exceeds the threshold of its row.
@@ -110,7 +109,8 @@ inline bool in_support(Real order, const Real* threshold, int keys, int columns,
   IntVec<Real> above{};
   for (int n = 0; n < keys; ++n)
     for (int m = 0; m < columns; m += kLanes<Real>)
-      above |= !(above_threshold(order, scores + n * BLOCK_M + m, threshold + m) <= Real(-1));
+      above |= !(above_threshold(order, load(scores + n * BLOCK_M + m), load(threshold + m)) <=
+                 Real(-1));
   return any_lane<Real>(above);
 }
 
@@ -129,7 +129,7 @@ inline Support entmax(Real order, const Real* threshold, int keys, int columns, 
     for (int n = 0; n < keys; ++n) {
       for (int m = 0; m < columns; m += kLanes<Real>) {
         Real* at = scores + n * BLOCK_M + m;
-        const Powers<Real> result = power(above_threshold(order, at, threshold + m));
+        const Powers<Real> result = power(above_threshold(order, load(at), load(threshold + m)));
         some |= result.p != Real(0);
         none |= result.p == Real(0);
         store<Real>(at, result.p);
@@ -140,66 +140,37 @@ inline Support entmax(Real order, const Real* threshold, int keys, int columns, 
   return {any_lane<Real>(some), !any_lane<Real>(none)};
 }
 
-// The search for the thresholds of a tile of query rows: Newton's method for sum(p) ^ order = 1,
-// from the largest score, which is 0 here. The left side is a norm of the excess over the
-// threshold, so it is convex and decreasing, and thresholds only increase. For equal scores, and in
-// the limit of softmax, the first step is exact.
+// The threshold of the rows of one vector for scores [count][BLOCK_M], from a lower bound on it:
+// Newton's method for sum(p) ^ order = 1. The left side is a norm of the excess over the threshold,
+// so it is convex and decreasing, and thresholds only increase. From the largest score the first
+// step is exact for equal scores, and in the limit of softmax.
 template <typename Real>
-struct ThresholdSearch {
-  Real order;
-  alignas(64) Real threshold[BLOCK_M] = {};
-  alignas(64) Real total[BLOCK_M];  // sum of probabilities
-  alignas(64) Real slope[BLOCK_M];  // sum of their slopes
-
-  explicit ThresholdSearch(Real order) : order(order) { clear(); }
-
-  void clear() {
-    std::memset(total, 0, sizeof total);
-    std::memset(slope, 0, sizeof slope);
-  }
-
-  // Adds the probabilities of a tile to the sums. False if none of its scores will exceed a
-  // threshold again.
-  bool add(const Real* scores, int keys, int columns) {
-    constexpr int L = kLanes<Real>;
-    IntVec<Real> near{};
+inline Vec<Real> find_threshold(Real order, Vec<Real> threshold, const Real* scores,
+                                int64_t count) {
+  constexpr int kMostSteps = 32;  // about 4 are taken
+  constexpr Real kLeast = 2 * std::numeric_limits<Real>::epsilon();
+  for (int i = 0; i < kMostSteps; ++i) {
+    Vec<Real> sum{}, slopes{};
     with_power(order, [&](auto power) {
-      for (int m = 0; m < columns; m += L) {
-        Vec<Real> tile_total{}, tile_slope{};
-        for (int n = 0; n < keys; ++n) {
-          const Vec<Real> y = above_threshold(order, scores + n * BLOCK_M + m, threshold + m);
-          near |= y > Real(-1);
-          const Powers<Real> result = power(y);
-          tile_total += result.p;
-          tile_slope += result.slope;
-        }
-        store<Real>(total + m, load(total + m) + tile_total);
-        store<Real>(slope + m, load(slope + m) + tile_slope);
+      for (int64_t n = 0; n < count; ++n) {
+        const Powers<Real> result =
+            power(above_threshold(order, load(scores + n * BLOCK_M), threshold));
+        sum += result.p;
+        slopes += result.slope;
       }
     });
-    return any_lane<Real>(near);
+    const Vec<Real> z = order * log1p<Real>(sum - Real(1));
+    Vec<Real> series = splat<Real>(1);  // (1 - exp(-z)) / z
+    for (int k = 6; k > 1; --k) series = Real(1) - z * series / static_cast<Real>(k);
+    const Vec<Real> excess = z < Real(0.25) ? z * series : Real(1) - exp<Real>(-z);
+    const Vec<Real> by = slopes == Real(0)  // the row sees nothing
+                             ? Vec<Real>{}
+                             : sum * excess / slopes / order;
+    const Vec<Real> size = threshold < Real(0) ? -threshold : threshold;
+    threshold += by;
+    if (!any_lane<Real>(by > kLeast * at_least<Real>(splat<Real>(1), size))) break;
   }
-
-  // Updates the thresholds and clears the sums. False if no threshold changed.
-  bool step(int columns) {
-    constexpr Real kLeast = 2 * std::numeric_limits<Real>::epsilon();
-    IntVec<Real> moved{};
-    for (int m = 0; m < columns; m += kLanes<Real>) {
-      const Vec<Real> sum = load(total + m), z = order * log1p<Real>(sum - Real(1));
-      Vec<Real> series = splat<Real>(1);  // (1 - exp(-z)) / z
-      for (int i = 6; i > 1; --i) series = Real(1) - z * series / static_cast<Real>(i);
-      const Vec<Real> excess = z < Real(0.25) ? z * series : Real(1) - exp<Real>(-z);
-      const Vec<Real> slopes = load(slope + m), before = load(threshold + m);
-      const Vec<Real> by = slopes == Real(0)  // the row sees nothing
-                               ? Vec<Real>{}
-                               : sum * excess / slopes / order;
-      const Vec<Real> size = before < Real(0) ? -before : before;
-      moved |= by > kLeast * at_least<Real>(splat<Real>(1), size);
-      store<Real>(threshold + m, slopes == Real(0) ? before : before + by);
-    }
-    clear();
-    return any_lane<Real>(moved);
-  }
-};
+  return threshold;
+}
 
 }  // namespace hk::HK_LEVEL

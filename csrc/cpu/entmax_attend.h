@@ -1,75 +1,139 @@
-// The forward loop of a tile of query rows with entmax in place of softmax. The threshold of a row
-// depends on all of its scores, so they are stored.
+// The forward loop of a tile of query rows with entmax in the place of softmax. Its threshold is
+// known only after all scores, which are kept.
 #pragma once
 
 #include "cpu/attend.h"
 
 namespace hk::HK_LEVEL {
 
+// Keys of one vector of query rows whose scores exceed a lower bound on the threshold of a row.
+template <typename Real>
+struct NearKeys {
+  int32_t* places = nullptr;  // BLOCK_N times the kept tile, plus the key in the tile; ascending
+  Real* p = nullptr;          // [count][BLOCK_M], of which the lanes of the vector
+  int64_t count = 0, read = 0;
+};
+
+// Adds the values of near keys of a tile, times their probabilities, to the output rows of a
+// vector, which starts at column m.
+template <typename Real, typename Operand>
+inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& keys, int m,
+                          const DropoutParams& dropout, TileScratch<Real, Operand>& scratch,
+                          QueryTile<Real, Operand>& tile) {
+  constexpr int L = kLanes<Real>;
+  const Head<Real>& head = tile.head;
+  const int64_t width = head.Dv, stride = row_stride<Real>(width), first = near.read;
+  const auto key_of = [&](int64_t i) { return keys.begin + near.places[i] - place; };
+  const auto row_of = [&](int64_t i) { return scratch.rows + (i - first) * stride; };
+  for (; near.read < near.count && near.places[near.read] < place + keys.count(); ++near.read)
+    read_row(head.value, key_of(near.read), width, row_of(near.read));
+  const int64_t count = near.read - first;
+  if (count == 0) return;
+  Real* const p = near.p + first * BLOCK_M;
+  if (dropout.active)
+    for (int64_t i = first; i < near.read; ++i)
+      drop(dropout, head.b, head.h, {key_of(i), key_of(i) + 1}, tile.visible.first + m, L, Real(1),
+           near.p + i * BLOCK_M);
+  // A value that is not finite reaches only the rows that give it a probability.
+  const bool aside = has_nonfinite(scratch.rows, count, width, stride);
+  for (int64_t i = first; aside && i < near.read; ++i)
+    if (has_nonfinite(row_of(i), 1, width, 0)) std::memset(row_of(i), 0, width * sizeof(Real));
+  Real* const out = tile.out + m;
+  multiply(width, L, count, columns_of(scratch.rows, stride), p, BLOCK_M, out, BLOCK_M, first > 0);
+  for (int64_t i = first; aside && i < near.read; ++i) {
+    read_row(head.value, key_of(i), width, scratch.row);
+    if (!has_nonfinite(scratch.row, 1, width, 0)) continue;
+    const Real* const weights = near.p + i * BLOCK_M;
+    for (int lane = 0; lane < L; ++lane)
+      if (head.adds(tile.visible, m + lane, key_of(i), weights + lane))
+        for (int64_t w = 0; w < width; ++w)
+          out[w * BLOCK_M + lane] += scratch.row[w] * weights[lane];
+  }
+}
+
 // Runs the forward loop of a query tile, whose `query` is packed, over its keys. Afterwards
 // `softmax` holds the largest score of each row as reference, and 1 as sum, 0 for rows that see no
 // key; `threshold` is relative to that score.
+//
+// The threshold of a subset of the scores is a lower bound on that of all of them. So the largest
+// of every kGroup scores give a bound, and of the rest only the scores above it are read: few, if
+// probabilities are sparse.
 template <typename Real, typename Operand>
 inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& dropout,
                           TileScratch<Real, Operand>& scratch) {
+  constexpr int L = kLanes<Real>;
   const TileUnit<Operand> unit;
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
   KeptTile* const kept = scratch.kept;
   Real* const tile_scores = scratch.scores;
-  const auto scores_of = [&](int64_t i) { return scratch.kept_scores + i * BLOCK_N * BLOCK_M; };
-  int64_t count = 0;
+  int64_t count = 0, groups = 0;
   alignas(64) Real top[BLOCK_M];
   std::fill_n(top, BLOCK_M, kHidden<Real>);
   for_visible_pairs(
       &tile, 1, KeySpan{0, std::numeric_limits<int64_t>::max()},
       [&](auto&, const KeySpan& window, KeySpan keys) {
-        Real* const scores = scratch.scores = scores_of(count);
+        Real* const scores = scratch.scores = scratch.kept_scores + count * BLOCK_N * BLOCK_M;
         const Scored<Real> scored = score_tile(head, tile.query, visible, keys,
                                                scratch.key.rows(head.key, window, keys), scratch);
         if (!scored.any) return;
-        if (scored.hiding) keys.full = false;
-        if (!keys.full) hide(scores, keys, visible, columns);
-        for (int n = 0; n < keys.count(); ++n)
-          for (int m = 0; m < columns; m += kLanes<Real>)
-            store<Real>(top + m, at_least<Real>(load(top + m), load(scores + n * BLOCK_M + m)));
-        kept[count++] = {window, keys, true};
+        if (scored.hiding || !keys.full) hide(scores, keys, visible, columns);
+        for (int first = 0; first < keys.count(); first += kGroup) {
+          Real* const maxima = scratch.kept_maxima + groups++ * BLOCK_M;
+          const int end = std::min<int>(first + kGroup, keys.count());
+          for (int m = 0; m < columns; m += L) {
+            Vec<Real> most = splat<Real>(kHidden<Real>);
+            for (int n = first; n < end; ++n)
+              most = at_least<Real>(most, load(scores + n * BLOCK_M + m));
+            store<Real>(maxima + m, most);
+            store<Real>(top + m, at_least<Real>(load(top + m), most));
+          }
+        }
+        kept[count++] = {window, {keys.begin, keys.end}};
       });
   scratch.scores = tile_scores;
 
-  for (int m = 0; m < BLOCK_M; ++m) {
-    tile.softmax.reference[m] = top[m];
-    tile.softmax.sum[m] = top[m] == kHidden<Real> ? Real(0) : Real(1);
-    top[m] = top[m] == kHidden<Real> ? Real(0) : top[m];
+  NearKeys<Real> near[BLOCK_M / L];
+  for (int m = 0; m < columns; m += L) {
+    const Vec<Real> most = load(top + m);
+    const Vec<Real> reference = most == kHidden<Real> ? Vec<Real>{} : most;
+    store<Real>(tile.softmax.reference + m, most);
+    store<Real>(tile.softmax.sum + m, most == kHidden<Real> ? Vec<Real>{} : splat<Real>(1));
+    Real* const maxima = scratch.kept_maxima + m;
+    for (int64_t g = 0; g < groups; ++g)
+      store<Real>(maxima + g * BLOCK_M, load(maxima + g * BLOCK_M) - reference);
+    const Vec<Real> bound = find_threshold<Real>(head.order, Vec<Real>{}, maxima, groups);
+
+    Real* const scores = scratch.kept_scores + m;
+    int32_t* const places = scratch.near + m / L * count * BLOCK_N;
+    int64_t n = 0;
+    for (int64_t at = 0; at < count; ++at) {
+      for (int64_t place = at * BLOCK_N; place < at * BLOCK_N + kept[at].keys.count(); ++place) {
+        const Vec<Real> score = load(scores + place * BLOCK_M) - reference;
+        store<Real>(scores + n * BLOCK_M, score);
+        places[n] = static_cast<int32_t>(place);
+        n += any_lane<Real>(!(above_threshold(head.order, score, bound) <= Real(-1)));
+      }
+    }
+    near[m / L] = {places, scores, n};
+    const Vec<Real> threshold = find_threshold<Real>(head.order, bound, scores, n);
+    store<Real>(tile.threshold + m, threshold);
+    with_power(head.order, [&](auto power) {
+      for (int64_t i = 0; i < n; ++i) {
+        Real* const score = scores + i * BLOCK_M;
+        store<Real>(score, power(above_threshold(head.order, load(score), threshold)).p);
+      }
+    });
   }
+
   for (int64_t at = 0; at < count; ++at)
-    subtract_top(top, kept[at].keys.count(), columns, scores_of(at));
-  ThresholdSearch<Real> search(head.order);
-  constexpr int kMostSteps = 32;  // about 4 are taken
-  for (int i = 0; i < kMostSteps; ++i) {
-    for (int64_t at = 0; at < count; ++at)
-      if (kept[at].in_reach)
-        kept[at].in_reach = search.add(scores_of(at), kept[at].keys.count(), columns);
-    if (!search.step(columns)) break;
-  }
-  std::memcpy(tile.threshold, search.threshold, sizeof tile.threshold);
-  for (int64_t at = 0; at < count; ++at) {
-    KeySpan keys = kept[at].keys;
-    Real* const p = scores_of(at);
-    if (!kept[at].in_reach) continue;
-    const Support support =
-        entmax<Real>(head.order, search.threshold, keys.count(), columns, p, nullptr);
-    if (!support.any) continue;
-    keys.full = keys.full && support.all && !dropout.active;
-    if (dropout.active) drop(dropout, head.b, head.h, keys, visible.first, columns, Real(1), p);
-    add_weighted_keys(scratch.value, head.value, kept[at].window, keys, {0, head.Dv}, head, visible,
-                      p, false, scratch, tile.out, tile.started);
-    tile.started = true;
-  }
+    for (int m = 0; m < columns; m += L)
+      add_near_keys(near[m / L], at * BLOCK_N, kept[at].keys, m, dropout, scratch, tile);
+  tile.started = true;
 }
 
-// The same for `count` query tiles, with softmax if the order of their head is 0.
+// The same for `count` query tiles, with softmax where the order of their heads is 0.
 template <typename Real, typename Operand>
 inline void attend_all(QueryTile<Real, Operand>* tiles, int64_t count, const DropoutParams& dropout,
                        TileScratch<Real, Operand>& scratch) {

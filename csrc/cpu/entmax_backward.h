@@ -101,7 +101,8 @@ inline void add_pairs(BackwardTile<Real, Operand>& tile, const DropoutParams& dr
       for (int n = 0; n < keys.count(); ++n) {
         for (int m = 0; m < columns; m += kLanes<Real>) {
           const int at = n * BLOCK_M + m;
-          const Vec<Real> y = above_threshold(order, scratch.scores + at, tile.threshold + m);
+          const Vec<Real> y =
+              above_threshold(order, load(scratch.scores + at), load(tile.threshold + m));
           const Powers<Real> result = power(y);
           const Vec<Real> difference = result.slope == Real(0)
                                            ? Vec<Real>{}
