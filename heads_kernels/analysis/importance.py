@@ -15,7 +15,8 @@ from heads_kernels.analysis.head_scores import HeadScores, scores_of
 from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import check_choice, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
-from heads_kernels.heads.patching import Edit, edited, outputs
+from heads_kernels.heads.observers import observed
+from heads_kernels.heads.patching import Edit, editing, outputs
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.gates import FixedGate
 
@@ -206,8 +207,8 @@ def _by_patching(task: _Task, pair: Any) -> _Terms:
     with torch.no_grad(), outputs(task.model, task.names) as heads:
         task.loss(task.model, clean)
     steps: list[tuple[int, Tensor]] = []  # index of the layer, factor [B, T, H] of each run
-    edits = [(layer, _towards(layer, heads[layer.index], steps)) for layer in task.layers]
-    with edited(edits), torch.enable_grad():
+    edits = ((layer, _towards(layer, heads[layer.index], steps)) for layer in task.layers)
+    with observed((layer, editing(edit)) for layer, edit in edits), torch.enable_grad():
         value = task.loss(task.model, corrupted)
     B = _check_value(value, [len(factor) for _, factor in steps])
     if value.dim() > 1:
@@ -224,7 +225,7 @@ def _towards(layer: AttentionLayer, clean: list[Tensor], steps: list[tuple[int, 
     """An edit that adds factors of 0 times the way to the clean outputs of each run; they are added to `steps`."""
     runs = iter(clean)
 
-    def edit(heads: Tensor, call: AttentionCall) -> Tensor:
+    def edit(call: AttentionCall, heads: Tensor) -> Tensor:
         target = next(runs, None)
         if target is None or target.shape != heads.shape:
             found = "no output" if target is None else f"outputs {list(target.shape)}"

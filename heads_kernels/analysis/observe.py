@@ -7,14 +7,15 @@ token sees itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.gating import check_runs_operators
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
+from heads_kernels.heads.observers import observed
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.multihead import Multihead
 
@@ -36,7 +37,8 @@ def observe(
     A call holds its operands, but no maps `[T, S]`. Calls come in the order in which layers run; a layer that runs
     several times (ALBERT) is observed each time. The real rows of encoder-decoder attention are those of the decoder's
     last self-attention of that size, whether or not it is among `layers`; if that has no heads, the rows that see a
-    key.
+    key. Blocks may be nested; a block acts on the thread that entered it alone. Under `torch.compile` it breaks the
+    graph.
 
     Args:
         model: with attention layers (`hk.heads.attention_layers`); a transformers model after
@@ -48,8 +50,9 @@ def observe(
     `AttentionCall.of(hk.gated_attention, query, key, value, mask)`.
 
     Raises:
-        ValueError: a layer does not exist or is observed already; the attention function of a transformers model is not
-            this package's, now or in a forward pass; in the forward pass, a layer ran without calling its observer.
+        ValueError: a layer does not exist, or has an observer that was set by hand; the attention function of a
+            transformers model is not this package's, now or in a forward pass; in the forward pass, a layer ran without
+            calling its observer.
     """
     there = attention_layers(model)
     chosen = choose_layers(there, layers)
@@ -72,13 +75,7 @@ def observe(
         if layer not in beside:
             observer(layer, call)
 
-    with ExitStack() as block:
-        for layer in chosen + beside:
-            check_runs_operators(layer)
-            if getattr(layer.module, "observer", None) is not None:
-                refuse(str(layer), "is observed already", "leave that block first")
-            if layer.num_heads:
-                block.enter_context(_observed(layer, see))
+    with observed((layer, partial(see, layer)) for layer in chosen + beside):
         yield chosen
 
 
@@ -86,32 +83,3 @@ def _knowing(layers: list[AttentionLayer]) -> list[AttentionLayer]:
     """Those whose rows encoder-decoder attention has: the decoder's, where the model has one."""
     decoder = [layer for layer in layers if layer.kind == "decoder"]
     return decoder or [layer for layer in layers if layer.kind != "cross"]
-
-
-@contextmanager
-def _observed(layer: AttentionLayer, see: Observer) -> Iterator[None]:
-    """In this block the module of a layer calls `see`; each forward pass of it checks that it does."""
-    module, was_called = layer.module, False
-    is_own = "observer" in vars(module)  # its value is None
-
-    def call_observer(call: AttentionCall) -> None:
-        nonlocal was_called
-        was_called = True
-        see(layer, call)
-
-    def check_called(module: nn.Module, *_: object) -> None:
-        check_runs_operators(layer)
-        if not was_called:
-            was = f"is a {type(module).__name__}, which does not call its observer"
-            instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"
-            refuse(str(layer), was, instead)
-
-    module.observer = call_observer
-    hook = module.register_forward_hook(check_called)
-    try:
-        yield
-    finally:
-        hook.remove()
-        del module.observer
-        if is_own:
-            module.observer = None

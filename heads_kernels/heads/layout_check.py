@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from itertools import product
 from typing import Any, Final
 
@@ -213,13 +213,10 @@ def _copied(module: nn.Module, made: dict[int, Any], function: str) -> Any:
         return made[id(module)]
     copied = made[id(module)] = object.__new__(type(module))
     for name, value in vars(module).items():
-        replaces = getattr(getattr(value, "__self__", value), "module", None) is module
-        if replaces:  # a forward of integrations.transformers
-            value = deepcopy(value, {id(module): copied})
-        elif name in ("forward", "_compiled_call_impl"):  # what wraps it
+        if name in ("forward", "_compiled_call_impl"):  # what wraps it
             continue
         is_context = name == "context" and isinstance(module, Multihead)
-        if name in ("observer", "edit_heads") or is_context:
+        if name == "observer" or is_context:
             value = None  # the copy runs alone, on whole sequences
         if names_attention_function(value):
             value = with_attention_function(value, function)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.gating import check_runs_operators
 from heads_kernels.heads.layers import (
     AttentionLayer,
     attention_layers,
@@ -21,7 +18,9 @@ from heads_kernels.heads.layers import (
     find_layer,
     heads_of_layers,
 )
+from heads_kernels.heads.observers import observed
 from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.nn.multihead import Observer
 
 #: What takes the place of a head's output.
 Replacement: TypeAlias = Tensor | Literal["mean", "zero"]
@@ -29,12 +28,8 @@ Replacement: TypeAlias = Tensor | Literal["mean", "zero"]
 ReplacementsByLayer: TypeAlias = (
     Mapping[int, Mapping[int, Replacement]] | Mapping[str, Mapping[int, Replacement]]
 )
-#: Takes the outputs of a layer's heads `[B, T, H, Dv]`, after their gates, and the call; returns what goes on.
-Edit: TypeAlias = Callable[[Tensor, AttentionCall], Tensor]
-
-#: The edits of this thread, in the order of their blocks.
-_ACTIVE: Final[ContextVar[tuple[tuple[nn.Module, Edit], ...]]] = ContextVar("edits", default=())
-_LOCK: Final = threading.Lock()
+#: Takes a call and the outputs of its heads `[B, T, H, Dv]`, after their gates; returns what goes on.
+Edit: TypeAlias = Callable[[AttentionCall, Tensor], Tensor]
 
 
 @contextmanager
@@ -64,7 +59,7 @@ def patch(
     Raises:
         TypeError, ValueError: a layer or head does not exist; a replacement does not fit the output; the attention
             function of a transformers model is not this package's, or it checkpoints activations; a layer runs without
-            calling `edit_heads`, or did not run.
+            calling its observer or changing the outputs of its heads, or did not run.
     """
     is_flags = isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() in (1, 2)
     if rows is not None and not isinstance(rows, slice) and not is_flags:
@@ -84,7 +79,7 @@ def patch(
             _check_replacement(f"heads[{key!r}][{head!r}]", replacement)
         if chosen:
             edits.append((layer, _replacing(layer, dict(chosen), rows, ran)))
-    with edited(edits):
+    with observed((layer, editing(edit)) for layer, edit in edits):
         yield
     for layer, _ in edits:
         if layer.index not in ran:
@@ -112,11 +107,11 @@ def outputs(
     asked = [layer for layer in chosen if layer.num_heads]
     found: dict[int, list[Tensor]] = {layer.index: [] for layer in asked}
 
-    def record(runs: list[Tensor], heads: Tensor, call: AttentionCall) -> Tensor:
+    def record(runs: list[Tensor], call: AttentionCall, heads: Tensor) -> Tensor:
         runs.append(heads)
         return heads
 
-    with edited([(layer, partial(record, found[layer.index])) for layer in asked]):
+    with observed((layer, editing(partial(record, found[layer.index]))) for layer in asked):
         yield found
 
 
@@ -129,63 +124,9 @@ def _check_computed_once(model: nn.Module) -> None:
             refuse("model", was, "call gradient_checkpointing_disable(), or eval()")
 
 
-@contextmanager
-def edited(edits: Iterable[tuple[AttentionLayer, Edit]]) -> Iterator[None]:
-    """In this block and thread, the outputs of each layer's heads go through its edit."""
-    edits = list(edits)
-    for layer, _ in edits:
-        check_runs_operators(layer)
-    slots = []
-    token = None
-    try:
-        for layer, _ in edits:
-            slots.append(_Slot.enter(layer))
-        own = tuple((layer.module, edit) for layer, edit in edits)
-        token = _ACTIVE.set((*_ACTIVE.get(), *own))
-        yield
-    finally:
-        if token is not None:
-            _ACTIVE.reset(token)
-        for slot in slots:
-            slot.leave()
-
-
-class _Slot:
-    """The attribute `edit_heads` of a module, there as long as a thread edits its heads."""
-
-    def __init__(self, layer: AttentionLayer) -> None:
-        self._layer, self._users, self._was_called = layer, 0, False
-        self._hook = layer.module.register_forward_hook(self._check_called)
-
-    @classmethod
-    def enter(cls, layer: AttentionLayer) -> _Slot:
-        with _LOCK:
-            slot = vars(layer.module).get("edit_heads")
-            if slot is None:
-                slot = layer.module.edit_heads = cls(layer)
-            slot._users += 1
-            return slot  # type: ignore[no-any-return]
-
-    def leave(self) -> None:
-        with _LOCK:
-            self._users -= 1
-            if not self._users:
-                del self._layer.module.edit_heads
-                self._hook.remove()
-
-    def __call__(self, heads: Tensor, call: AttentionCall) -> Tensor:
-        self._was_called = True
-        for module, edit in _ACTIVE.get():
-            if module is self._layer.module:
-                heads = edit(heads, call)
-        return heads
-
-    def _check_called(self, module: nn.Module, *_: object) -> None:
-        """A forward hook of the layer."""
-        if not self._was_called:
-            was = f"is a {type(module).__name__}, which does not call its edit_heads"
-            instead = "unless it is None, its forward must pass the outputs of the heads and the call to it"
-            refuse(str(self._layer), was, instead)
+def editing(edit: Edit) -> Observer:
+    """An observer that edits the outputs of the heads."""
+    return lambda call: partial(edit, call)
 
 
 # ---------------------------------------------------------------------- replacements
@@ -198,7 +139,7 @@ def _replacing(
     """The edit of a layer, which adds its index to `ran`."""
     numbers = list(chosen)
 
-    def replace(heads: Tensor, call: AttentionCall) -> Tensor:
+    def replace(call: AttentionCall, heads: Tensor) -> Tensor:
         ran.add(layer.index)
         B, T, _, Dv = heads.shape
         made = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,15 @@ from heads_kernels.nn.masks import mask_and_bias
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.gate import activate, as_4d
 
+#: Takes the outputs of the heads `[B, T, H, Dv]`, after their gates, and returns what the output projection takes.
+Change: TypeAlias = Callable[[Tensor], Tensor]
+#: Called with a call before its operator runs; returns a change of the outputs, or None.
+Observer: TypeAlias = Callable[[AttentionCall], Change | None]
+
 
 class _OwnForward:
-    """In the place of packed weights it keeps `nn.TransformerEncoder` from its fused path, which calls no module: that
-    takes no argument with a `__torch_function__`."""
+    """Stands for packed weights, so that `nn.TransformerEncoder` does not take its fused path, which calls no module
+    and refuses arguments with a `__torch_function__`."""
 
     @classmethod
     def __torch_function__(cls, *call: object) -> object:
@@ -56,9 +61,9 @@ class Multihead(nn.Module, ABC):
             `out_proj`.
         gate_proj: `nn.Linear` from the query's input to the logits of the output gate, or None.
         head_gate: a `HeadGate`, or None.
-        observer: called with an `AttentionCall` before every operator call; `hk.analysis.observe` sets it.
-        edit_heads: called with the outputs of the heads `[B, T, H, Dv]` and the `AttentionCall`, before the output
-            projection, which takes what it returns; `hk.heads.patch` sets it.
+        observer: called with an `AttentionCall` before every operator call, or None. What it returns, unless that is
+            None, is called with the outputs of the heads `[B, T, H, Dv]`, after their gates, and returns what the
+            output projection takes. `hk.analysis.observe` and `hk.heads.patch` set it.
         context: a `ContextParallel`, through which the operator is called, or None; `context_parallel` of
             `hk.integrations.distributed` sets it.
         num_heads, value_dim, scale, dropout: read in every call; pruning changes `num_heads` and the weights.
@@ -69,8 +74,7 @@ class Multihead(nn.Module, ABC):
     operator: Callable[..., Tensor]
     gate_proj: nn.Linear | None
     head_gate: HeadGate | None
-    observer: Callable[[AttentionCall], None] | None = None
-    edit_heads: Callable[[Tensor, AttentionCall], Tensor] | None = None
+    observer: Observer | None = None
     context: Context | None = None
     computes_padded_rows: bool = False
     #: Read by the layers of `torch.nn`.
@@ -236,15 +240,14 @@ class Multihead(nn.Module, ABC):
             for name, each in operands.items()
         }
         arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
-        call: Any = None
-        if self.observer is not None or self.edit_heads is not None:
-            call = AttentionCall.of(self.operator, self_attention=alone, **arguments)
+        change = None
         if self.observer is not None:
-            self.observer(call)
+            call = AttentionCall.of(self.operator, self_attention=alone, **arguments)
+            change = self.observer(call)
         heads = self._attend(rows, arguments, batch, self.beside(rows, visible, cache))
         heads = heads.transpose(1, 2)
-        if self.edit_heads is not None:
-            heads = self.edit_heads(heads, call)
+        if change is not None:
+            heads = change(heads)
         output = unflatten(self.out_proj(heads.flatten(2)), batch)
         return output if self.batch_first else output.transpose(0, 1), None
 
@@ -305,8 +308,7 @@ class Multihead(nn.Module, ABC):
         if self.operator is entmax_attention:
             was = "is set, but entmax needs the scores of whole rows"
             refuse("context", was, "leave the layer out of context_parallel")
-        readers = {"cache": cache, "observer": self.observer, "edit_heads": self.edit_heads}
-        for name, given in readers.items():
+        for name, given in (("cache", cache), ("observer", self.observer)):
             if given is not None:
                 was = "is given, but the layer is under context parallelism"
                 refuse(name, was, "set its context to None, and pass whole sequences")

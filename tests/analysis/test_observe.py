@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -106,17 +107,28 @@ def test_rows_of_cross_attention_are_never_the_encoders() -> None:
     assert all(call.real_queries.all() for name, call in seen if kinds[name] == "cross")
 
 
-# ---------------------------------------------------------------------- bad use, and modules of one's own
+# ---------------------------------------------------------------------- blocks, bad use, and modules of one's own
+def test_blocks_are_nested_and_act_on_their_own_thread() -> None:
+    model, x = hk.nn.GatedMultiheadAttention(16, 4), torch.randn(1, 5, 16)
+    seen: list[str] = []
+    with hk.analysis.observe(model, lambda *_: seen.append("outer")):
+        with hk.analysis.observe(model, lambda *_: seen.append("inner")):
+            model(x)
+        thread = threading.Thread(target=model, args=(x,))
+        thread.start()
+        thread.join()
+        model(x)
+    model(x)
+    assert seen == ["outer", "inner", "outer"]
+    assert model.observer is None
+
+
 def test_bad_use_is_refused() -> None:
     layer = hk.nn.GatedMultiheadAttention(16, 4)
-    again = hk.analysis.observe(layer, print)
-    with (
-        hk.analysis.observe(layer, print),
-        pytest.raises(ValueError, match="observed already"),
-        again,
-    ):
+    layer.observer = print
+    with pytest.raises(ValueError, match="observed already"), hk.analysis.observe(layer, print):
         pass
-    assert layer.observer is None
+    layer.observer = None
     with pytest.raises(ValueError, match="names layer 3"), hk.analysis.observe(layer, print, [3]):
         pass
 

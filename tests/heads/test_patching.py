@@ -124,7 +124,7 @@ def test_blocks_are_nested_and_end() -> None:
     with pytest.raises(ZeroDivisionError), hk.heads.patch(model, {0: {1: ones}}):
         raise ZeroDivisionError
     assert_alike(run(), whole)
-    assert all(module.__dict__.get("edit_heads") is None for module in model.modules())
+    assert all(module.__dict__.get("observer") is None for module in model.modules())
 
 
 def test_a_block_acts_on_its_own_thread() -> None:
@@ -162,17 +162,20 @@ def test_a_layer_that_did_not_run_is_an_error() -> None:
         hk.heads.patch(model, {0: {0: "zero"}, 1: {0: "zero"}}),
     ):
         model.layers[0](torch.randn(2, 5, 16))
-    assert all(module.__dict__.get("edit_heads") is None for module in model.modules())
+    assert all(module.__dict__.get("observer") is None for module in model.modules())
 
 
 class Deaf(hk.nn.GatedMultiheadAttention):
-    """A module whose forward reads no edits."""
+    """A module whose forward calls its observer, and changes nothing."""
 
     def forward(self, query: Tensor, **masks: Any) -> Any:  # type: ignore[override]
-        edit = self.__dict__.pop("edit_heads", None)
+        observer = self.__dict__.pop("observer", None)
+        if observer is not None:
+            heads = query.unflatten(-1, (4, 4)).transpose(1, 2)
+            observer(hk.analysis.AttentionCall.of(hk.gated_attention, heads, heads, heads))
         result = super().forward(query, **masks)
-        if edit is not None:
-            self.edit_heads = edit
+        if observer is not None:
+            self.observer = observer
         return result
 
 
@@ -195,13 +198,13 @@ def test_what_is_refused(heads: Any, rows: Any, message: str) -> None:
     model, run = model_and_run()
     with pytest.raises((TypeError, ValueError), match=message), hk.heads.patch(model, heads, rows):
         run()
-    assert all(module.__dict__.get("edit_heads") is None for module in model.modules())
+    assert all(module.__dict__.get("observer") is None for module in model.modules())
 
 
-def test_a_module_that_reads_no_edits_is_refused() -> None:
+def test_a_module_that_changes_no_outputs_is_refused() -> None:
     model = Layers(Deaf(16, 4))
     with (
-        pytest.raises(ValueError, match="does not call its edit_heads"),
+        pytest.raises(ValueError, match="does not change the outputs of its heads"),
         hk.heads.patch(model, {0: {0: "zero"}}),
     ):
         model(torch.randn(2, 5, 16))

@@ -122,17 +122,13 @@ def attention_forward(
         "scale": scale,
     }
     operator: Any = collaborative_attention if is_shared else gated_attention
-    observer, edit = getattr(module, "observer", None), getattr(module, "edit_heads", None)
-    is_asked = observer is not None or edit is not None
-    if context is not None and (is_asked or output_attentions):
-        name = "observe or patch" if is_asked else "output_attentions"
+    observer, change = getattr(module, "observer", None), None
+    if context is not None and (observer is not None or output_attentions):
+        name = "output_attentions" if observer is None else "observe or patch"
         refuse(name, "is asked of parts of sequences", "set context to None, and pass whole ones")
-    call = None
-    if is_asked:
-        visible = visible_under(attention_mask) if _is_added(attention_mask) else mask
-        call = AttentionCall.of(operator, **operands, **scores, attn_mask=visible)
     if observer is not None:
-        observer(call)
+        visible = visible_under(attention_mask) if _is_added(attention_mask) else mask
+        change = observer(AttentionCall.of(operator, **operands, **scores, attn_mask=visible))
     if context is not None:
         operator = partial(context, operator)
     heads = operator(
@@ -152,8 +148,8 @@ def attention_forward(
     if output_gate is not None:  # the operator's gate is the head gate
         wide = output_gate.to(torch.promote_types(output_gate.dtype, torch.float32))
         out = out * as_4d(activate(wide, gate_activation)).transpose(1, 2).to(out.dtype)
-    if edit is not None:
-        out = edit(out, call)
+    if change is not None:
+        out = change(out)
     return out, statistics
 
 

@@ -1,4 +1,4 @@
-"""How a call of a layer is packed: its arguments for the real tokens of a padded batch, in one row, or why not."""
+"""Packs the arguments of a layer's call, the real tokens of a padded batch in one row, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class PackedMask(PreparedMask):
 
 
 def _packed_mask(mask: PreparedMask) -> PackedMask | None:
-    """The mask of a self-attention for the packed row; None where `hk.Mask` has no word for it."""
+    """The mask of a self-attention for the packed row; None if `hk.Mask` cannot express it."""
     if PackedMask not in mask.derived:
         mask.derived[PackedMask] = _make_packed_mask(mask)
     found: PackedMask | None = mask.derived[PackedMask]
@@ -134,7 +134,7 @@ def _make_packed_mask(mask: PreparedMask) -> PackedMask | None:
 
 
 def _real(mask: PreparedMask, length: int) -> Tensor | None:
-    """Which of the first keys of a mask are real, `[B, length]`; None where it can't be known."""
+    """Which of the first keys of a mask are real, `[B, length]`; None if that cannot be known."""
     assert isinstance(mask.mask, Mask)
     real = [each.real for each in mask.mask.terms if isinstance(each, KeyMask)]
     if len(real) > 1:
@@ -148,7 +148,7 @@ def _real(mask: PreparedMask, length: int) -> Tensor | None:
 
 # ---------------------------------------------------------------------- what is packed
 class PackedCache(Cache):
-    """An empty cache before a packed row: it keeps the padded batch, as decoding is to find it."""
+    """Wraps an empty cache in a packed call, so that it stores the padded batch, from which decoding continues."""
 
     def __init__(self, kept: Cache, packing: Packing) -> None:
         self.kept = kept
@@ -183,7 +183,7 @@ class PackedCall:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What a check of one call says something of others by."""
+        """Of calls of one kind, one is checked."""
         terms = tuple(type(term) for term in cast(Mask, self.mask.mask).terms)
         return terms, self.mask.padding[1:], self.keys and self.keys[1:]
 
@@ -218,7 +218,7 @@ class PackedCall:
 
 
 def without_cache(value: Any) -> Any:
-    """An argument of a check: no cache, which has to stay empty, and no mask of all keys that one has."""
+    """An argument of a check, which must not fill a cache: None for the cache, and a mask without its other keys."""
     if isinstance(value, Cache):
         return None
     if isinstance(value, PreparedMask) and (packed := value.derived.get(PackedMask)) is not None:
@@ -244,8 +244,11 @@ def has_tokens(value: Any) -> bool:
 def packed_call(
     layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
 ) -> PackedCall | str | None:
-    """How a call of a layer is packed. None: it runs as it is, there being no padding, or something asked for that is
-    of padded rows. A string: why it runs as it is, though there may be padding."""
+    """How to pack a call of a layer.
+
+    None if it runs as it is, because there is no padding or padded rows are asked for. A string, the reason, if it runs
+    as it is although there may be padding.
+    """
     masks = [
         value
         for name, value in arguments.items()
@@ -275,7 +278,7 @@ def _is_dense(mask: Any) -> bool:
 
 
 def _keys(states: Tensor, mask: Any) -> Padding | str:
-    """The real tokens of an encoder's states; or why they can't be packed."""
+    """The real tokens of an encoder's states; or why they cannot be packed."""
     B, S = states.shape[:2]
     if mask is None:
         return Padding.of(torch.ones((), dtype=torch.bool, device=states.device).expand(B, S))
@@ -290,7 +293,7 @@ def _keys(states: Tensor, mask: Any) -> Padding | str:
 
 
 def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> bool:
-    """Whether a call asks for what is of `[B, T]`, or depends on the batch as a whole."""
+    """Whether a call needs padded rows, or depends on the batch as a whole."""
     if (layer.training and own.by_batch) or getattr(layer, "chunk_size_feed_forward", 0):
         return True
     on_gpu = arguments["hidden_states"].is_cuda
@@ -308,8 +311,6 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
     for module in own.attention:
         if getattr(module, "observer", None) is not None or requests_statistics(module):
             return True
-        if getattr(module, "edit_heads", None) is not None:
-            return True
         gate = getattr(module, "head_gate", None)
         if gate is not None and not (type(gate) is FixedGate or _is_shared(gate)):
             return True
@@ -324,7 +325,7 @@ def _is_shared(gate: Any) -> bool:
 def _why_not(
     own: UnpaddedLayer, mask: PackedMask, keys: Padding | None, arguments: dict[str, Any]
 ) -> str | None:
-    """Why a call can't be packed."""
+    """Why a call cannot be packed."""
     B, T = mask.padding.packing.sizes
     terms = cast(Mask, mask.mask).terms
     counts = own.distances or any(isinstance(each, RelativeBias) for each in arguments.values())
@@ -348,5 +349,5 @@ def _why_not(
     return None
 
 
-#: What a packed row takes as it is, or what has a packed form; beside tensors.
+#: Arguments beside tensors that a packed row takes as they are, or that have a packed form.
 _PLAIN: Final = (bool, int, float, str, type(None), PreparedMask, Cache, RelativeBias)

@@ -1,0 +1,104 @@
+"""Observers of attention layers: they see each call while a model runs, and may change the outputs of its heads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Final
+
+from torch import Tensor, nn
+
+from heads_kernels.checks import refuse
+from heads_kernels.heads.gating import check_runs_operators
+from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.nn.multihead import Change, Observer
+
+#: The observers of this thread, in the order of their blocks.
+_ACTIVE: Final[ContextVar[tuple[tuple[nn.Module, Observer], ...]]] = ContextVar(
+    "observers", default=()
+)
+_LOCK: Final = threading.Lock()
+
+
+@contextmanager
+def observed(observers: Iterable[tuple[AttentionLayer, Observer]]) -> Iterator[None]:
+    """In this block and thread, each layer that has heads is seen by its observer.
+
+    Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
+    gives.
+
+    Raises:
+        ValueError: the attention function of a layer is not this package's, now or in a forward pass; its module has an
+            observer that was set by hand; in a forward pass, the module does not call its observer, or drops the change
+            that it returns.
+    """
+    observers = list(observers)
+    for layer, _ in observers:
+        check_runs_operators(layer)
+    with ExitStack() as block:
+        for layer, _ in observers:
+            if layer.num_heads:
+                block.callback(_Slot.enter(layer).leave)
+        own = tuple((layer.module, observer) for layer, observer in observers)
+        block.callback(_ACTIVE.reset, _ACTIVE.set((*_ACTIVE.get(), *own)))
+        yield
+
+
+class _Slot:
+    """The attribute `observer` of a module, there as long as a thread observes it."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        self._layer, self._users = layer, 0
+        self._was_there = "observer" in vars(layer.module)  # its value is None
+        self._was_called = self._is_to_change = self._has_changed = False
+        self._hook = layer.module.register_forward_hook(self._check_called)
+
+    @classmethod
+    def enter(cls, layer: AttentionLayer) -> _Slot:
+        with _LOCK:
+            slot = getattr(layer.module, "observer", None)
+            if slot is None:
+                slot = layer.module.observer = cls(layer)
+            elif not isinstance(slot, cls):
+                refuse(str(layer), "is observed already", "set its observer to None first")
+            slot._users += 1
+            return slot
+
+    def leave(self) -> None:
+        with _LOCK:
+            self._users -= 1
+            if not self._users:
+                self._hook.remove()
+                del self._layer.module.observer
+                if self._was_there:
+                    self._layer.module.observer = None
+
+    def __call__(self, call: AttentionCall) -> Change | None:
+        self._was_called = True
+        own = [observer for module, observer in _ACTIVE.get() if module is self._layer.module]
+        changes = [change for observer in own if (change := observer(call)) is not None]
+        if not changes:
+            return None
+        self._is_to_change = True
+
+        def change_in_turn(heads: Tensor) -> Tensor:
+            self._has_changed = True
+            for change in changes:
+                heads = change(heads)
+            return heads
+
+        return change_in_turn
+
+    def _check_called(self, module: nn.Module, *_: object) -> None:
+        """A forward hook of the layer."""
+        check_runs_operators(self._layer)
+        is_a = f"is a {type(module).__name__}, which does not"
+        if not self._was_called:
+            instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"
+            refuse(str(self._layer), f"{is_a} call its observer", instead)
+        if self._is_to_change and not self._has_changed:
+            instead = "its forward must pass the outputs of the heads to what self.observer returns, unless it is None"
+            refuse(str(self._layer), f"{is_a} change the outputs of its heads", instead)
