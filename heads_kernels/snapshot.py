@@ -20,7 +20,7 @@ _ABSENT: Final = object()
 
 
 class Snapshot:
-    """The structure of a model: attributes, submodules, parameters, buffers and hooks of its modules.
+    """The structure of a model: classes, attributes, submodules, parameters, buffers and hooks of its modules.
 
     Values are not copied: replacing parameters can be undone, writing into them cannot.
 
@@ -32,12 +32,14 @@ class Snapshot:
         if not isinstance(model, nn.Module):
             refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
         self._modules = {
-            module: (dict(vars(module)), _registries(module)) for module in model.modules()
+            module: (type(module), dict(vars(module)), _registries(module))
+            for module in model.modules()
         }
 
     def restore(self) -> None:
         """Restore the model. Registries stay the same objects, which handles of hooks refer to."""
-        for module, (attributes, registries) in self._modules.items():
+        for module, (kind, attributes, registries) in self._modules.items():
+            module.__class__ = kind
             vars(module).clear()
             vars(module).update(attributes)
             for name, items in registries.items():
@@ -47,10 +49,12 @@ class Snapshot:
 
     def undo(self, later: Snapshot) -> None:
         """Undo the changes between this snapshot and `later`, but not those after `later`."""
-        for module, (attributes, registries) in self._modules.items():
+        for module, (kind, attributes, registries) in self._modules.items():
             if module not in later._modules:
                 continue
-            attributes_then, registries_then = later._modules[module]
+            kind_then, attributes_then, registries_then = later._modules[module]
+            if type(module) is kind_then:
+                module.__class__ = kind
             _undo(vars(module), attributes, attributes_then)
             for name in registries.keys() & registries_then.keys() & vars(module).keys():
                 _undo(vars(module)[name], registries[name], registries_then[name])
@@ -82,6 +86,18 @@ def undone(model: nn.Module, change: Callable[[], Made]) -> Iterator[Made]:
         before.restore()
         raise
     before.undo(after)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In this block the model is in evaluation mode; then every module is in the mode that it was in."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
 
 
 def _registries(module: nn.Module) -> dict[str, dict[Any, Any]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from heads_kernels.analysis.observe import Observer, observe
 from heads_kernels.checks import is_int, refuse
 from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.snapshot import evaluating
 
 #: What `AttentionLayer.kind` may be.
 KINDS: Final = ("encoder", "decoder", "cross")
@@ -25,18 +26,15 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
     Weights created under `torch.inference_mode()` are not changed, since they never have a gradient.
     """
-    training = {module: module.training for module in model.modules()}
     asking = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
-    try:
-        model.eval()
-        for parameter in asking:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in asking:
-            parameter.requires_grad_(True)
-        for module, mode in training.items():
-            module.training = mode
+    with evaluating(model):
+        try:
+            for parameter in asking:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in asking:
+                parameter.requires_grad_(True)
 
 
 @contextmanager

@@ -227,8 +227,7 @@ def form_of(module: nn.Module) -> HeadLayout | None:
 def calls_interface(module: nn.Module) -> bool:
     """Whether a module calls transformers' attention function, or the operator instead of its own code."""
     kind: Any = type(module)
-    forward = getattr(module, "forward", None)
-    return getattr(forward, "calls_operator", False) or class_calls_interface(kind)
+    return getattr(module, "calls_operator", False) or class_calls_interface(kind)
 
 
 def stock_arguments(kind: Any) -> dict[str, inspect.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import pickle
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from transformers.models.laguna import modeling_laguna
 from transformers.models.mpt import modeling_mpt
 
 from heads_kernels.integrations.transformers import release, use
+from heads_kernels.integrations.transformers.replacement import Replacement
 from tests.support.alike import assert_alike
 from tests.support.model_state import state, structure
-from tests.support.tiny_models import TINY, batch, build, outputs, small
+from tests.support.tiny_models import TINY, batch, build, outputs, small, unpooled
 
 
 def test_models_of_one_config_are_put_to_use_one_by_one() -> None:
@@ -83,9 +85,31 @@ def test_models_in_use_are_pickled(name: str) -> None:
     model = use(build(name))
     loaded = pickle.loads(pickle.dumps(model))
     assert_alike(outputs(loaded), outputs(model))
-    for module in loaded.modules():
-        assert getattr(vars(module).get("forward"), "module", module) is module
-    assert not any("forward" in vars(module) for module in release(loaded).modules())
+    assert [type(module) for module in loaded.modules()] == [type(each) for each in model.modules()]
+    stock = [type(module) for module in build(name).modules()]
+    assert [type(module) for module in release(loaded).modules()] == stock
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("name", ["afmoe", "bert", "bloom", "mpnet", "t5"])
+def test_replicas_compute_with_their_own_weights(
+    name: str, unpad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `nn.DataParallel` makes one for each GPU, in every forward pass."""
+    model = use(unpooled(build(name)), unpad=unpad)
+    expected = outputs(model)
+    replicating = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(replicating, "_broadcast_coalesced_reshape", copies_of)
+    replica = replicating.replicate(model, [0, 1])[1]
+    for weight in model.parameters():
+        weight.data.zero_()
+    found = replica(**batch(model))[0]
+    real = batch(model).get("decoder_attention_mask", batch(model)["attention_mask"]).bool()
+    assert_alike(found[real], expected)
+
+
+def copies_of(tensors: Any, devices: list[int], detach: bool = False) -> list[list[Any]]:
+    return [[tensor.clone() for tensor in tensors] for _ in devices]
 
 
 def test_release_of_a_model_that_was_made_with_the_name() -> None:
@@ -191,5 +215,5 @@ def test_an_argument_that_a_repeated_forward_does_not_know(monkeypatch: pytest.M
         use(mpt)
     assert mpt.config._attn_implementation == "eager"
     use(laguna)
-    assert not any("forward" in vars(each) for each in laguna.modules())
+    assert not any(isinstance(each, Replacement) for each in laguna.modules())
     assert_alike(outputs(laguna), expected)

@@ -40,10 +40,9 @@ class Biased(Replacement):
         return self.is_reason("attention_mask", isinstance(given.get("attention_mask"), Tensor))
 
     def is_reason(self, argument: str, holds: bool) -> bool:
-        """`holds`, which makes the stock forward run."""
+        """Return `holds`: whether this argument makes the stock forward run, which heads with gates refuse."""
         if holds and getattr(self, "head_gate", None) is not None:
-            stock = type(self.module).__name__
-            was = f"makes stock {stock} run, which ignores the gates of its heads"
+            was = f"makes stock {type(self).__name__} run, which ignores the gates of its heads"
             instead = "pass padding as [B, S], or remove the gates: hk.heads.ungate(model)"
             refuse(argument, was, instead)
         return holds
@@ -67,7 +66,7 @@ class Biased(Replacement):
     ) -> tuple[Tensor, AttentionStatistics | None]:
         """The attention output `[B, T, H * Dv]`, and its statistics where they are requested."""
         out, statistics = attention_forward(
-            self.module,
+            self,
             query,
             key,
             value,
@@ -86,8 +85,6 @@ class OwnRelativePositions(Replacement):
 
     UMT5's stock forward takes no bias of another layer: it adds zeros in cross-attention, where it has no embedding.
     """
-
-    beside = ("compute_bias",)
 
     def compute_bias(
         self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
@@ -111,29 +108,27 @@ class OwnRelativePositions(Replacement):
 class RelativePositions(OwnRelativePositions):
     """Layers that take the bias of the first. In cross-attention nothing is added in the place of zeros."""
 
-    def __call__(
+    def forward(
         self, hidden_states: Tensor, *args: Any, position_bias: Any = None, **kwargs: Any
     ) -> Any:
         is_ours = self.config._attn_implementation == NAME
         if is_ours and position_bias is None and not self.has_relative_attention_bias:
             position_bias = RelativeBias(None)
-        return super().__call__(hidden_states, *args, position_bias=position_bias, **kwargs)
+        return super().forward(hidden_states, *args, position_bias=position_bias, **kwargs)
 
 
 class PaddedRelativePositions(RelativePositions):
     """Switch Transformers', whose encoder makes a mask of floats `[B, 1, 1, S]` of its padding: 0 where visible."""
 
-    def __call__(self, hidden_states: Tensor, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.config._attn_implementation == NAME and isinstance(mask, Tensor):
             mask = mask == 0
-        return super().__call__(hidden_states, mask, *args, **kwargs)
+        return super().forward(hidden_states, mask, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------- MPNet
 class MPNetBias(Replacement):
     """The encoder, which computes the bias of all layers: per offset instead of `[B, H, T, T]`."""
-
-    beside = ("compute_position_bias",)
 
     def compute_position_bias(
         self, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
@@ -174,7 +169,6 @@ class Bloom(Biased):
     """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`, the same for all rows."""
 
     unread = frozenset({"use_cache", "output_attentions"})
-    beside = ("is_causal",)
     is_causal = True
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
@@ -203,7 +197,6 @@ class Bloom(Biased):
 class Mpt(Biased):
     """ALiBi by the distance of the key from the last one, `[H, 1, positions]`, the same for all rows."""
 
-    beside = ("is_causal",)
     is_causal = True
 
     def fused(

@@ -1,7 +1,6 @@
 """Attention layers that gate their output, with gate and attention as one op.
 
-Families differ in how they compute query, key, value and
-the logits of the gate: each variant is a small class below.
+Families differ in how they compute query, key, value and the logits of the gate: each variant is a small class below.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heads_kernels.checks import GateActivation
 from heads_kernels.integrations.transformers.attention import attention_forward
@@ -36,9 +35,10 @@ class OutputGated(Replacement):
     rotary = "apply_rotary_pos_emb"
     rotate: Callable[..., Positions]
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.rotate = getattr(sys.modules[type(module).__module__], self.rotary)
+    @classmethod
+    def members(cls, stock: Any) -> dict[str, Any]:
+        rotate = getattr(sys.modules[stock.__module__], cls.rotary)
+        return {**super().members(stock), "rotate": staticmethod(rotate)}
 
     def fused(
         self,
@@ -59,7 +59,7 @@ class OutputGated(Replacement):
             key, value = cache.update(key, value, self.layer_idx + cycle_offset)
         key, value = self.expanded(key, value)
         out, statistics = attention_forward(
-            self.module,
+            self,
             query,
             key,
             value,

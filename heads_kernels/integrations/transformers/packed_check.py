@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from typing import Any, Final
 
@@ -22,6 +20,7 @@ from heads_kernels.integrations.transformers.head_masks import (
     set_pass_state,
 )
 from heads_kernels.nn.unpadding import Packing
+from heads_kernels.snapshot import evaluating
 
 #: Arguments of a call, by position and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -35,7 +34,7 @@ _EQUAL: Final = 8
 
 
 class Filling:
-    """What packed layers give for padding while the outputs of their model are checked, in the place of zeros.
+    """What packed layers give for padding, instead of zeros, while the outputs of their model are checked.
 
     Attributes:
         scale: of numbers from -1 to 1 along the features.
@@ -83,7 +82,7 @@ def check_packed(
 
 
 def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that no output of a model, those of padded tokens apart, depends on what its layers give for padding.
+    """Check that the outputs of a model for real tokens do not depend on what its layers give for padding.
 
     Padded tokens are 0 after packed layers, and something else in a padded pass: an output pooled at one of them, or a
     loss of it, would differ. Two passes with other numbers there are compared, in evaluation mode without gradients.
@@ -115,10 +114,11 @@ def _filled(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What a model gives in this pass with a filling."""
+    """The output of a model in this pass with a filling."""
     filling.set(own)
     set_pass_state(state)
-    with torch.no_grad(), _evaluating(model), _forked(next(model.parameters()).device):
+    given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+    with torch.no_grad(), evaluating(model), _forked(next(given).device):
         return model.forward(*args, **kwargs)
 
 
@@ -155,18 +155,6 @@ def _forked(device: torch.device) -> Any:
     )
 
 
-@contextmanager
-def _evaluating(layer: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards every module is in the mode that it was in."""
-    before = [(module, module.training) for module in layer.modules()]
-    layer.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
 class _WithoutHooks(nn.Module):
     """The forward of a layer alone."""
 
@@ -181,8 +169,7 @@ class _WithoutHooks(nn.Module):
 def outputs_of(layer: nn.Module, device: torch.device, *calls: Arguments) -> list[list[Tensor]]:
     """The tensors that a layer gives for each of some arguments, in evaluation mode and without gradients.
 
-    Weights and arguments of half precision are computed with as float32. Random numbers that the layer draws are drawn
-    again by what comes after.
+    Weights and arguments in half precision are converted to float32. The state of random generators is restored.
     """
     shell = _WithoutHooks(layer)
     weights = {
@@ -191,7 +178,7 @@ def outputs_of(layer: nn.Module, device: torch.device, *calls: Arguments) -> lis
         if tensor.dtype in _HALF
     }
     found = []
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), _evaluating(layer):
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), evaluating(layer):
         for arguments in calls:
             args, kwargs = tree_map(_widened, arguments)
             with _forked(device):

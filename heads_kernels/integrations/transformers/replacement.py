@@ -1,10 +1,11 @@
-"""The base class of forwards that replace those of modules of transformers."""
+"""The base class of what stands before classes of transformers: subclasses that change how attention runs."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,39 +13,41 @@ from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.layouts import stock_arguments
 
 
-class Replacement:
-    """The forward of one module of transformers: `module.forward`, in the place of the method of its class.
+class Replacement(nn.Module):
+    """Methods that go before those of a stock class, in a subclass of both (`subclass`).
 
-    It reads the attributes of the module as its own. A subclass that repeats the stock forward defines `fused`, whose
-    arguments have the names of the stock ones, but for `cache`. The others add to the stock forward.
+    A subclass that repeats the stock forward defines `fused`, whose arguments have the names of the stock ones, but for
+    `cache`. The others add to stock methods, which they call by `stock`.
 
     Attributes:
-        module: the module.
+        calls_operator: whether it calls the operator and the stock class computes attention itself.
+        unread: the arguments of the stock forward that `fused` need not read.
+        kind, before: the two classes that the subclass is made of, this one and the stock class.
         names: the arguments of the stock forward.
         cache_name: the one that is a cache; releases name it differently.
-        calls_operator: whether it calls the operator and the class of the module computes attention itself.
-        unread: the arguments of the stock forward that `fused` need not read.
-        beside: other attributes that it gives to the module.
     """
 
     calls_operator = False
     fused: Callable[..., Any] | None = None
     unread: frozenset[str] = frozenset()
-    beside: tuple[str, ...] = ()
+    kind: type[Replacement]
+    before: Any
+    names: tuple[str, ...]
+    cache_name: str
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        arguments = stock_arguments(type(module))
-        self.names = tuple(arguments)
-        caches = (n for n, each in arguments.items() if "Cache" in str(each.annotation))
-        self.cache_name = next(caches, "")
+    if TYPE_CHECKING:  # the attributes of the stock class
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "module":  # of an object that a pickle or a copy has not filled yet
-            raise AttributeError(name)
-        return getattr(self.module, name)
+        def __getattr__(self, name: str) -> Any: ...
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @classmethod
+    def members(cls, stock: Any) -> dict[str, Any]:
+        """What the subclass of a stock class has beside these methods."""
+        arguments = stock_arguments(stock)
+        caches = (name for name, each in arguments.items() if "Cache" in str(each.annotation))
+        names, cache_name = tuple(arguments), next(caches, "")
+        return {"kind": cls, "before": stock, "names": names, "cache_name": cache_name}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if self.fused is None or self.runs_stock(given):
             return self.stock("forward", *args, **kwargs)
@@ -53,12 +56,16 @@ class Replacement:
         return self.fused(**given)
 
     def stock(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the class of the module."""
-        return getattr(type(self.module), method)(self.module, *args, **kwargs)
+        """Call a method of the stock class."""
+        return getattr(super(), method)(*args, **kwargs)
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
         """Whether a call with these arguments runs the stock forward: the config names another attention function."""
         return bool(self.config._attn_implementation != NAME)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        found: Any = super().__reduce_ex__(2)
+        return _new, (self.kind, self.before), *found[2:]
 
     @classmethod
     def unknown_arguments(cls, stock: type[nn.Module]) -> list[str]:
@@ -73,3 +80,21 @@ class Replacement:
             and each.kind is not inspect.Parameter.VAR_KEYWORD
             and "Cache" not in str(each.annotation)
         ]
+
+
+@cache
+def subclass(kind: Any, stock: Any) -> Any:
+    """The subclass of a stock class whose methods are first those of `kind`; its name and signature are the stock's."""
+
+    @wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    members = {"forward": forward, "__module__": stock.__module__, **kind.members(stock)}
+    return type(stock.__name__, (kind, stock), members)
+
+
+def _new(kind: Any, stock: Any) -> Any:
+    """A module without attributes, which a pickle or a copy fills."""
+    made = subclass(kind, stock)
+    return made.__new__(made)

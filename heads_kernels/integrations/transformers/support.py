@@ -13,7 +13,7 @@ from heads_kernels.heads.layouts import calls_interface, class_calls_interface
 from heads_kernels.integrations.transformers.biased import BIASED
 from heads_kernels.integrations.transformers.masks import COMPUTE_WITH_MASKS
 from heads_kernels.integrations.transformers.output_gated import OUTPUT_GATED
-from heads_kernels.integrations.transformers.replacement import Replacement
+from heads_kernels.integrations.transformers.replacement import Replacement, subclass
 from heads_kernels.integrations.transformers.tested import TESTED
 
 _ITSELF: Final = "computes its attention itself"
@@ -37,21 +37,23 @@ def replacement(stock: Any) -> type[Replacement] | None:
 def replace_forwards(model: nn.Module) -> None:
     """Replace forwards of a model's modules; with another attention function they run the stock forward.
 
-    A module whose forward somebody else replaced keeps that one.
+    A module gets a subclass of its class, which its copies, pickles and replicas of `nn.DataParallel` have too. If
+    somebody else replaced its forward, it keeps that one.
     """
     for module in model.modules():
-        if "forward" not in vars(module) and (kind := replacement(type(module))) is not None:
-            forward = kind(module)
-            for name in kind.beside:
-                setattr(module, name, getattr(forward, name))
-            module.forward = forward
+        if "forward" in vars(module) or isinstance(module, Replacement):
+            continue
+        stock: Any = type(module)
+        kind: Any = replacement(stock)
+        if kind is not None:
+            module.__class__ = subclass(kind, stock)
 
 
 def restore_forward(module: nn.Module) -> None:
     """Undo `replace_forwards` for one module."""
-    if isinstance(forward := vars(module).get("forward"), Replacement):
-        for name in ("forward", *forward.beside):
-            delattr(module, name)
+    stock = vars(type(module)).get("before")  # not of the subclass that `fully_shard` makes
+    if isinstance(module, Replacement) and stock is not None and "forward" not in vars(module):
+        module.__class__ = stock
 
 
 # ---------------------------------------------------------------------- which models

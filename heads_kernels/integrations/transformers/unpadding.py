@@ -79,11 +79,10 @@ def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def unpad_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    """Let layers of a model run on real tokens alone, by hooks; others check the outputs of the models with them."""
+    """Add hooks that let layers run on real tokens alone, and hooks that check the outputs of their models."""
     for name, layer in layers.items():
         modules = list(layer.modules())
-        forwards = [vars(each).get("forward") for each in modules]
-        biased = [each for each in forwards if isinstance(each, OwnRelativePositions)]
+        biased = [each for each in modules if isinstance(each, OwnRelativePositions)]
         own = UnpaddedLayer(
             name,
             attention=[each for each in modules if calls_interface(each)],
@@ -106,7 +105,7 @@ def unpad_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
 
 
 def pad_layers(model: nn.Module) -> None:
-    """Take back what `unpad_layers` did to the layers of a model."""
+    """Undo `unpad_layers`."""
     for module in model.modules():
         for name in (UNPADDED, _CHECKED):
             for handle in getattr(vars(module).pop(name, None), "handles", ()):
