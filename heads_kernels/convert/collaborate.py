@@ -15,6 +15,7 @@ from heads_kernels.convert.conversion import Conversion, Report
 from heads_kernels.convert.curves import Curves
 from heads_kernels.convert.dims import Dim, check_target, dims_of
 from heads_kernels.convert.features import METHODS
+from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.install import install, prepare, read_heads
 from heads_kernels.convert.rotary import AnyFactors, AnyMoments
 from heads_kernels.heads.saving import record_in_config
@@ -104,10 +105,11 @@ def collaborate(
         reports = []
         dims = dims_of(heads, spectra, dim, error)
         for n, Ds in enumerate(tracked(dims, "Conversion", progress)):
-            multiple = min(_GROUP, Ds) if error is None else 1
-            made = heads[n].fit(
-                Ds, moments[n], method=method, multiple=multiple, spectrum=spectra[n]
-            )
+            options: dict[str, Any] = {}
+            if isinstance(heads[n], Heads):  # rotary pairs come one by one
+                options["multiple"] = min(_GROUP, Ds) if error is None else 1
+                options["spectrum"] = spectra[n]
+            made = heads[n].fit(Ds, moments[n], method=method, **options)
             factors.append(made)
             key_heads = chosen[n].num_key_heads
             reports.append(Report.of(heads[n], made, Hk=key_heads, length=length))

@@ -92,8 +92,6 @@ class RotaryHeads:
         moments: RotaryMoments | None = None,
         *,
         method: str = "cp",
-        multiple: int = 1,
-        spectrum: Spectrum | None = None,
     ) -> RotaryFactors:
         """The projections of `dim / 2` pairs for all heads, with the smallest error that the method finds.
 
@@ -104,7 +102,6 @@ class RotaryHeads:
 
         Args:
             dim, moments, method: as in `Heads.fit`; `dim` is even.
-            multiple, spectrum: not used; pairs come one by one.
         """
         check_size("dim", dim)
         if dim % 2:
