@@ -6,7 +6,7 @@ Every tensor of a `Call` has at most one batch dimension (a `bias` has two); `un
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from heads_kernels.checks import broadcasts, refuse
 
 #: The batch dimensions of a call; None if there is exactly one, equal in all operands.
 Batch = tuple[int, ...] | None
+Companion = TypeVar("Companion", Tensor, Tensor | None)
 
 #: What follows the batch dimensions.
 GROUPED: Final = {"query": "H, T, D", "key": "Hk, S, D", "value": "Hk, S, Dv"}
@@ -51,8 +52,8 @@ def flatten_operands(
 
 
 def flatten_companion(
-    argument: str, tensor: Tensor | None, batch: tuple[int, ...], layout: str
-) -> Tensor | None:
+    argument: str, tensor: Companion, batch: tuple[int, ...], layout: str
+) -> Companion:
     """A gate, bias or mask `[*batch, layout]`, whose sizes of 1 broadcast, as `[B or 1, layout]`.
 
     A tensor of fewer than two dimensions has no batch dimensions. Whether it is a tensor is checked later.

@@ -73,7 +73,6 @@ def mask_and_bias(
         if len(batch) > 1:
             batched = tuple(batch)
             key_padding_mask = flatten_companion("key_padding_mask", key_padding_mask, batched, "S")
-            assert key_padding_mask is not None
         real = _visible("key_padding_mask", key_padding_mask)
         terms += (KeyMask(real, "key_padding_mask"),)
         if self_attention and hides_rows:

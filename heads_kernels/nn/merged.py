@@ -24,9 +24,9 @@ class MergedAttention(GatedMultiheadAttention):
               + \bar X W_V^h \right) W_O^h + b_O, \quad \bar x_t = \frac{1}{t} \sum_{s \le t} x_s
 
     Call it as `layer(x, memory, key_padding_mask=...)`. A gate multiplies both parts of a head, so that a closed head
-    can be pruned. The average is over real rows: those that the `query_mask` or `query_lengths` of
-    `mask` hides are left out, and are 0 before `out_proj`. With a `KeyValueCache`, which holds the
-    sum of earlier rows, a decoding step takes constant time.
+    can be pruned. The average is over real rows: those that the `query_mask` or `query_lengths` of `mask` hides are
+    left out, and are 0 before `out_proj`. With a `KeyValueCache`, which holds the sum of earlier rows, a decoding step
+    takes constant time.
 
     Args:
         embed_dim, num_heads, options: as in `GatedMultiheadAttention`. `vdim` is `embed_dim`, since rows and memory
@@ -61,19 +61,14 @@ class MergedAttention(GatedMultiheadAttention):
 
 def _real_rows(mask: Mask, query: Tensor) -> Tensor | None:
     """bool `[B or 1, T]`: the rows that `mask` does not hide as padding; None: all."""
-    (B, T, _), real = query.shape, None
+    B, T, _ = query.shape
     for term in mask.terms:
-        rows: Tensor | None = None
-        if isinstance(term, (QueryMask, QueryLengths)):
-            visible = term.intervals(B, 1, T, 1, query.device).k_hi  # of a call with one key
-            assert visible is not None
-            rows = visible[:, 0] > 0
-        elif isinstance(term, (Documents, Bounds)):
+        if isinstance(term, (Documents, Bounds)):
             was = f"has {term.argument}, but the average is over all earlier rows"
             refuse("mask", was, "pass sequences as [B, T, embed_dim] with padding masks")
-        if rows is not None:
-            real = rows if real is None else real & rows
-    return real
+    padding = (term for term in mask.terms if isinstance(term, (QueryMask, QueryLengths)))
+    of_one_key = Mask.of(tuple(padding)).intervals(B, 1, T, 1, query.device)
+    return None if of_one_key.k_hi is None else of_one_key.k_hi[:, 0] > 0
 
 
 def _means(x: Tensor, real: Tensor | None, cache: KeyValueCache | None) -> Tensor:
