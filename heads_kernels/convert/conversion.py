@@ -72,7 +72,7 @@ class Report:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Of the table, with the number of features per head, or its range."""
+        """The row of the table; the features of a head are a number, or a range."""
         fewest, most = min(self.features), max(self.features)
         return (
             str(self.dim),

@@ -39,7 +39,7 @@ CHECKS: Final = tuple(
 
 
 def dtypes(backend: str, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Those that a backend is checked in, the one of most use first."""
+    """The dtypes that a backend is checked in, the most used first."""
     if backend == "triton" and TRITON_INTERPRETED:
         return (torch.float32,)  # Triton's interpreter multiplies bfloat16 wrongly
     if device.type == "cuda":
@@ -69,7 +69,7 @@ def refusals(device: torch.device) -> Iterator[dict[str, Any]]:
 def run_checks(
     backend: str, operators: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Before each check its name, "check"; after it also what is "wrong" in words, or ""."""
+    """Two rows of each check: before it its name, "check"; after it also what is "wrong" in words, or ""."""
     for operator, of, name in CHECKS:
         if operator not in operators:
             continue

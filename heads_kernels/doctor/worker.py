@@ -33,7 +33,7 @@ _BATCH: Final = {"cpu": 1, "cuda": 32}
 
 
 def ask(job: dict[str, Any]) -> tuple[list[dict[str, Any]], str, bool]:
-    """The rows of a worker, how it ended before its time in words or "", and whether time was what ended it."""
+    """Run a worker: its rows, how it ended early in words or "", and whether it ran out of time."""
     command = [sys.executable, "-m", __name__, json.dumps(job)]
     try:
         done = subprocess.run(

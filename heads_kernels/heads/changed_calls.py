@@ -1,5 +1,5 @@
-"""What modules of transformers check before their forward, once they were pruned or converted, and the caches of
-converted ones: one key for all heads, in the layout that the operator reads."""
+"""Checks before the forward of pruned and converted modules of transformers, and the caches of converted ones, which
+hold one key for all heads in the layout that the operator reads."""
 
 from __future__ import annotations
 

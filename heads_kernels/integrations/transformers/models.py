@@ -86,8 +86,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
 def release(model: Model) -> Model:
     """Undo `use` for a model or a part of one, which is then a stock model.
 
-    A head mask for a released part of a model in use raises
-    an error, since no layer reads it.
+    A head mask for a released part of a model in use raises an error, since no layer reads it.
 
     Args:
         model: a model in use, or a part or copy of one.
