@@ -217,6 +217,18 @@ def test_threads_do_not_share_head_masks() -> None:
         assert_alike(running[index].result(60), alone[index])
 
 
+def test_a_layer_that_another_thread_calls_reads_no_mask() -> None:
+    """It is called alone, within a pass that has one."""
+    model = use(build("bert"))
+    layer, x = model.encoder.layer[0], torch.randn(2, 5, model.config.hidden_size)
+    found = []
+    model.embeddings.register_forward_hook(
+        lambda *_: found.append(in_thread(partial(layer, x)).result(60))
+    )
+    outputs(model, head_mask=torch.zeros(4))
+    assert_alike(found[0], layer(x))
+
+
 @pytest.mark.check
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("checkpointing", [False, True])

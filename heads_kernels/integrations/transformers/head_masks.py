@@ -86,9 +86,14 @@ class PassState:
 
 
 class _Traced:
-    """Holds the pass for compiled code: `torch.compile` does not trace context variables."""
+    """Holds the pass for compiled code: `torch.compile` does not trace context variables.
+
+    Eager code between compiled parts reads it too, but only a pass that compiled code began: others may be those of
+    another thread.
+    """
 
     state: PassState | None = None
+    is_of_compiled_code = False
 
 
 _TRACED: Final = _Traced()
@@ -99,13 +104,14 @@ def pass_state() -> PassState | None:
     """The pass in progress: in eager code that of this thread."""
     if torch.compiler.is_compiling():
         return _TRACED.state
-    return _EAGER.get() or _TRACED.state
+    return _EAGER.get() or (_TRACED.state if _TRACED.is_of_compiled_code else None)
 
 
 def set_pass_state(state: PassState | None) -> None:
     """Make this the pass in progress."""
     is_read = state is not None and (state.given or state.statistics or state.collects)
     _TRACED.state = state if is_read else None
+    _TRACED.is_of_compiled_code = torch.compiler.is_compiling()
     if not torch.compiler.is_compiling():
         _EAGER.set(state)
 
