@@ -21,7 +21,7 @@ def prepare(model: nn.Module, layers: Iterable[int | str] | None) -> list[Projec
 
     transformers models that contain them run on the operators afterwards.
     """
-    named = choose_layers(attention_layers(model), layers, "layers")
+    named = choose_layers(attention_layers(model), layers)
     _use(model, named)
     chosen = with_projections(model, named)
     if layers is None:

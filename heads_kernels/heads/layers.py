@@ -143,21 +143,21 @@ def kind_of(module: Any, name: str) -> str:
 
 # ---------------------------------------------------------------------- layers and heads that are asked for
 def choose_layers(
-    there: list[AttentionLayer], layers: Iterable[int | str] | None, argument: str = "layers"
+    there: list[AttentionLayer], layers: Iterable[int | str] | None
 ) -> list[AttentionLayer]:
     """The layers of these indices or names, in the given order; all for None."""
     if layers is None:
         return there
     if isinstance(layers, str) or not isinstance(layers, Iterable):
-        refuse(argument, f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
+        refuse("layers", f"is {layers!r}", f"pass a list of layers: [{layers!r}]", TypeError)
     chosen: list[AttentionLayer] = []
     for key in layers:
-        layer = find_layer(there, key, argument)
+        layer = find_layer(there, key, "layers")
         if layer in chosen:
-            refuse(argument, f"names layer {layer.name!r} twice", "name it once")
+            refuse("layers", f"names layer {layer.name!r} twice", "name it once")
         chosen.append(layer)
     if not chosen:
-        refuse(argument, "is empty", "name at least one layer")
+        refuse("layers", "is empty", "name at least one layer")
     return chosen
 
 

@@ -281,13 +281,13 @@ class HardConcrete(HeadGate):
             gates = gates + ((gates > 0.5).to(gates.dtype) - gates).detach()
         return gates
 
-    def _binary(self) -> Tensor:
+    def _evaluated(self) -> Tensor:
+        logits = self._wide()
+        if self.evaluate == "mean":
+            return self._clipped(logits)
         # P(1) > P(0) as a bound of log_alpha; rounded, so that it is exactly 0 for a symmetric stretch.
         threshold = round((self._offset_one + self._offset_zero) / 2, 12)
-        return (self._wide() > threshold).to(self._wide().dtype)
-
-    def _evaluated(self) -> Tensor:
-        return self._binary() if self.evaluate == "binary" else self._clipped(self._wide())
+        return (logits > threshold).to(logits.dtype)
 
 
 def check_one_noise(head_gate: HeadGate) -> None:

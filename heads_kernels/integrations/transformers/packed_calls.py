@@ -312,14 +312,10 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
         if getattr(module, "observer", None) is not None or requests_statistics(module):
             return True
         gate = getattr(module, "head_gate", None)
-        if gate is not None and not (type(gate) is FixedGate or _is_shared(gate)):
+        is_shared = type(gate) is HardConcrete and not gate.per_sample  # by all examples
+        if gate is not None and not (type(gate) is FixedGate or is_shared):
             return True
     return False
-
-
-def _is_shared(gate: Any) -> bool:
-    """Whether all examples of a batch have the same gates."""
-    return type(gate) is HardConcrete and not gate.per_sample
 
 
 def _why_not(

@@ -90,8 +90,7 @@ def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     Raises:
         ValueError: an output differs.
     """
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        kwargs = {**kwargs, "use_cache": False}
+    kwargs = uncached(model, kwargs)
     found: list[list[Tensor]] = []
     for scale in (0.0, 1.0):
         own = Filling(scale)
@@ -105,6 +104,12 @@ def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
         instead = "pad on the other side, make the model without its pooler, give padding and the token after it "
         instead += "labels of -100, "
         refuse("unpad", was, f"{instead}or call use(model, unpad=False)")
+
+
+def uncached(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a model, so that it makes no cache."""
+    takes = inspect.signature(model.forward).parameters
+    return {**arguments, "use_cache": False} if "use_cache" in takes else arguments
 
 
 def _filled(

@@ -19,7 +19,7 @@ from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers.head_masks import PLACE
-from heads_kernels.integrations.transformers.packed_check import differ, outputs_of
+from heads_kernels.integrations.transformers.packed_check import differ, outputs_of, uncached
 from heads_kernels.integrations.transformers.support import family
 from heads_kernels.integrations.transformers.unpadding import UNPADDED
 from heads_kernels.nn.multihead import Context
@@ -95,8 +95,8 @@ def _try(model: PreTrainedModel, attention: list[nn.Module], context: Context) -
     }
     part = {name: context.split(each, 1) for name, each in whole.items()}
     with _under(attention, None):
-        (expected,) = outputs_of(model, device, ((), _without_cache(model, whole)))
-    (found,) = outputs_of(model, device, ((), _without_cache(model, part)))
+        (expected,) = outputs_of(model, device, ((), uncached(model, whole)))
+    (found,) = outputs_of(model, device, ((), uncached(model, part)))
     expected = [context.split(e, 1) if e.shape[:2] == (1, T) else e for e in expected]
     is_same, worst = differ(model, expected, found, (1, _TRIAL), T)
     failed = torch.tensor(float(not is_same), device=device)
@@ -105,11 +105,6 @@ def _try(model: PreTrainedModel, attention: list[nn.Module], context: Context) -
         was = f"is a {family(model)}, whose outputs for parts are not those for whole sequences"
         was += f" (relative difference {worst:.1e}), or not one for each token"
         refuse("module", was, "use a model that works token by token outside of attention")
-
-
-def _without_cache(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    takes = inspect.signature(model.forward).parameters
-    return arguments | ({"use_cache": False} if "use_cache" in takes else {})
 
 
 def _check_call(
@@ -142,4 +137,4 @@ def _check_call(
     if tokens is not None and mask is not None and mask.shape != tokens.shape[:2]:
         was = f"has shape {list(mask.shape)}, but this process has tokens {list(tokens.shape[:2])}"
         refuse("attention_mask", was, "pass context.split(attention_mask, 1)")
-    return args, _without_cache(model, kwargs)
+    return args, uncached(model, kwargs)

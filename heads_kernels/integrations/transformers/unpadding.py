@@ -11,7 +11,6 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -202,11 +201,10 @@ def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _padded(mask: PackedMask, output: Any) -> Any:
-    is_packed = partial(_is_packed, N=mask.sizes[3])
     packing, own = mask.padding.packing, filling.get()
 
     def pad_back(each: Any) -> Any:
-        if not is_packed(each):
+        if not has_tokens(each) or each.shape[:2] != (1, mask.sizes[3]):
             return each
         padded = packing.pad_back(each)
         return padded if own is None else own.fill(padded, packing)
@@ -241,7 +239,3 @@ def _checked(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     except BaseException:
         own.checked = 0
         raise
-
-
-def _is_packed(value: Any, N: int) -> bool:
-    return has_tokens(value) and value.shape[:2] == (1, N)
