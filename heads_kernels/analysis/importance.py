@@ -80,8 +80,8 @@ def importance(
         data: an iterable of batches, for "patching" of pairs of batches.
         loss: `loss(model, batch)` returns a scalar, the SUM over the examples of the batch (a mean times B), the losses
             of the examples `[B]`, or outputs `[B, ...]`.
-        layers: indices or names of the layers whose heads are scored; default all. Those of a tower of a model may be
-            named alone, for one whose towers run on batches of different sizes.
+        layers: indices or names of the layers whose heads are scored; default all. If the towers of a model run on
+            batches of different sizes, name the layers of one.
         method: see the table.
         reduce: where "gradient" takes the absolute value.
 

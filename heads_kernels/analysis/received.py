@@ -17,13 +17,13 @@ from heads_kernels.nn.attention_call import AttentionCall
 
 @dataclass(frozen=True, eq=False)
 class HeadReceived:
-    """What the tokens of each example receive from the query rows, in the mean.
+    """The mean attention that the tokens of each example receive from its query rows.
 
     Attributes:
         layers: names of the layers, in the order of `attention_layers`.
         kinds: "encoder", "decoder" or "cross" of each.
         examples: of each layer and each example `[H, S]`, float, on the CPU: a number for each head and each of the
-            example's keys that is a token. Together they are 1 where there are no sinks. A layer without heads has no
+            example's keys that is a token. Without sinks they sum to 1 over the keys. A layer without heads has no
             examples.
     """
 

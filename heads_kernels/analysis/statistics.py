@@ -93,8 +93,8 @@ def statistics(
             `hk.integrations.transformers.use(model)`.
         data: an iterable of batches, each a mapping of keyword arguments, a tuple or list of arguments, or one argument
             of the model.
-        layers: indices or names of the layers to read; default all. Name those of a tower of a model if data do not
-            reach the others.
+        layers: indices or names of the layers to read; default all. If the data reach only one tower of a model, name
+            its layers.
         exclude_keys: tokens that may not be the most probable key, for `confidence` and `offsets`: [CLS], [SEP], EOS.
             Nothing is renormalised, and their rows count. Token ids, looked up in the batch's `input_ids`
             (`decoder_input_ids` for the keys of a decoder), or a function of the batch that returns bool `[B, S]`, or

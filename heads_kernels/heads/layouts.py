@@ -225,7 +225,7 @@ def form_of(module: nn.Module) -> HeadLayout | None:
 
 
 def calls_interface(module: nn.Module) -> bool:
-    """Whether a module calls transformers' attention function, or the operator instead of its own code."""
+    """Whether a module calls transformers' attention function, or has a replaced forward that calls the operator."""
     kind: Any = type(module)
     return getattr(module, "calls_operator", False) or class_calls_interface(kind)
 

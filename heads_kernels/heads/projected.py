@@ -1,4 +1,4 @@
-"""The layers of a model whose heads are known in its weights, for what changes weights: pruning, conversion, files."""
+"""The layers whose heads are known in the weights of a model: those that pruning, conversion and files can change."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class ProjectedLayer(AttentionLayer):
 def layer_of(
     holder: nn.Module, layout: HeadLayout, index: int = 0, name: str = ""
 ) -> ProjectedLayer:
-    """The layer of this index and name, whose parts are in `holder` where `layout` says."""
+    """The layer of this index and name; `layout` says where its parts are in `holder`."""
     module = at_path(holder, layout.inner)
     D = at_path(holder, layout.head_dim)
     Dv = at_path(holder, layout.value_dim) if layout.value_dim else D

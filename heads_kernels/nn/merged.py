@@ -1,4 +1,4 @@
-"""Merged attention: attention to an encoder beside the average of a decoder's earlier rows."""
+"""Merged attention: attention to an encoder, plus the average of a decoder's rows so far."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def unpad(x: Tensor, real: Tensor) -> tuple[Tensor, Mask, Callable[[Tensor], Ten
 
     Returns:
         `x` packed, `[1, N, ...]`; the `hk.Mask` of its documents; and the function that makes `[B, T, ...]` of
-        `[1, N, ...]`, with zeros for padding. Both ways gradients flow.
+        `[1, N, ...]`, with zeros for padding. Gradients flow both ways.
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         was = f"has shape {shape_of(x)}" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
