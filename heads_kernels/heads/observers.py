@@ -32,8 +32,8 @@ def observed(observers: Iterable[tuple[AttentionLayer, Observer]]) -> Iterator[N
 
     Raises:
         ValueError: the attention function of a layer is not this package's, now or in a forward pass; its module has an
-            observer that was set by hand; in a forward pass, the module does not call its observer, or drops the change
-            that it returns.
+            observer that was set by hand; in a forward pass, the module does not call its observer, drops the change
+            that it returns, or is a replica of `nn.DataParallel`.
     """
     observers = list(observers)
     for layer, _ in observers:
@@ -93,7 +93,10 @@ class _Slot:
         return change_in_turn
 
     def _check_called(self, module: nn.Module, *_: object) -> None:
-        """A forward hook of the layer."""
+        """A forward hook of the layer, which its replicas share."""
+        if module is not self._layer.module:
+            was = "runs as a replica of nn.DataParallel, on a thread that a block does not see"
+            refuse(str(self._layer), was, "run the model that it holds: parallel.module")
         check_runs_operators(self._layer)
         is_a = f"is a {type(module).__name__}, which does not"
         if not self._was_called:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import threading
 
 import pytest
@@ -131,6 +132,22 @@ def test_bad_use_is_refused() -> None:
     layer.observer = None
     with pytest.raises(ValueError, match="names layer 3"), hk.analysis.observe(layer, print, [3]):
         pass
+
+
+def test_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nn.DataParallel` runs them on threads that entered no block."""
+    replicating = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(
+        replicating,
+        "_broadcast_coalesced_reshape",
+        lambda tensors, devices, detach=False: [[*tensors] for _ in devices],
+    )
+    model, x = nn.Sequential(hk.nn.GatedMultiheadAttention(16, 4)), torch.randn(1, 5, 16)
+    with hk.analysis.observe(model, print):
+        replica = replicating.replicate(model, [0])[0]
+        with pytest.raises(ValueError, match="runs as a replica of nn"):
+            replica(x)
+    assert torch.equal(replicating.replicate(model, [0])[0](x)[0], model(x)[0])
 
 
 class Observed(House):
