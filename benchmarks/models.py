@@ -21,8 +21,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks import minilm
-from benchmarks.measure import Row
-from benchmarks.results import Found
+from benchmarks.measure import Found, Row
 from benchmarks.settings import Settings
 from heads_kernels.testing import time_in_turn
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from benchmarks.measure import Found
 from benchmarks.peak import peak_memory
-from benchmarks.results import Found
 from benchmarks.settings import Settings
 from heads_kernels.testing import time_in_turn
 
