@@ -232,10 +232,20 @@ def measure(settings: Settings) -> Iterator[Found]:
             yield found
 
 
+def timed(calls: dict[str, Callable[[], object]], budget_s: float, least: int) -> list[Row]:
+    """All candidates in turn; `times_stock` is the stock model's time by theirs."""
+    times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
+    ms = {candidate: timing.median * 1e3 for candidate, timing in times.items()}
+    return [
+        {"candidate": candidate, "ms": ms[candidate], "times_stock": ms[WHOLE[0]] / ms[candidate]}
+        for candidate in calls
+    ]
+
+
 def rows(
     name: str, models: dict[str, Model], batch: Batch, budget_s: float, least: int
 ) -> list[Row]:
-    """All candidates in turn, in every use that the model has; `times_stock` is the stock model's time by theirs."""
+    """All candidates in every use that the model has."""
     found = []
     stock = models[WHOLE[0]]
     for use, prepare in USES.items():
@@ -243,13 +253,10 @@ def rows(
             continue
         given = prompts(stock, batch) if use == "generation" else batch
         calls = {candidate: prepare(model, given) for candidate, model in models.items()}
-        times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
-        ms = {candidate: timing.median * 1e3 for candidate, timing in times.items()}
         found += [
-            {"model": name, "batch": str(batch), "use": use, "candidate": candidate,
-             "ms": ms[candidate], "times_stock": ms[WHOLE[0]] / ms[candidate]}
-            for candidate in models
-        ]  # fmt: skip
+            {"model": name, "batch": str(batch), "use": use, **row}
+            for row in timed(calls, budget_s, least)
+        ]
     return sorted(found, key=lambda row: [*models].index(row["candidate"]))
 
 

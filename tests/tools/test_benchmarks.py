@@ -194,7 +194,7 @@ def test_failed_check_is_said_and_not_timed(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--threads", "0"], "--threads: is '0'"),
+        (["--threads", "0"], "--threads: invalid choice: 0 (choose from 1"),
         (["--only", "nonsense"], "--only 'nonsense' matches none of gated_dense"),
         (["--json", "/no/such/folder/x.json"], "not there or not writable"),
         (["--keep"], "--keep is for whole runs"),
