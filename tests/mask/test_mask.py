@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from heads_kernels.checks import MAX_LENGTH
 from heads_kernels.mask import UNBOUNDED, Intervals, Mask, as_mask
 from tests.mask.masks import all_real, every_kind, longs
 
@@ -234,11 +233,6 @@ def test_arithmetic_masks_are_two_integers_and_no_tensor() -> None:
     for mask, band in masks.items():
         intervals = mask.intervals(2, 3, 5, 8, torch.device("cuda"))  # no device is touched
         assert tuple(intervals) == tuple(Intervals(*band))
-    wide = Mask(causal="lower_right", window=(UNBOUNDED - 1, UNBOUNDED - 1))
-    for rows, keys in ((5, MAX_LENGTH), (MAX_LENGTH, 5)):  # sums with a row fit int32
-        found = wide.compute_intervals(1, 1, rows, keys, "cpu")
-        assert -UNBOUNDED <= found.band_lo <= found.band_hi <= UNBOUNDED
-    assert MAX_LENGTH < UNBOUNDED
 
 
 # ---------------------------------------------------------------------- bool tensors

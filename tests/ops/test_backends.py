@@ -120,10 +120,13 @@ def test_rows_of_dout_may_be_anywhere(operator: str, backend: str) -> None:
         assert_same_bits(backend, found, expected)
 
 
-def on_gpu(index: int) -> dict[str, torch.Tensor]:
+def on_gpu(index: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Arguments that are there by name only; in a FakeTensorMode."""
-    given = tensors("gated_attention", dtype=torch.float32)
-    return {name: torch.empty(t.shape, device=f"cuda:{index}") for name, t in given.items()}
+    device = f"cuda:{index}"
+    return {
+        name: torch.empty(t.shape, dtype=dtype, device=device)
+        for name, t in tensors("gated_attention").items()
+    }
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -237,18 +240,13 @@ def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 def test_float32_prefers_tensor_cores(
-    operator: str, dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the variable names another order."""
     serving("triton", "cuda", "eager")
     with FakeTensorMode():
-        given = {
-            name: torch.empty(t.shape, dtype=dtype, device="cuda:0")
-            for name, t in tensors(operator).items()
-        }
-        problem = parsed(operator, **given)
+        problem = gated(**on_gpu(0, dtype))
         choice = dispatch.choose(problem)
         first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
         assert choice.backend == dispatch.select(problem) == first
