@@ -20,10 +20,9 @@ from torch import Tensor
 import heads_kernels as hk
 from benchmarks import minilm
 from benchmarks.measure import Found, Row
-from benchmarks.models import WHOLE, timed
+from benchmarks.models import WHOLE, Model, timed
 from benchmarks.settings import Settings
 
-Model = Any
 Calibration = Mapping[str, Any]
 
 #: Cosine, Spearman and top-1 agreement that activation-aware decompositions with the same number of features in every

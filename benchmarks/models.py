@@ -92,7 +92,7 @@ def bert_base() -> Model:
     """BERT-base as its configuration's defaults give it, random weights."""
     import transformers
 
-    return _random(transformers.BertModel, transformers.BertConfig(), add_pooling_layer=False)
+    return random_model(transformers.BertModel, transformers.BertConfig(), add_pooling_layer=False)
 
 
 def llama(layers: int = 6) -> Model:
@@ -102,7 +102,7 @@ def llama(layers: int = 6) -> Model:
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1408,
         num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
         eos_token_id=None, pad_token_id=0)  # fmt: skip
-    return _random(transformers.LlamaForCausalLM, config)
+    return random_model(transformers.LlamaForCausalLM, config)
 
 
 def t5(layers: int = 6) -> Model:
@@ -112,10 +112,11 @@ def t5(layers: int = 6) -> Model:
     config: Any = transformers.T5Config(vocab_size=VOCABULARY, num_layers=layers, eos_token_id=None,
         pad_token_id=0)  # fmt: skip
     config.decoder_start_token_id = 0
-    return _random(transformers.T5ForConditionalGeneration, config)
+    return random_model(transformers.T5ForConditionalGeneration, config)
 
 
-def _random(kind: Any, config: Any, **options: Any) -> Model:
+def random_model(kind: Any, config: Any, **options: Any) -> Model:
+    """On SDPA, in evaluation mode; the same every time."""
     torch.manual_seed(0)
     model: Model = kind(config, **options)
     model.set_attn_implementation("sdpa")
