@@ -12,9 +12,9 @@ import torch
 import heads_kernels as hk
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.library import load
-from tests.ops.calls import NAMES, good, parsed, serve
+from tests.ops.calls import NAMES, B, D, Dv, H, S, T, good, parsed, serve
 
-B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
+Hk = 2
 Bad = dict[str, Any]
 f32 = torch.zeros
 

@@ -19,11 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import heads_kernels as hk
 from heads_kernels import backends, dispatch
 from heads_kernels.ops import direct
-from tests.ops.calls import B, D, Dv, H, S, T, tensors
+from tests.ops.calls import OPERATORS, B, D, Dv, H, S, T, tensors
 
 pytestmark = pytest.mark.skipif(backends.CPU_MISSING != "", reason=backends.CPU_MISSING)
 
-OPERATORS = ("gated_attention", "collaborative_attention")
 NAME = "heads_kernels::attention"
 
 

@@ -28,11 +28,12 @@ if not TRITON_INTERPRETED:
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Gradients, Results
 from heads_kernels.ops.triton import backend as triton_backend
-from heads_kernels.ops.triton import forward, gluon_backward, gluon_forward, specialized, tiles
+from heads_kernels.ops.triton import forward, gluon_backward, gluon_forward, specialized
 from heads_kernels.ops.triton.gluon_tiles import place_of
 from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import CASES, GatedCase, check, masks
+from tests.ops.calls import on_kind_of_gpu
 from tests.support.gluon_emulator import emulated
 from tests.support.gluon_machine import ORDERS
 from tests.support.poison import hide
@@ -173,10 +174,7 @@ def chosen(
     if options.get("dropout_p"):
         call = call._replace(seed=torch.zeros(5, dtype=torch.int64))
     nothing = torch.empty(0)
-    with (
-        mock.patch.object(tiles, "TRITON_INTERPRETED", False),
-        mock.patch.object(tiles, "_kind_of_target", return_value=kind),
-    ):
+    with on_kind_of_gpu(kind):
         if kernel == "forward":
             out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
             results = Results(out, nothing, nothing)
