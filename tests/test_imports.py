@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.support.commands import ROOT, python
+
 #: What a user may not have: imported where it is used, never by `import heads_kernels`.
 OPTIONAL = {
     "triton", "transformers", "tokenizers", "safetensors", "rich", "jinja2", "matplotlib", "psutil",
@@ -20,10 +18,7 @@ def loaded_by(code: str) -> set[str]:
     code = (
         f"import sys, torch; before = set(sys.modules); {code}; print(*set(sys.modules) - before)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    return set(run.stdout.split())
+    return set(python("-c", code).stdout.split())
 
 
 def test_import_needs_no_extra() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 import types
 import warnings
@@ -21,6 +19,7 @@ from heads_kernels import backends, dispatch
 from heads_kernels.call import Call
 from heads_kernels.ops import buffers
 from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, parsed, tensors
+from tests.support.commands import python
 
 Unsupported = Callable[[Call], list[str]]
 
@@ -294,13 +293,10 @@ x = torch.randn(1, 2, 3, 4, requires_grad=True)
 torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
 print(hk.explain("gated_attention", x, x, x))
 """
-    for value, words in (
-        ("eager,cuda", "runs on 'eager'"),
-        ("tritn", "ValueError: HEADS_KERNELS_"),
-    ):
-        env = {**os.environ, dispatch.VARIABLE: value}
-        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-        assert words in run.stdout + run.stderr
+    run = python("-c", code, **{dispatch.VARIABLE: "eager,cuda"})
+    assert "runs on 'eager'" in run.stdout
+    run = python("-c", code, status=1, **{dispatch.VARIABLE: "tritn"})
+    assert "ValueError: HEADS_KERNELS_" in run.stderr
 
 
 @pytest.mark.parametrize("ask", ["_unsupported_by_cuda", "_unsupported_by_triton"])

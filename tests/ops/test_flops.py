@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ import heads_kernels as hk
 from heads_kernels.call import Call, backward_flops, forward_flops
 from heads_kernels.testing import CASES, Case, Inputs, find
 from tests.ops.calls import DIFFERENTIABLE, call, parsed
+from tests.support.commands import python
 from tests.support.plain import plain
 
 QUICK = [case for case in CASES if "model" not in case.tags]
@@ -81,8 +80,7 @@ def test_the_counter_may_be_imported_first_or_last(
     pairs = 2 * 4 * 4
     if counter_first:
         imports = "import torch; from torch.utils.flop_counter import FlopCounterMode; "
-        command = [sys.executable, "-c", f"{imports}import heads_kernels as hk\n{COUNT}"]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        printed = python("-c", f"{imports}import heads_kernels as hk\n{COUNT}").stdout
     else:
         exec(COUNT, {"torch": torch, "hk": hk, "FlopCounterMode": FlopCounterMode})
         printed = capsys.readouterr().out
