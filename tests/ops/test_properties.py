@@ -172,7 +172,14 @@ def test_few_rows_are_accurate(
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        *(pytest.param(dtype, marks=pytest.mark.check) for dtype in (torch.float16, torch.float64)),
+    ],
+)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_few_rows_with_tokens_first(operator: str, dtype: torch.dtype) -> None:
     """A cache whose heads are next to each other, some of them closed; a task reads several of its heads."""
