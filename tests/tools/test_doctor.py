@@ -15,7 +15,7 @@ from heads_kernels.dispatch import VARIABLE
 from heads_kernels.doctor import checks, command, worker
 from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, run_checks
 from heads_kernels.doctor.worker import SHAPES, sdpa
-from heads_kernels.ops import cpu
+from heads_kernels.ops import cpu, direct
 from heads_kernels.testing import find
 from tests.support.alike import assert_alike
 from tests.support.commands import ROOT, python
@@ -36,11 +36,11 @@ SITE = """
 import os, sys
 if sys.argv[0] == "-m":  # the arguments are not there yet: of the command and of its workers
     import torch
-    from heads_kernels.ops import cpu
+    from heads_kernels.ops import cpu, direct
     original = cpu.forward
     def broken(call, results):
         {0}
-    cpu.forward, cpu.attend = broken, lambda call: None  # every call runs as an op
+    cpu.forward, direct.attend = broken, lambda call, backend: None  # every call runs as an op
 """
 
 
@@ -74,7 +74,7 @@ def test_a_wrong_result_and_an_exception_fail(
     scope: dict[str, Any] = {"original": cpu.forward}
     exec(f"def broken(call, results):\n    {BROKEN[how]}", scope)
     monkeypatch.setattr(cpu, "forward", scope["broken"])
-    monkeypatch.setattr(cpu, "attend", lambda call: None)  # every call runs as an op
+    monkeypatch.setattr(direct, "attend", lambda call, backend: None)  # every call runs as an op
     rows = run_checks("cpu", ["gated_attention"], torch.float32, CPU)
     row = next(row for row in rows if "wrong" in row)
     assert row["check"] == FIRST
