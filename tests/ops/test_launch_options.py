@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from heads_kernels.ops import buffers
+from heads_kernels.ops.triton import tiles
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.operands import Bias, Rows, Terms
 from heads_kernels.ops.triton.tiles import Tiles, tiles_for
@@ -86,6 +87,18 @@ def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> 
     assert buffers.splits_of(32, 150, like) == 3  # 450 programs, not 150
     assert buffers.splits_of(32, 400, like) == 1
     assert buffers.splits_of(2, 10, like) == 2
+
+
+def test_kinds_of_gpus() -> None:
+    kinds = {
+        (8, 0): "sm_80",
+        (8, 7): "sm_80",
+        (9, 0): "sm_90",
+        (10, 0): "sm_100",
+        (10, 3): "sm_100",
+    }
+    kinds |= dict.fromkeys([(7, 5), (8, 6), (8, 9), (12, 0), None], "other")
+    assert {capability: tiles._kind_of(capability) for capability in kinds} == kinds
 
 
 @pytest.mark.parametrize("kind", ["sm_100", "sm_90", "sm_80", "other"])
