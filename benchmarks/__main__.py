@@ -55,19 +55,13 @@ def _parser() -> argparse.ArgumentParser:
             f"where they are named, {', '.join(run.ON_REQUEST)}")  # fmt: skip
     parser.add_argument("--floor", action="store_true",
         help="beside every time the least that this machine allows (--full has it always)")  # fmt: skip
-    parser.add_argument("--threads", type=_threads, metavar="N", help="default: as torch has it")
+    parser.add_argument("--threads", type=int, choices=range(1, (os.cpu_count() or 1) + 1),
+        metavar="N", help="default: as torch has it")  # fmt: skip
     parser.add_argument("--dtype", choices=_DTYPES, help="default: float32, on a GPU bfloat16")
     parser.add_argument("--json", type=_json_path, metavar="PATH", help="write all numbers here")
     parser.add_argument("--keep", action="store_true",
         help="add this run to benchmarks/results/<machine>.jsonl")  # fmt: skip
     return parser
-
-
-def _threads(text: str) -> int:
-    most = os.cpu_count() or 1
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"is {text!r}; pass a number from 1 to {most}, the cores")
-    return int(text)
 
 
 def _json_path(text: str) -> Path:

@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,12 +19,10 @@ from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks import minilm
-from benchmarks.measure import Row
-from benchmarks.results import Found
+from benchmarks.measure import Found, Row
+from benchmarks.models import WHOLE, Model, timed
 from benchmarks.settings import Settings
-from heads_kernels.testing import time_in_turn
 
-Model = Any
 Calibration = Mapping[str, Any]
 
 #: Cosine, Spearman and top-1 agreement that activation-aware decompositions with the same number of features in every
@@ -111,7 +110,7 @@ def candidates(stock: Model, models: Sequence[Converted], dims: Sequence[int]) -
     """The stock model, the same on our operators, and those with `dims` features."""
     ours = hk.integrations.transformers.use(copy.deepcopy(stock))
     chosen = {f"{one.method} {one.dim}": one.model for one in models if one.dim in dims}
-    return {"stock SDPA": stock, "ours": ours, **chosen}
+    return {WHOLE[0]: stock, "ours": ours, **chosen}
 
 
 def speeds(models: dict[str, Model], tokens: int, budget_s: float, least: int) -> Iterator[Row]:
@@ -119,20 +118,11 @@ def speeds(models: dict[str, Model], tokens: int, budget_s: float, least: int) -
     for T in LENGTHS:
         B = tokens // T
         ids = torch.randint(1000, 20_000, (B, T), generator=torch.Generator().manual_seed(T))
-        calls = {name: _inference(model, ids) for name, model in models.items()}
-        times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
-        for name in models:
-            ms = times[name].median * 1e3
-            yield {"T": T, "B": B, "candidate": name, "ms": ms,
-                "times_stock": times["stock SDPA"].median * 1e3 / ms}  # fmt: skip
-
-
-def _inference(model: Model, ids: Tensor) -> Callable[[], object]:
-    @torch.inference_mode()
-    def call() -> object:
-        return model(input_ids=ids)
-
-    return call
+        calls: dict[str, Callable[[], object]] = {
+            name: torch.inference_mode()(partial(model, input_ids=ids))
+            for name, model in models.items()
+        }
+        yield from ({"T": T, "B": B, **row} for row in timed(calls, budget_s, least))
 
 
 def measure(settings: Settings) -> Iterator[Found]:

@@ -1,9 +1,12 @@
-"""Times of a workload: every candidate in turn, in this process; on a GPU between events, on a cold L2 cache."""
+"""Times of a workload and of a call alone: every candidate in turn, in this process.
+
+On a GPU they are taken between events, on a cold L2 cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import torch
@@ -32,6 +35,23 @@ MOST_SPREAD: Final = 1.5
 #: spread    the largest ratio of a median to the fastest sample among these
 #: dense_flops, floor   where there are any; kept runs may lack them, and of baselines all but the median
 Row = dict[str, Any]
+
+#: A format string of a row's fields, or a function of a row.
+Column = str | Callable[[Row], str]
+
+
+@dataclass
+class Found:
+    """A table of a part of the benchmark: its rows, how they are shown, and what was wrong.
+
+    `part` is what `--only` picks it by, and the key of its rows in the results file.
+    """
+
+    part: str
+    title: str
+    columns: Mapping[str, Column]
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 def disturbed(row: Row) -> bool:
@@ -109,3 +129,34 @@ def _plain(timing: Timing) -> dict[str, Any]:
 def explain(inputs: Inputs) -> hk.Choice:
     """Which backend runs this call."""
     return hk.explain(inputs.operator, **inputs.arguments())
+
+
+def overhead(settings: Settings) -> Iterator[Found]:
+    """Microseconds of a call without gradients on tensors that are too small to matter, B1 H2 T4 D8."""
+    place = settings.place
+    query, key, value = torch.randn(3, 1, 2, 4, 8, device=place)
+    shared_query, shared_key = torch.randn(2, 1, 4, 8, device=place)
+    gate, mixing = torch.rand(2, device=place), torch.rand(2, 8, device=place)
+    real = torch.arange(4, device=place)[None] < 3
+    mask = hk.Mask(key_mask=real)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    calls: dict[str, Call] = {
+        "gated_attention": lambda: hk.gated_attention(query, key, value),
+        "gated_attention with a gate": lambda: hk.gated_attention(query, key, value, gate=gate),
+        "collaborative_attention": lambda: hk.collaborative_attention(
+            shared_query, shared_key, value, mixing
+        ),
+        "gated_attention with a kept Mask": lambda: hk.gated_attention(query, key, value, mask),
+        "SDPA": lambda: sdpa(query, key, value),
+        "SDPA with a mask": lambda: sdpa(query, key, value, attn_mask=real[:, None, None]),
+        "SDPA times gate": lambda: sdpa(query, key, value) * gate[:, None, None],
+        "eager times gate": lambda: (
+            (query @ key.mT * 8**-0.5).softmax(-1) @ value * gate[:, None, None]
+        ),
+    }
+    budget = settings.effort().budget_s
+    times = time_in_turn(calls, device=place, budget_s=budget, least=20, warmup=20)
+    found = Found("overhead", "Overhead of a call without gradients",
+        {"B1 H2 T4 D8": "{call}", "microseconds": "{us:.1f}"})  # fmt: skip
+    found.rows = [{"call": name, "us": timing.median * 1e6} for name, timing in times.items()]
+    yield found

@@ -78,10 +78,9 @@ def tokens(count: int) -> tuple[Tensor, Tensor]:
     return ids, torch.tensor([len(row) for row in rows])
 
 
-def batches(count: int, size: int, rows: slice = slice(None)) -> list[dict[str, Tensor]]:
-    """Those `rows` of `count` sentences in batches of `size`, as the model takes them, padded on the right."""
+def batches(count: int, size: int) -> list[dict[str, Tensor]]:
+    """`count` sentences in batches of `size`, as the model takes them, padded on the right."""
     ids, lengths = tokens(count)
-    ids, lengths = ids[rows], lengths[rows]
     found = []
     for start in range(0, len(ids), size):
         length = lengths[start : start + size]

@@ -21,8 +21,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks import minilm
-from benchmarks.measure import Row
-from benchmarks.results import Found
+from benchmarks.measure import Found, Row
 from benchmarks.settings import Settings
 from heads_kernels.testing import time_in_turn
 
@@ -93,7 +92,7 @@ def bert_base() -> Model:
     """BERT-base as its configuration's defaults give it, random weights."""
     import transformers
 
-    return _random(transformers.BertModel, transformers.BertConfig(), add_pooling_layer=False)
+    return random_model(transformers.BertModel, transformers.BertConfig(), add_pooling_layer=False)
 
 
 def llama(layers: int = 6) -> Model:
@@ -103,7 +102,7 @@ def llama(layers: int = 6) -> Model:
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1408,
         num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
         eos_token_id=None, pad_token_id=0)  # fmt: skip
-    return _random(transformers.LlamaForCausalLM, config)
+    return random_model(transformers.LlamaForCausalLM, config)
 
 
 def t5(layers: int = 6) -> Model:
@@ -113,10 +112,11 @@ def t5(layers: int = 6) -> Model:
     config: Any = transformers.T5Config(vocab_size=VOCABULARY, num_layers=layers, eos_token_id=None,
         pad_token_id=0)  # fmt: skip
     config.decoder_start_token_id = 0
-    return _random(transformers.T5ForConditionalGeneration, config)
+    return random_model(transformers.T5ForConditionalGeneration, config)
 
 
-def _random(kind: Any, config: Any, **options: Any) -> Model:
+def random_model(kind: Any, config: Any, **options: Any) -> Model:
+    """On SDPA, in evaluation mode; the same every time."""
     torch.manual_seed(0)
     model: Model = kind(config, **options)
     model.set_attn_implementation("sdpa")
@@ -233,10 +233,20 @@ def measure(settings: Settings) -> Iterator[Found]:
             yield found
 
 
+def timed(calls: dict[str, Callable[[], object]], budget_s: float, least: int) -> list[Row]:
+    """All candidates in turn; `times_stock` is the stock model's time by theirs."""
+    times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
+    ms = {candidate: timing.median * 1e3 for candidate, timing in times.items()}
+    return [
+        {"candidate": candidate, "ms": ms[candidate], "times_stock": ms[WHOLE[0]] / ms[candidate]}
+        for candidate in calls
+    ]
+
+
 def rows(
     name: str, models: dict[str, Model], batch: Batch, budget_s: float, least: int
 ) -> list[Row]:
-    """All candidates in turn, in every use that the model has; `times_stock` is the stock model's time by theirs."""
+    """All candidates in every use that the model has."""
     found = []
     stock = models[WHOLE[0]]
     for use, prepare in USES.items():
@@ -244,13 +254,10 @@ def rows(
             continue
         given = prompts(stock, batch) if use == "generation" else batch
         calls = {candidate: prepare(model, given) for candidate, model in models.items()}
-        times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
-        ms = {candidate: timing.median * 1e3 for candidate, timing in times.items()}
         found += [
-            {"model": name, "batch": str(batch), "use": use, "candidate": candidate,
-             "ms": ms[candidate], "times_stock": ms[WHOLE[0]] / ms[candidate]}
-            for candidate in models
-        ]  # fmt: skip
+            {"model": name, "batch": str(batch), "use": use, **row}
+            for row in timed(calls, budget_s, least)
+        ]
     return sorted(found, key=lambda row: [*models].index(row["candidate"]))
 
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 import heads_kernels as hk
+from benchmarks.measure import Found
+from benchmarks.models import Model, random_model
 from benchmarks.peak import peak_memory
-from benchmarks.results import Found
 from benchmarks.settings import Settings
 from heads_kernels.testing import time_in_turn
 
@@ -27,7 +28,6 @@ TOLERANCE: Final = 1e-5
 #: A token that stands at every tenth place.
 MARK: Final = 1
 
-Model = Any
 Reading = dict[str, Tensor]
 
 
@@ -35,7 +35,6 @@ def bert(layers: int, width: int, heads: int, longest: int) -> Model:
     """Random weights that make attention neither even nor a single key."""
     import transformers
 
-    torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=1000,
         hidden_size=width,
@@ -45,8 +44,7 @@ def bert(layers: int, width: int, heads: int, longest: int) -> Model:
         max_position_embeddings=longest,
         initializer_range=0.07,
     )
-    model: Model = transformers.BertModel(config, add_pooling_layer=False)
-    return model.eval()
+    return random_model(transformers.BertModel, config, add_pooling_layer=False)
 
 
 def tokens(B: int, T: int) -> Tensor:
@@ -120,7 +118,6 @@ def _measure(stock: Model, ids: Tensor, budget_s: float, found: Found) -> None:
     """A row of each way, unless ours finds other numbers than the maps."""
     eager, ours = copy.deepcopy(stock), hk.integrations.transformers.use(copy.deepcopy(stock))
     eager.set_attn_implementation("eager")
-    stock.set_attn_implementation("sdpa")
     T = ids.shape[1]
     wrong = differences(statistics(ours, ids), statistics_of_maps(eager, ids))
     found.failures = [f"statistics, T {T}: {text}" for text in wrong]

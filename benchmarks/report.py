@@ -14,8 +14,8 @@ from rich.text import Text
 
 from benchmarks.candidates import RIVALS
 from benchmarks.goals import Outcome, milliseconds, rate, ratio
-from benchmarks.measure import Row, disturbed
-from benchmarks.results import Found, Results
+from benchmarks.measure import Found, Row, disturbed
+from benchmarks.results import Results
 from benchmarks.settings import Device
 
 Cell = str | Text
@@ -106,8 +106,6 @@ class Report:
             [column.format(**row) if isinstance(column, str) else column(row) for column in columns]
             for row in found.rows
         ])  # fmt: skip
-        for note in found.notes:
-            self._note(note)
 
     def finish(self, rerun: str) -> None:
         """Notes, goals, the failures, and last a line to repeat, of closed heads where they were timed."""

@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,27 +19,10 @@ import torch
 
 import heads_kernels as hk
 from benchmarks.goals import Outcome, outcomes
-from benchmarks.measure import Row
+from benchmarks.measure import Found, Row
 from benchmarks.settings import Settings, word
 
-#: A format string of a row's fields, or a function of a row.
-Column = str | Callable[[Row], str]
 _HERE = Path(__file__).parent
-
-
-@dataclass
-class Found:
-    """A table of a part of the benchmark: its rows, how they are shown with `notes` under them, and what was wrong.
-
-    `part` is what `--only` picks it by, and the key of its rows in the results file.
-    """
-
-    part: str
-    title: str
-    columns: Mapping[str, Column]
-    rows: list[Row] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import import_module
 from typing import Final
 
 import torch
 
-from benchmarks import checks, measure, minilm
+from benchmarks import checks, conversion, measure, minilm, models, reading
 from benchmarks.goals import HAVE_GOALS
+from benchmarks.peak import memory
 from benchmarks.report import Report
 from benchmarks.results import Results
 from benchmarks.settings import Settings, on_threads
 from benchmarks.workloads import Workload, table
 
-#: Modules with `measure(settings)`, which yields tables. `--only` knows them by name.
-PARTS: Final = ("memory", "overhead")
+#: Parts beside the workloads, which yield tables. `--only` knows them by name.
+PARTS: Final = {"memory": memory, "overhead": measure.overhead}
 #: Those that a run has only where `--only` is their name: minutes each, and on the CPU.
-ON_REQUEST: Final = ("models", "reading", "conversion")
+ON_REQUEST: Final = {
+    "models": models.measure, "reading": reading.measure, "conversion": conversion.measure,
+}  # fmt: skip
 
 _SENTENCES: Final = {"smoke": 4, "quick": 32, "full": 64}
 
@@ -122,7 +124,7 @@ def _parts(names: Sequence[str], report: Report) -> None:
             continue
         _step(report.results, name)
         try:
-            for found in import_module(f"benchmarks.{name}").measure(report.results.settings):
+            for found in (PARTS | ON_REQUEST)[name](report.results.settings):
                 report.results.add(found)
                 if found.rows:
                     report.part(found)

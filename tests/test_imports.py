@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.support.commands import ROOT, python
+
 #: What a user may not have: imported where it is used, never by `import heads_kernels`.
 OPTIONAL = {
     "triton", "transformers", "tokenizers", "safetensors", "rich", "jinja2", "matplotlib", "psutil",
@@ -15,32 +13,27 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-def loaded_by(code: str) -> set[str]:
-    """The modules that `code` loads beyond those of `import torch`, in a process of its own."""
-    code = (
-        f"import sys, torch; before = set(sys.modules); {code}; print(*set(sys.modules) - before)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    return set(run.stdout.split())
+LOADED = """
+import sys, torch
+before = set(sys.modules)
+import heads_kernels as hk
+print(*set(sys.modules) - before)
+[getattr(hk, name) for name in dir(hk)]
+print(*set(sys.modules) - before)
+"""
 
 
-def test_import_needs_no_extra() -> None:
-    """The operators are loaded, and neither the parts around them nor a slow module of torch."""
-    modules = loaded_by("import heads_kernels")
-    assert "heads_kernels.functional" in modules
-    assert not {name.split(".")[0] for name in modules} & OPTIONAL
-    parts = {name.split(".")[1] for name in modules if name.startswith("heads_kernels.")}
+def test_imports_need_no_extra() -> None:
+    """Of the package: it loads operators, no parts around them and no slow module of torch; its names load the rest."""
+    lean, whole = (set(line.split()) for line in python("-c", LOADED).stdout.splitlines())
+    for modules in (lean, whole):
+        assert not {name.split(".")[0] for name in modules} & OPTIONAL
+    assert "heads_kernels.functional" in lean
+    parts = {name.split(".")[1] for name in lean if name.startswith("heads_kernels.")}
     assert not parts & {"analysis", "convert", "heads", "nn", "report", "testing"}
     # The first loads Triton; the second takes longer than the package and half of PyTorch.
-    assert not modules & {"torch.utils.flop_counter", "torch._dynamo"}
-
-
-def test_all_that_is_public_needs_no_extra() -> None:
-    modules = loaded_by("import heads_kernels as hk; [getattr(hk, name) for name in dir(hk)]")
-    assert {f"heads_kernels.{name}" for name in ("analysis", "convert", "nn")} <= modules
-    assert not {name.split(".")[0] for name in modules} & OPTIONAL
+    assert not lean & {"torch.utils.flop_counter", "torch._dynamo"}
+    assert {f"heads_kernels.{name}" for name in ("analysis", "convert", "nn")} <= whole
 
 
 def test_only_bindings_know_python() -> None:

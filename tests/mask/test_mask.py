@@ -1,4 +1,4 @@
-"""`Mask` against the meaning of its arguments, spelled out pair by pair (`sees`)."""
+"""`Mask` against the meaning of its arguments, pair by pair (`oracle`)."""
 
 from __future__ import annotations
 
@@ -16,63 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from heads_kernels.checks import MAX_LENGTH
 from heads_kernels.mask import UNBOUNDED, Intervals, Mask, as_mask
-from tests.mask.masks import all_real, every_kind, longs
-
-Arguments = dict[str, Any]  # what Mask takes, with nested lists for tensors
+from tests.mask.masks import BY_HEAD, HEADS, Arguments, all_real, every_kind, longs, oracle
 
 LENGTHS = ("key_lengths", "query_lengths", "prefix_lengths")
 #: What reads `causal` stays in one Mask with it; everything else may be composed with & instead.
 ALIGNED = ("causal", "window", "first_keys", "prefix_lengths")
-#: What may differ by head, and the heads of these tests.
-BY_HEAD, HEADS = ("window", "first_keys"), 3
 ARGUMENTS = (*ALIGNED, "key_lengths", "query_lengths", "key_mask", "query_mask", "document_ids")
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-# ---------------------------------------------------------------------- the oracle
-def sees(arguments: Arguments, T: int, S: int, b: int, h: int, i: int, j: int) -> bool:
-    """Whether row i of batch b and head h sees key j, from the docstring of Mask."""
-
-    def of_head(numbers: Any) -> Any:
-        return numbers[h if len(numbers) > 1 else 0]
-
-    def of_batch(rows: list[Any]) -> Any:
-        return rows[b if len(rows) > 1 else 0]
-
-    causal = arguments.get("causal", False)
-    at = i + S - T if causal == "lower_right" else i
-    if causal is not False and j > at:
-        prefix = of_batch(arguments["prefix_lengths"]) if "prefix_lengths" in arguments else 0
-        if j >= prefix:
-            return False
-    if "window" in arguments:
-        left, right = of_head(arguments["window"])
-        stays = "first_keys" in arguments and j < of_head(arguments["first_keys"])
-        if (left != -1 and j < at - left and not stays) or (right != -1 and j > at + right):
-            return False
-    if "key_lengths" in arguments and j >= of_batch(arguments["key_lengths"]):
-        return False
-    if "query_lengths" in arguments and i >= of_batch(arguments["query_lengths"]):
-        return False
-    if "key_mask" in arguments and not of_batch(arguments["key_mask"])[j]:
-        return False
-    if "query_mask" in arguments and not of_batch(arguments["query_mask"])[i]:
-        return False
-    if "document_ids" in arguments:
-        query_ids, key_ids = arguments["document_ids"]
-        return bool(of_batch(query_ids)[i] == of_batch(key_ids)[j])
-    return True
-
-
-def oracle(arguments: Arguments, B: int, T: int, S: int) -> Tensor:
-    """`[B, H, T, S]`; H is 1 if all heads see the same."""
-    H = HEADS if any(len(arguments.get(name, [0])) > 1 for name in BY_HEAD) else 1
-    visible = torch.zeros(B, H, T, S, dtype=torch.bool)
-    for b, h, i, j in itertools.product(range(B), range(H), range(T), range(S)):
-        visible[b, h, i, j] = sees(arguments, T, S, b, h, i, j)
-    return visible
 
 
 def check(mask: Mask, expected: Tensor, may_be_dense: bool = False) -> None:
@@ -234,11 +185,6 @@ def test_arithmetic_masks_are_two_integers_and_no_tensor() -> None:
     for mask, band in masks.items():
         intervals = mask.intervals(2, 3, 5, 8, torch.device("cuda"))  # no device is touched
         assert tuple(intervals) == tuple(Intervals(*band))
-    wide = Mask(causal="lower_right", window=(UNBOUNDED - 1, UNBOUNDED - 1))
-    for rows, keys in ((5, MAX_LENGTH), (MAX_LENGTH, 5)):  # sums with a row fit int32
-        found = wide.compute_intervals(1, 1, rows, keys, "cpu")
-        assert -UNBOUNDED <= found.band_lo <= found.band_hi <= UNBOUNDED
-    assert MAX_LENGTH < UNBOUNDED
 
 
 # ---------------------------------------------------------------------- bool tensors

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,6 +46,17 @@ def threads(count: int) -> Iterator[None]:
     torch.set_num_threads(count)
     yield
     torch.set_num_threads(before)
+
+
+@contextmanager
+def on_kind_of_gpu(kind: str) -> Iterator[None]:
+    """Triton's tiles are those of this kind of GPU, in its interpreter too."""
+    tiles = import_module("heads_kernels.ops.triton.tiles")
+    with (
+        mock.patch.object(tiles, "TRITON_INTERPRETED", False),
+        mock.patch.object(tiles, "_kind_of_target", return_value=kind),
+    ):
+        yield
 
 
 def parsed(operator: str, *arguments: Any, **options: Any) -> Call:

@@ -45,44 +45,37 @@ FEATURES = list(dict.fromkeys([*PASSES, *FEATURES]))
 #: A forward and a backward pass of each kernel file.
 ONE = works("heads, D 64", "grouped heads, Ds 256", "bias, gate of elements, D 64")
 ONE += works(": D 64", features="D")
+SMALL_PARTS = works("heads, D 128", "decoding, D 128")
 #: CI has every pass for one part, and both vendors; whether another Triton knows the language does not depend on the
 #: target.
-TARGETS = [("sm_90", PASSES)]
+COMPILED = [("sm_90", PASSES, "bfloat16")]
+RELEASED = [("sm_90", works("heads, D 64"), "float32")]
 if PINNED:
-    TARGETS += [("gfx942", ONE)]
-    rest = [("sm_90", FEATURES), ("sm_80", ONE), ("sm_100", ONE)]
-    TARGETS += [pytest.param(*each, marks=pytest.mark.release) for each in rest]
+    COMPILED += [("gfx942", ONE, "bfloat16")]
+    RELEASED += [
+        (target, works, "bfloat16")
+        for target, works in (
+            ("sm_90", FEATURES),
+            ("sm_80", ONE),
+            ("sm_100", ONE),
+            ("sm_89", SMALL_PARTS),
+            ("sm_120", SMALL_PARTS),
+            ("sm_90", works("heads, D 128", "Ds 768")),
+        )
+    ]
 
 
-def hold(targets: list[str], works: list[ahead_of_time.Work], dtype: str, cache: Path) -> None:
-    found = ahead_of_time.compile_all(targets, works, [dtype], cache, processes=1)
-    assert {one.kernel.target for one in found} == set(targets)
+@pytest.mark.parametrize(
+    ("target", "works", "dtype"),
+    [*COMPILED, *(pytest.param(*each, marks=pytest.mark.release) for each in RELEASED)],
+)
+def test_kernels_compile_within_their_bounds(
+    target: str, works: list[ahead_of_time.Work], dtype: str, kernel_cache: Path
+) -> None:
+    found = ahead_of_time.compile_all([target], works, [dtype], kernel_cache, processes=1)
+    assert {one.kernel.target for one in found} == {target}
     broken = [f"{one}: {words}" for one in found for words in one.broken()]
     assert not broken, "\n".join(broken)
-
-
-@pytest.mark.parametrize(("target", "works"), TARGETS)
-def test_kernels_compile_within_their_bounds(
-    target: str, works: list[ahead_of_time.Work], kernel_cache: Path
-) -> None:
-    hold([target], works, "bfloat16", kernel_cache)
-
-
-@pytest.mark.release
-@pytest.mark.skipif(not PINNED, reason="with another Triton one target is compiled for")
-def test_small_parts(kernel_cache: Path) -> None:
-    hold(["sm_89", "sm_120"], works("heads, D 128", "decoding, D 128"), "bfloat16", kernel_cache)
-
-
-@pytest.mark.release
-@pytest.mark.skipif(not PINNED, reason="with another Triton one width is compiled")
-def test_wide_kernels(kernel_cache: Path) -> None:
-    hold(["sm_90"], works("heads, D 128", "Ds 768"), "bfloat16", kernel_cache)
-
-
-@pytest.mark.release
-def test_float32_kernels(kernel_cache: Path) -> None:
-    hold(["sm_90"], works("heads, D 64"), "float32", kernel_cache)
 
 
 #: One work in CI, of the kernel in Gluon; every width and feature before a release.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 import types
 import warnings
@@ -21,6 +19,7 @@ from heads_kernels import backends, dispatch
 from heads_kernels.call import Call
 from heads_kernels.ops import buffers
 from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, parsed, tensors
+from tests.support.commands import python
 
 Unsupported = Callable[[Call], list[str]]
 
@@ -120,10 +119,13 @@ def test_rows_of_dout_may_be_anywhere(operator: str, backend: str) -> None:
         assert_same_bits(backend, found, expected)
 
 
-def on_gpu(index: int) -> dict[str, torch.Tensor]:
+def on_gpu(index: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Arguments that are there by name only; in a FakeTensorMode."""
-    given = tensors("gated_attention", dtype=torch.float32)
-    return {name: torch.empty(t.shape, device=f"cuda:{index}") for name, t in given.items()}
+    device = f"cuda:{index}"
+    return {
+        name: torch.empty(t.shape, dtype=dtype, device=device)
+        for name, t in tensors("gated_attention").items()
+    }
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -237,18 +239,13 @@ def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 def test_float32_prefers_tensor_cores(
-    operator: str, dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the variable names another order."""
     serving("triton", "cuda", "eager")
     with FakeTensorMode():
-        given = {
-            name: torch.empty(t.shape, dtype=dtype, device="cuda:0")
-            for name, t in tensors(operator).items()
-        }
-        problem = parsed(operator, **given)
+        problem = gated(**on_gpu(0, dtype))
         choice = dispatch.choose(problem)
         first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
         assert choice.backend == dispatch.select(problem) == first
@@ -296,13 +293,10 @@ x = torch.randn(1, 2, 3, 4, requires_grad=True)
 torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
 print(hk.explain("gated_attention", x, x, x))
 """
-    for value, words in (
-        ("eager,cuda", "runs on 'eager'"),
-        ("tritn", "ValueError: HEADS_KERNELS_"),
-    ):
-        env = {**os.environ, dispatch.VARIABLE: value}
-        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-        assert words in run.stdout + run.stderr
+    run = python("-c", code, **{dispatch.VARIABLE: "eager,cuda"})
+    assert "runs on 'eager'" in run.stdout
+    run = python("-c", code, status=1, **{dispatch.VARIABLE: "tritn"})
+    assert "ValueError: HEADS_KERNELS_" in run.stderr
 
 
 @pytest.mark.parametrize("ask", ["_unsupported_by_cuda", "_unsupported_by_triton"])

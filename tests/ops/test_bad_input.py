@@ -12,16 +12,17 @@ import torch
 import heads_kernels as hk
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.library import load
-from tests.ops.calls import NAMES, good, parsed, serve
+from tests.ops.calls import NAMES, B, D, Dv, H, S, T, good, parsed, serve
 
-B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
+Hk = 2
 Bad = dict[str, Any]
 f32 = torch.zeros
 
-GATED, COLLABORATIVE, STATISTICS = (
+GATED, COLLABORATIVE, STATISTICS, ENTMAX = (
     ("gated_attention",),
     ("collaborative_attention",),
     ("attention_statistics",),
+    ("entmax_attention",),
 )
 BOTH = GATED + COLLABORATIVE
 EVERY = BOTH + STATISTICS
@@ -84,6 +85,15 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
     (EVERY, ValueError, {"softcap": -1.0}, "softcap is -1.0"),
     (EVERY, ValueError, {"softcap": float("nan")}, "softcap is nan"),
     (EVERY, TypeError, {"softcap": torch.ones(())}, "softcap is a tensor"),
+    (ENTMAX, ValueError, {"alpha": 1.0}, "alpha is 1.0"),
+    (ENTMAX, ValueError, {"alpha": 2.1}, "alpha is 2.1"),
+    (ENTMAX, ValueError, {"alpha": float("nan")}, "alpha is nan"),
+    (ENTMAX, ValueError, {"alpha": 10**400}, "alpha is about 2**1328"),
+    (ENTMAX, ValueError, {"alpha": -(10**5000)}, "alpha is about -2**16609"),
+    (ENTMAX, TypeError, {"alpha": "1.5"}, "alpha is '1.5'"),
+    (ENTMAX, TypeError, {"alpha": None}, "alpha is None"),
+    (ENTMAX, ValueError, {"alpha": torch.full((H + 1,), 1.5)}, "alpha has shape [5]"),
+    (ENTMAX, TypeError, {"alpha": torch.full((H,), 2)}, "alpha has dtype torch.int64"),
     (EVERY, ValueError, {"attn_mask": hk.Mask(key_lengths=[3, 8])}, "key_lengths is [3, 8]"),
     (EVERY, ValueError, {"attn_mask": f32(T, S + 1)}, "attn_mask has shape [5, 8]"),
     (EVERY, TypeError, {"attn_mask": f32(T, S).long()}, "attn_mask has dtype torch.int64"),

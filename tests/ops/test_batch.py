@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import heads_kernels as hk
-from tests.ops.calls import DIFFERENTIABLE, EVERY, NAMES, assert_same_bits, call, parsed
+from tests.ops.calls import DIFFERENTIABLE, EVERY, NAMES, OPERATORS, assert_same_bits, call, parsed
 from tests.support.alike import assert_alike
 
 H, T, S, D = 4, 5, 7, 8
-BOTH = ("gated_attention", "collaborative_attention")
 #: Batch dimensions of query, key and value, and what they broadcast to.
 BATCHES = {
     "none": ((), (), (), ()),
@@ -78,7 +77,7 @@ def expanded(operator: str, arguments: dict[str, Any], batch: tuple[int, ...]) -
 
 @pytest.mark.parametrize("names", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("gate_rank", [1, 2, 3, 4])
-@pytest.mark.parametrize("operator", BOTH)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_batch_dimensions_are_flattened(
     operator: str, gate_rank: int, names: tuple[tuple[int, ...], ...]
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heads_kernels.call import OPERANDS, Call
 from heads_kernels.ops.attention import Results, Saved, attention_op, backward_op
+from tests.ops.calls import B, D, Dv, H, S, T
 
 cpu = pytest.importorskip("heads_kernels._cpu", reason="pip install, with a C++ compiler")
 try:
@@ -21,7 +22,7 @@ except ImportError:  # python setup.py emulator
 
 pytestmark = pytest.mark.check
 
-B, H, Hk, T, S, D, Dv = 2, 4, 2, 5, 7, 8, 6
+Hk = 2
 HERE = (0, 0)
 needs_emulator = pytest.mark.skipif(cuda is None, reason="python setup.py emulator")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +25,7 @@ from tests.ops.calls import (
     with_offsets,
 )
 from tests.support.alike import assert_alike
+from tests.support.commands import python
 
 
 # ---------------------------------------------------------------------- compile and export
@@ -165,7 +164,7 @@ for run, shape in ((both, (2, 2, 5, 8)), (layers, (2, 5, 8))):
     x = torch.randn(shape, requires_grad=True)
     torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
 
 
 @pytest.mark.slow

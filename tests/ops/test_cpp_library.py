@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch.utils._pytree import tree_map
 import heads_kernels as hk
 from heads_kernels.testing import CASES
 from tests.ops.calls import tensors
+from tests.support.commands import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("g++")
 OPS = ("attention", "attention_statistics")
 
@@ -33,10 +32,7 @@ pytestmark = pytest.mark.check
 def without_package(code: str, *arguments: str) -> str:
     """What `code` prints in a process that has loaded the library and cannot import the package."""
     start = f"import sys, torch; torch.ops.load_library({str(LIBRARY)!r})"
-    command = [sys.executable, "-I", "-c", f"{start}\n{code}", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    return python("-I", "-c", f"{start}\n{code}", *arguments).stdout
 
 
 def test_schemas_are_those_of_the_declarations() -> None:

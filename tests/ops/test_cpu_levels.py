@@ -12,11 +12,9 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.testing import ENTMAX, Case, Inputs, check, compare, reference
-from tests.ops.calls import tensors, threads
+from tests.ops.calls import OPERATORS, tensors, threads
 
 _cpu = pytest.importorskip("heads_kernels._cpu")
-
-OPERATORS = ("gated_attention", "collaborative_attention")
 
 
 @pytest.fixture(params=_cpu.available_levels())

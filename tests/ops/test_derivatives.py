@@ -54,7 +54,8 @@ def made(operator: str, name: str) -> tuple[Callable[..., Tensor], list[Tensor]]
 def test_second_derivatives(operator: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_seed(monkeypatch)
     run, leaves = made(operator, name)
-    assert torch.autograd.gradgradcheck(run, leaves)
+    # Along random directions: whole Jacobians take up to twenty times as long.
+    assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -104,4 +105,4 @@ def test_closed_heads_and_hidden_nan(operator: str, closed_grad: bool) -> None:
 def test_lse_has_them_too() -> None:
     given = tensors("gated_attention", B=B, H=H, Hk=H, T=S, S=S, D=D, Dv=D, grad=True)
     run = function("gated_attention", "eager", list(given), return_lse=True)
-    assert torch.autograd.gradgradcheck(run, list(given.values()))
+    assert torch.autograd.gradgradcheck(run, list(given.values()), fast_mode=True)

@@ -12,9 +12,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from heads_kernels.backends import TRITON_INTERPRETED
-from heads_kernels.ops.triton import forward, tiles
+from heads_kernels.ops.triton import forward
 from heads_kernels.ops.triton.load import describable, tiles_in
+from heads_kernels.ops.triton.tiles import tiles_for
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, masks
+from tests.ops.calls import on_kind_of_gpu
 
 SIZES = (2, 3, 300, 64)
 
@@ -55,19 +57,14 @@ def test_describable(layout: Callable[..., Tensor], expected: bool) -> None:
 @pytest.mark.parametrize("kind", ["sm_100", "sm_90", "sm_80", "other"])
 def test_tiles_of_descriptors(kind: str, kernel: str) -> None:
     """They are for sm_90 and newer, without terms, and not for queries of a few rows."""
-    with (
-        mock.patch.object(tiles, "TRITON_INTERPRETED", False),
-        mock.patch.object(tiles, "_kind_of_target", return_value=kind),
-    ):
 
-        def steps(T: int, terms: bool, descriptors: bool) -> int:
-            like = torch.empty(1, 1, T, 128, dtype=torch.bfloat16)
-            return tiles.tiles_for(kernel, like, 128, 128, terms, descriptors).full_tiles
+    def steps(T: int, terms: bool, descriptors: bool) -> int:
+        like = torch.empty(1, 1, T, 128, dtype=torch.bfloat16)
+        with on_kind_of_gpu(kind):
+            return tiles_for(kernel, like, 128, 128, terms, descriptors).full_tiles
 
-        assert steps(512, False, True) == (
-            2 if kind in ("sm_90", "sm_100") and kernel[0] == "g" else 0
-        )
-        assert steps(512, True, True) == steps(512, False, False) == steps(1, False, True) == 0
+    assert steps(512, False, True) == (2 if kind in ("sm_90", "sm_100") and kernel[0] == "g" else 0)
+    assert steps(512, True, True) == steps(512, False, False) == steps(1, False, True) == 0
 
 
 CASES: tuple[tuple[Case, bool], ...] = (

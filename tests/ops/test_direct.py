@@ -4,7 +4,6 @@ acts on ops."""
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,11 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import heads_kernels as hk
 from heads_kernels import backends, dispatch
 from heads_kernels.ops import direct
-from tests.ops.calls import B, D, Dv, H, S, T, tensors
+from tests.ops.calls import OPERATORS, B, D, Dv, H, S, T, tensors
 
 pytestmark = pytest.mark.skipif(backends.CPU_MISSING != "", reason=backends.CPU_MISSING)
 
-OPERATORS = ("gated_attention", "collaborative_attention")
 NAME = "heads_kernels::attention"
 
 
@@ -290,16 +288,3 @@ def test_what_acts_on_ops_sees_the_op(acting: str, ways: list[str]) -> None:
     with contextlib.suppress(RuntimeError, SystemError, ValueError):
         ACTING[acting]()
     assert "direct" not in ways
-
-
-def test_autocast_casts() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert attend(*operands()).dtype == torch.bfloat16
-
-
-def test_a_part_of_a_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As inside torch's `context_parallel`, which replaces the function."""
-    replaced = types.SimpleNamespace(__module__="torch.distributed.tensor.experimental")
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", replaced)
-    with pytest.raises(ValueError, match="context_parallel"):
-        attend(*operands())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import heads_kernels as hk
 from heads_kernels.call import Call, backward_flops, forward_flops
 from heads_kernels.testing import CASES, Case, Inputs, find
 from tests.ops.calls import DIFFERENTIABLE, call, parsed
+from tests.support.commands import python
 from tests.support.plain import plain
 
 QUICK = [case for case in CASES if "model" not in case.tags]
@@ -62,23 +62,29 @@ def test_the_ops_are_counted(operator: str, backend: str) -> None:
     assert both - forward == problem.flops(backward=True, dense=True)
 
 
-@pytest.mark.parametrize("counter_first", [False, True])
-def test_the_counter_may_be_imported_first_or_last(counter_first: bool) -> None:
-    imports = ["import heads_kernels as hk", "from torch.utils.flop_counter import FlopCounterMode"]
-    code = [*imports[:: -1 if counter_first else 1], """
-import torch
+COUNT = """
 q = torch.ones(1, 2, 4, 8)
 with FlopCounterMode(display=False) as counter:
     hk.gated_attention(q, q, q)
     hk.collaborative_attention(q[:, 0], q[:, 0], q, torch.ones(2, 8))
     hk.attention_statistics(q, q)
 print(counter.get_total_flops())
-"""]  # fmt: skip
-    run = subprocess.run(
-        [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=True
-    )
+"""
+
+
+@pytest.mark.parametrize("counter_first", [False, True])
+def test_the_counter_may_be_imported_first_or_last(
+    counter_first: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Last here, where the package is imported by conftest.py."""
     pairs = 2 * 4 * 4
-    assert int(run.stdout) == 2 * forward_flops(pairs, 8, 8) + forward_flops(pairs, 8, 0)
+    if counter_first:
+        imports = "import torch; from torch.utils.flop_counter import FlopCounterMode; "
+        printed = python("-c", f"{imports}import heads_kernels as hk\n{COUNT}").stdout
+    else:
+        exec(COUNT, {"torch": torch, "hk": hk, "FlopCounterMode": FlopCounterMode})
+        printed = capsys.readouterr().out
+    assert int(printed) == 2 * forward_flops(pairs, 8, 8) + forward_flops(pairs, 8, 0)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")

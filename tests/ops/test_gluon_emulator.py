@@ -1,4 +1,4 @@
-"""The emulator of Gluon says what is wrong: the forward kernel with a fault in it, in every order of its partitions."""
+"""The emulator of Gluon says what is wrong: the kernels with a fault in them, in every order of their partitions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from triton.experimental.gluon import language as gl
 
-from heads_kernels.ops.attention import Results
-from heads_kernels.ops.triton import gluon_forward, gluon_tiles
+from heads_kernels.mask import Mask
+from heads_kernels.ops.attention import Gradients, Results, attention_op
+from heads_kernels.ops.triton import gluon_backward, gluon_forward, gluon_row_tiles, gluon_tiles
+from heads_kernels.ops.triton.operands import RowLse, gate_kind, gate_of, operands_of, rows_of
+from heads_kernels.ops.triton.rows import FirstPass, Reads
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import GatedCase, masks
 from tests.support.gluon_emulator import Pointer, emulated, rounded
@@ -26,24 +29,51 @@ from tests.support.gluon_machine import ORDERS, Fault, Machine
 pytestmark = pytest.mark.check
 
 #: One program with four full tiles of keys and three partial ones, and two places for tiles.
-CASE = GatedCase("lower_right", 1, 1, 65, 400, D=64, Dv=64, mask=masks.lower_right, gate="H")
-TILES = Tiles(128, 64, num_warps=4, num_stages=2)
+FORWARD = GatedCase("lower_right", 1, 1, 65, 400, D=64, Dv=64, mask=masks.lower_right, gate="H")
+#: Four programs of two heads, with full tiles of rows and masked ones; the last rows do not see the first keys.
+BACKWARD = GatedCase(
+    "window", 1, 2, 200, 500, D=64, Dv=64, Hk=1, gate="H",
+    mask=masks.fixed(Mask(causal="lower_right", window=(240, 0))),
+)  # fmt: skip
 
 
-def run(module: ModuleType, order: str, poisoned: bool = False) -> Results:
-    call = CASE.make(torch.bfloat16).parsed()
+def run_forward(module: ModuleType, order: str, poisoned: bool = True) -> Results:
+    call = FORWARD.make(torch.bfloat16).parsed()
     if poisoned:  # a value of the last key, which only the last row sees
         call.value[..., -1, 3] = torch.nan
     out = torch.empty(*call.sizes[:3], call.Dv, dtype=torch.bfloat16)
     results = Results(out, torch.empty_like(out), torch.empty(call.sizes[:3]))
     with mock.patch.object(module, "launch", emulated(order)):
-        module.specialized_pass(call, results, TILES)
+        module.specialized_pass(call, results, Tiles(128, 64, num_warps=4, num_stages=2))
     return results
 
 
-def mutated(
-    folder: Path, *changes: tuple[str, str], modules: tuple[ModuleType, ...] = (gluon_tiles, gluon_forward)
-) -> ModuleType:  # fmt: skip
+def run_backward(module: ModuleType, order: str) -> Gradients:
+    """dquery, dkey and dvalue; the first pass is done here, in the formula's own words."""
+    inputs = BACKWARD.make(torch.bfloat16)
+    call = inputs.parsed()
+    _, attended, lse = attention_op(*call, True, "eager")
+    gate = call.gate.float().reshape(1, -1, 1)
+    delta = gate * (inputs.dout.float() * attended.float()).sum(-1)
+    in_base_2 = (lse.float() * torch.log2(torch.tensor(torch.e))).contiguous()
+    reads = Reads(rows_of(inputs.dout), gate_of(call.gate), RowLse(in_base_2, None), delta)
+    first = FirstPass(operands_of(call), reads, gate_kind(call.gate))
+    nothing = torch.empty(0)
+    asked_for = [torch.empty_like(x) for x in (call.query, call.key, call.value)]
+    gradients = Gradients(*asked_for, *[nothing] * 7)
+    tiles = Tiles(64, 128, num_warps=8, num_stages=2)
+    with mock.patch.object(module, "launch", emulated(order)):
+        module.specialized_pass(call, first, gradients, tiles)
+    return gradients
+
+
+OF_PASS = {
+    "forward": (run_forward, (gluon_tiles, gluon_forward)),
+    "backward": (run_backward, (gluon_row_tiles, gluon_backward)),
+}
+
+
+def mutated(folder: Path, *changes: tuple[str, str], modules: tuple[ModuleType, ...]) -> ModuleType:
     """The last of a kernel's modules, of which each may import those before it, with other lines in them."""
     own = {module.__name__: f"{folder.name}_{module.__name__.rpartition('.')[2]}" for module in modules}  # fmt: skip
     sources = {}
@@ -73,6 +103,9 @@ def load(folder: Path, name: str, text: str) -> ModuleType:
     return module
 
 
+#: What is wrong -> lines and others in their place, and the words of the fault.
+Faults = dict[str, tuple[tuple[tuple[str, str], ...], str]]
+
 _VALUES = "mbarrier.wait(shared.value_ready.index(before), ((index - 1) // STAGES) & 1)"
 _PV_ENDS = "acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))\n"
 _FREES_V = "mbarrier.arrive(shared.value_free.index(before), count=1)\n"
@@ -83,8 +116,7 @@ _LANDED = "mbarrier.wait(shared.value_landed.index(stage), ((index - full) // ST
 _UNCOPIED = "before its copy was waited for"
 _UNSTORED = "has not waited for what another stored"
 
-#: What is wrong -> lines and others in their place, and the words of the fault.
-FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
+OF_FORWARD: Faults = {
     "values are not waited for": (((_VALUES, "pass"),), _UNCOPIED),
     "the next keys are not waited for": ((("pred=after < count", "pred=after < 0"),), _UNCOPIED),
     "an inspector does not wait": (((_LANDED, "pass"),), f"{_UNCOPIED}|{_UNSTORED}"),
@@ -137,19 +169,91 @@ FAULTS: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     ),
 }  # fmt: skip
 
+_FREES = "                mbarrier.arrive(shared.free.index(stage), count=1)\n"
+_DKEY_ENDS = "                dkey = warpgroup_mma_wait(num_outstanding=0, deps=(dkey,))\n"
+_ADDED = "            tma.store_wait(0)\n            mbarrier.arrive(shared.dquery_free.index(0), count=1)\n"
+_IN_MEMORY = "            tma.store_wait(0, read_only=False)\n"
+_RELEASED = '            gl.atomic_add(added, 1, sem="release")\n'
+_PRODUCER_WAITS = "mbarrier.wait(shared.free.index(stage), phase ^ 1)\n            ready"
+_READER_WAITS = "mbarrier.wait(shared.free.index(stage), phase ^ 1)\n            shared.lse"
+
+OF_BACKWARD: Faults = {
+    "keys are not waited for": (
+        (("mbarrier.wait(shared.keys_ready.index(0), 0)", "pass"),), f"{_UNCOPIED}|{_UNSTORED}",
+    ),
+    "lse is not waited for": (
+        (("mbarrier.wait(shared.terms_ready.index(stage), phase)", "pass"),), f"{_UNSTORED}|overwritten",
+    ),
+    "the reader does not wait for tiles": (
+        (("mbarrier.wait(shared.query_ready.index(stage), phase)\n                mbarrier", "mbarrier"),), _UNCOPIED,
+    ),
+    "scores are used before they are waited for": (
+        (("num_outstanding=1, deps=(scores,)", "num_outstanding=2, deps=(scores,)"),), "may still be under way",
+    ),
+    "the sum for dvalue is not waited for": (
+        (("dquery, dvalue = warpgroup_mma_wait(num_outstanding=1, deps=(dquery, dvalue))",
+          "dquery = warpgroup_mma_wait(num_outstanding=1, deps=(dquery,))"),), "still being computed|still under way",
+    ),
+    "a tile is free while the product for dkey reads it": (
+        ((_DKEY_ENDS + _FREES, _FREES + _DKEY_ENDS),), "overwritten",
+    ),
+    "tiles are freed twice": (((_FREES, _FREES.replace("count=1", "count=2")),), "arrivals, of 1"),
+    "the producer does not wait for a place": (((_PRODUCER_WAITS, "ready"),), "overwritten|arrivals, of 1"),
+    "the reader does not wait for a place": (
+        ((_READER_WAITS, "shared.lse"),), f"overwritten|arrivals, of 1|{_UNSTORED}",
+    ),
+    "dquery is stored without a fence": (
+        (("fence_async_shared()\n                mbarrier.arrive(shared.dquery", "mbarrier.arrive(shared.dquery"),),
+        "without a fence_async_shared",
+    ),
+    "dquery is overwritten before it is added": (
+        (("mbarrier.wait(shared.dquery_free.index(0), (stage & 1) ^ 1)", "pass"),),
+        "overwritten|arrivals, of 1|a deadlock",
+    ),
+    "the adder does not wait for dquery": (
+        (("mbarrier.wait(shared.dquery_ready.index(0), stage & 1)", "pass"),), f"{_UNSTORED}|arrivals, of 1|a deadlock",
+    ),
+    "a tile of dquery is free while a copy reads it": (
+        ((_ADDED, "".join(reversed(_ADDED.splitlines(keepends=True)))),), "overwritten",
+    ),
+    "dquery is added in any order": (((' != before', ' < 0'),), "is added to before"),
+    "the next program is signalled while the addition is under way": (((_IN_MEMORY, ""),), "is added to before"),
+    "the next program is signalled before the addition is in memory": (
+        ((_IN_MEMORY + _RELEASED, _RELEASED + _IN_MEMORY),), "is added to before",
+    ),
+    "the next program is signalled without a release": (
+        ((_RELEASED, _RELEASED.replace("release", "relaxed")),), "is added to before",
+    ),
+    "others' additions are not acquired": (((', 0, sem="acquire"', ', 0, sem="relaxed"'),), "is added to before"),
+    "the next program is not signalled": (((_RELEASED, ""),), "a deadlock"),
+    "heads share their counters": ((("(own.b * sizes.H + own.h).to(gl.int64) * tiles + tile", "tile"),), "a deadlock"),
+    "programs that see no key of a tile are waited for": (
+        (("before = own - ", "before = own + 0 * "),), "a deadlock",
+    ),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(fault: str, order: str, tmp_path: Path) -> None:
-    changes, words = FAULTS[fault]
+@pytest.mark.parametrize(
+    ("of", "changes", "words"),
+    [
+        pytest.param(of, *row, id=f"{of}: {fault}")
+        for of, faults in (("forward", OF_FORWARD), ("backward", OF_BACKWARD))
+        for fault, row in faults.items()
+    ],
+)
+def test_faults_are_found(
+    of: str, changes: tuple[tuple[str, str], ...], words: str, order: str, tmp_path: Path
+) -> None:
+    run, modules = OF_PASS[of]
     with pytest.raises(Fault, match=words):
-        run(mutated(tmp_path, *changes), order, poisoned=True)
+        run(mutated(tmp_path, *changes, modules=modules), order)
 
 
 @pytest.mark.parametrize("poisoned", [False, True])
-def test_the_kernel_has_none(poisoned: bool) -> None:
+def test_the_forward_kernel_has_none(poisoned: bool) -> None:
     """And the order of its partitions changes no bit."""
-    first, *others = (run(gluon_forward, order, poisoned) for order in ORDERS)
+    first, *others = (run_forward(gluon_forward, order, poisoned) for order in ORDERS)
     nan = first.out.isnan()
     assert nan[0, 0, -1].all() == poisoned
     assert not nan[0, 0, :-1].any()
@@ -158,16 +262,27 @@ def test_the_kernel_has_none(poisoned: bool) -> None:
             assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
+def test_the_backward_kernel_has_none() -> None:
+    first, *others = (run_backward(gluon_backward, order) for order in ORDERS)
+    for gradient in first[:3]:
+        assert gradient.isfinite().all()
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_values_that_hidden_keys_have_matter_without_inspection(tmp_path: Path) -> None:
     """That is why there is an inspector: rows that do not see the last key are NaN then."""
+    _, modules = OF_PASS["forward"]
     module = mutated(
         tmp_path,
         (", 0, 1), 1), 0) != 0:", ", 0, 1), 1), 0) != 2:"),
         ("if gl.max", "if -1 + 0 * gl.max"),
+        modules=modules,
     )
-    assert not run(module, "greedy").out.isnan().any()
-    module = mutated(tmp_path, ("sums == 0.0, 0, 1)", "sums == 0.0, 0, 0)"))
-    assert run(module, "greedy", poisoned=True).out[0, 0, :-1].isnan().any()
+    assert not run_forward(module, "greedy", poisoned=False).out.isnan().any()
+    module = mutated(tmp_path, ("sums == 0.0, 0, 1)", "sums == 0.0, 0, 0)"), modules=modules)
+    assert run_forward(module, "greedy").out[0, 0, :-1].isnan().any()
 
 
 def test_addresses_are_checked() -> None:

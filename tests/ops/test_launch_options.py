@@ -16,6 +16,7 @@ from heads_kernels.ops.triton import tiles
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.operands import Bias, Rows, Terms
 from heads_kernels.ops.triton.tiles import Tiles, tiles_for
+from tests.ops.calls import on_kind_of_gpu
 
 
 def test_compiled_kernel_is_kept_for_arguments_like_its_own() -> None:
@@ -88,13 +89,22 @@ def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> 
     assert buffers.splits_of(2, 10, like) == 2
 
 
+def test_kinds_of_gpus() -> None:
+    kinds = {
+        (8, 0): "sm_80",
+        (8, 7): "sm_80",
+        (9, 0): "sm_90",
+        (10, 0): "sm_100",
+        (10, 3): "sm_100",
+    }
+    kinds |= dict.fromkeys([(7, 5), (8, 6), (8, 9), (12, 0), None], "other")
+    assert {capability: tiles._kind_of(capability) for capability in kinds} == kinds
+
+
 @pytest.mark.parametrize("kind", ["sm_100", "sm_90", "sm_80", "other"])
 @pytest.mark.parametrize("kernel", ["gated_attention.forward", "collaborative_attention.queries"])
 def test_short_queries_have_short_tiles(kernel: str, kind: str) -> None:
-    with (
-        mock.patch.object(tiles, "TRITON_INTERPRETED", False),
-        mock.patch.object(tiles, "_kind_of_target", return_value=kind),
-    ):
+    with on_kind_of_gpu(kind):
         rows = {
             T: tiles_for(kernel, torch.empty(1, 1, T, 64, dtype=torch.bfloat16), 64, 64).block_m
             for T in (1, 16, 17)

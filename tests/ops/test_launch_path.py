@@ -13,7 +13,6 @@ import pkgutil
 import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -30,10 +29,10 @@ from triton.runtime.jit import JITFunction  # noqa: E402 (needs triton)
 
 from heads_kernels.ops.triton.specialized import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
 from tests.ops.test_ahead_of_time import works  # noqa: E402 (needs triton)
+from tests.support.commands import ROOT, python  # noqa: E402 (needs triton)
 
 pytestmark = pytest.mark.check
 
-ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "support" / "stub_driver.c"
 
 #: Together they launch every kernel, with every kind of operand.
@@ -71,16 +70,8 @@ def test_every_argument_arrives(tmp_path: Path, kernel_cache: Path) -> None:
     options = shlex.split("-O1 -fPIC -shared -Wall -Wextra -Wl,-soname,libcuda.so.1")
     subprocess.run([*shlex.split(cc), *options, "-o", str(library), str(STUB)], check=True)
     (tmp_path / "libcuda.so").symlink_to(library)
-    environment = {
-        **os.environ,
-        "TRITON_LIBCUDA_PATH": str(tmp_path),
-        "TRITON_CACHE_DIR": str(kernel_cache),
-    }
     # Another test may be compiling the same kernels, from the first work on: each finds what the other has done.
     names = [work.name for work in reversed(dict.fromkeys(WORKS))]
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.launch_path", str(library), *names],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    folders = {"TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(kernel_cache)}
+    run = python("-m", "tests.support.launch_path", library, *names, **folders)
     assert set(run.stdout.split()) == kernels()

@@ -20,6 +20,7 @@ from heads_kernels.testing.case import surrounded
 from tests.ops.calls import (
     DIFFERENTIABLE,
     NAMES,
+    OPERATORS,
     assert_same_bits,
     call,
     inputs_of,
@@ -40,7 +41,6 @@ BESIDE_SINKS = [
 MASKED = [*(case for case in QUICK if case.is_causal or case.mask is not None), *BESIDE_SINKS]
 FUSED = [name for name in NAMES if name != "eager"]
 BAD = [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)]
-OPERATORS = ("gated_attention", "collaborative_attention")
 
 
 def rows(cases: list[Case], *names: str) -> list[object]:

@@ -19,7 +19,7 @@ from heads_kernels.dispatch import choose
 from heads_kernels.mask import as_mask
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, compare, reference
 from heads_kernels.testing.masks import MaskBuilder, Sizes, padded
-from tests.ops.calls import DIFFERENTIABLE
+from tests.ops.calls import DIFFERENTIABLE, OPERATORS
 from tests.support.alike import assert_alike
 
 LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 96, 130]))
@@ -155,7 +155,7 @@ def test_any_call_is_accurate(
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+@pytest.mark.parametrize("operator", OPERATORS)
 @given(
     data=st.data(),
     T=st.integers(1, 12),  # kFewRows in csrc/cpu/decode.h is 10
@@ -172,8 +172,15 @@ def test_few_rows_are_accurate(
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        *(pytest.param(dtype, marks=pytest.mark.check) for dtype in (torch.float16, torch.float64)),
+    ],
+)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_few_rows_with_tokens_first(operator: str, dtype: torch.dtype) -> None:
     """A cache whose heads are next to each other, some of them closed; a task reads several of its heads."""
     sizes: Any = (4, 10, 3, 900)

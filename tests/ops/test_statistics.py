@@ -10,7 +10,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.testing import CASES, Case, find, row_statistics
-from tests.ops.calls import NAMES, assert_same_bits, call, serve, tensors, threads
+from tests.ops.calls import NAMES, OPERATORS, assert_same_bits, call, serve, tensors, threads
 from tests.support.alike import assert_alike
 from tests.support.plain import plain
 
@@ -41,7 +41,7 @@ def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("name", ["small", "padded", "holes", "window", "lower_right_blind_rows"])
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_excluded_keys(operator: str, name: str, backend: str) -> None:
     """They keep their share of the probability and never are the maximum."""
     case = find(operator, name)
@@ -91,7 +91,7 @@ def test_no_gradient(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_received_is_the_gradient_of_a_value_of_ones(operator: str, backend: str) -> None:
     """d (sum_i w_i out_i) / d value_j of values of width 1, with a mask, sinks, a cap and a bias."""
     B, H, T, S = 2, 4, 70, 75

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -68,19 +68,24 @@ def first(t: Tensor) -> Tensor:
     return place.reshape(t.shape)
 
 
+@cache
+def small_reference() -> accuracy.Reference:
+    found = reference(SMALL.make())
+    assert compare(found, "eager").ok
+    return found
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["out", "lse", "dquery", "dkey", "dvalue", "dgate"])
 def test_a_fault_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = reference(SMALL.make())
-    assert compare(good, "eager").ok
-    run = accuracy.run
+    wanted, run = small_reference(), accuracy.run
 
     def faulty(*args: object, **kwargs: object) -> dict[str, Tensor]:
         measured = run(*args, **kwargs)  # type: ignore[arg-type]
         return {**measured, name: FAULTS[fault](measured[name])}
 
     monkeypatch.setattr(accuracy, "run", faulty)
-    report = compare(good, "eager")
+    report = compare(wanted, "eager")
     assert [q.name for q in report.quantities if not q.ok] == [name], str(report)
     assert "FAIL" in str(report)
 

@@ -184,7 +184,7 @@ def test_autocast_statistics(backend: str) -> None:
 
 
 # ---------------------------------------------------------------------- other devices and derivatives
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_meta_tensors_give_shapes(operator: str) -> None:
     arguments = {name: t.to("meta") for name, t in tensors(operator, grad=True).items()}
     leaves = [t.requires_grad_() for t in arguments.values()]

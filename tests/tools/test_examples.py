@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
+from tests.support.commands import python
 from tests.support.examples import EXAMPLES, example
 
 pytestmark = pytest.mark.release
@@ -43,9 +44,7 @@ def test_translation(tmp_path: Path) -> None:
         pairs = module.invented_pairs(60, seed=3)
     file.write_text("".join("\t".join(map(" ".join, pair)) + "\n" for pair in pairs))
     sizes = "--pairs", str(file), "--steps", "3", "--gated-steps", "5", "--heads", "7"
-    command = [sys.executable, EXAMPLES / "translation", *sizes, "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = python(EXAMPLES / "translation", *sizes, "--out", out, cwd=tmp_path)
     assert {path.name for path in out.iterdir()} == {
         "pruned.safetensors", "open_heads.png", "results.json",
     }  # fmt: skip
@@ -62,9 +61,7 @@ def test_translation(tmp_path: Path) -> None:
 
 
 def test_pair_bias(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "pair_bias", "--steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = python(EXAMPLES / "pair_bias", "--steps", "2", cwd=tmp_path)
     assert "without pair bias" in done.stdout
     assert not list(tmp_path.iterdir())
 

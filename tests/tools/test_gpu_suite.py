@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,17 +13,16 @@ import pytest
 from benchmarks import gpu_suite, tuning
 from benchmarks.gpu_suite import Stage
 from benchmarks.tuning import Job
+from tests.support.commands import python
 
 pytestmark = pytest.mark.release
 
-ROOT = Path(__file__).parents[2]
 
-
-def python(code: str, limit_s: float = 60.0) -> Stage:
+def stage(code: str, limit_s: float = 60.0) -> Stage:
     return Stage((sys.executable, "-c", f"import os, signal, sys, time; {code}"), limit_s)
 
 
-PASSES = python("print('all is well')")
+PASSES = stage("print('all is well')")
 
 
 def run(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -41,10 +38,8 @@ def outcomes(record: dict[str, Any]) -> dict[str, str]:
 # ---------------------------------------------------------------------- the suite
 @pytest.mark.slow
 def test_every_stage_in_the_simulators(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--simulate", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    python("-m", "benchmarks.gpu_suite", "--simulate", "--out", tmp_path)
     record = json.loads((tmp_path / "record.json").read_text())
-    assert done.returncode == 0, json.dumps(record["stages"], indent=1)
     assert list(record["stages"]) == list(gpu_suite.stages(tmp_path, False))
     assert set(outcomes(record).values()) <= {"passed", "skipped"}
     assert outcomes(record)["tests"] == outcomes(record)["tuner"] == "passed"
@@ -54,10 +49,10 @@ def test_a_stage_that_crashes_or_hangs_is_recorded_and_the_next_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = {
-        "doctor": python("os.kill(os.getpid(), signal.SIGSEGV)"),
-        "tests": python("print('begun', flush=True); time.sleep(600)", limit_s=5.0),
+        "doctor": stage("os.kill(os.getpid(), signal.SIGSEGV)"),
+        "tests": stage("print('begun', flush=True); time.sleep(600)", limit_s=5.0),
         "memcheck": Stage(("no-such-tool",), 1.0, needs="no-such-tool"),
-        "racecheck": python("print('a race'); sys.exit(1)"),
+        "racecheck": stage("print('a race'); sys.exit(1)"),
         "tuner": PASSES,
     }
     monkeypatch.setattr(gpu_suite, "stages", lambda out, simulate: made)
@@ -113,10 +108,7 @@ def test_what_is_tuned_is_written_beside_what_is_there(tmp_path: Path) -> None:
     """In the interpreter; today's tiles may be the fastest, and then nothing is written."""
     path, other = tmp_path / "tuned.json", {"kernel": "x", "dtype": "float16", "D": 64, "Dv": 64}
     path.write_text(json.dumps({"tiles": [other]}))
-    command = [sys.executable, "-m", "benchmarks.tune", "--simulate", "--out", str(path)]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("-m", "benchmarks.tune", "--simulate", "--out", path, TRITON_INTERPRET="1")
     assert "D16 Dv16 float32: 3 of 3 candidates run" in done.stdout
     tiles = json.loads(path.read_text())["tiles"]
     assert other in tiles

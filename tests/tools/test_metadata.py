@@ -6,7 +6,6 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from setuptools import Distribution
 import heads_kernels as hk
 from csrc import hub
 from tests.support.alike import assert_alike
-
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import ROOT, python
 
 
 def test_one_version() -> None:
@@ -26,8 +24,7 @@ def test_one_version() -> None:
     assert hk.__version__ == declared[1] == importlib.metadata.version("heads_kernels")
     assert f"## {declared[1]}" in (ROOT / "CHANGELOG.md").read_text()
     assert f"\nversion: {declared[1]}\n" in (ROOT / "CITATION.cff").read_text()
-    command = [sys.executable, "-m", "heads_kernels", "--version"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    run = python("-m", "heads_kernels", "--version")
     assert run.stdout == f"heads_kernels {hk.__version__}\n"
 
 

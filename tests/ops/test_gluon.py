@@ -1,0 +1,246 @@
+"""The kernels in Gluon, emulated: named cases that they serve, in three orders of their partitions.
+
+Their launches go to `tests/support/gluon_emulator.py`; other kernels run in Triton's interpreter. The tiles are those
+of GPUs, except where several are wanted of a short call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
+
+from heads_kernels.backends import TRITON_INTERPRETED
+
+if not TRITON_INTERPRETED:
+    pytest.skip("kernels are not interpreted (TRITON_INTERPRET)", allow_module_level=True)
+
+from heads_kernels.mask import Mask
+from heads_kernels.ops.attention import Gradients, Results
+from heads_kernels.ops.triton import backend as triton_backend
+from heads_kernels.ops.triton import forward, gluon_backward, gluon_forward, specialized
+from heads_kernels.ops.triton.gluon_tiles import place_of
+from heads_kernels.ops.triton.operands import Sizes
+from heads_kernels.ops.triton.tiles import Tiles
+from heads_kernels.testing import CASES, GatedCase, check, masks
+from tests.ops.calls import on_kind_of_gpu
+from tests.support.gluon_emulator import emulated
+from tests.support.gluon_machine import ORDERS
+from tests.support.poison import hide
+
+
+def tiles_of_forward(call: Any, out: torch.Tensor) -> Tiles | None:
+    """For a call that it can serve; of fewer keys where there are few, for several tiles of them."""
+    if not specialized.served(call, [call.query, call.key, call.value, out]):
+        return None
+    keys = 64 if call.S <= 256 or max(call.D, call.Dv) > 128 else 128
+    return Tiles(128, keys, num_warps=4, num_stages=2 if call.S % 2 else 3)
+
+
+def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
+    narrow = max(call.D, call.Dv) <= 128 and not call.softcap and call.dense_mask is None
+    served = narrow and specialized.served(call, [call.query, call.key, call.value, dout])
+    return Tiles(64, 128, num_warps=8, num_stages=2) if served else None
+
+
+#: By pass: its tiles; what is replaced where the kernel is chosen; its module; one of how many cases CI runs.
+KERNELS: dict[str, tuple[Any, ...]] = {
+    "forward": (
+        tiles_of_forward,
+        (forward, "specialized_forward", lambda call, results: tiles_of_forward(call, results.out)),
+        gluon_forward,
+        3,
+    ),
+    "backward": (
+        tiles_of_backward,
+        (triton_backend, "specialized_backward", lambda call, _, dout: tiles_of_backward(call, dout)),
+        gluon_backward,
+        8,
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def in_gluon(kernel: str, order: str) -> Iterator[mock.Mock]:
+    """Whatever the kernel can serve goes to it, emulated; the mock is its launch."""
+    _, chosen, module, _ = KERNELS[kernel]
+    with (
+        mock.patch.object(*chosen),
+        mock.patch.object(module, "launch", side_effect=emulated(order)) as launched,
+    ):
+        yield launched
+
+
+#: Beside the named cases: several tiles of each kind for a program, and what only these kernels have.
+OWN = (
+    GatedCase("full tiles", 1, 2, 40, 700, D=64, Dv=64, gate="H"),
+    GatedCase("causal", 1, 4, 300, 300, D=64, Dv=64, Hk=2, is_causal=True, gate="H", closed=0.5),
+    GatedCase("causal, wide", 1, 1, 200, 330, D=128, Dv=128, is_causal=True, gate="BHTD"),
+    GatedCase("wide", 1, 1, 130, 150, D=256, Dv=256, mask=masks.holes, gate="BHT"),
+    GatedCase("odd widths", 2, 2, 260, 260, D=96, Dv=72, mask=masks.padded(260, 101), sinks=True),
+    GatedCase("window", 1, 2, 300, 300, D=64, Dv=64, mask=masks.fixed(Mask(window=(70, 90)))),
+    GatedCase("windows", 1, 2, 300, 300, D=64, Dv=64, mask=masks.fixed(Mask(window=[(70, 0), (-1, 0)]))),
+    GatedCase("blocks", 2, 4, 150, 420, D=64, Dv=64, Hk=2, mask=masks.dense_blocks, gate="BHT"),
+    GatedCase("softcap", 1, 2, 140, 200, D=64, Dv=64, softcap=2.0, sinks=True, is_causal=True),
+    GatedCase("projected", 2, 4, 129, 129, D=64, Dv=64, layout="transposed", is_causal=True),
+)  # fmt: skip
+
+
+def rows() -> Iterator[Any]:
+    """The named cases that a kernel serves, each in one order, and OWN in all; one of some outside of a release."""
+    cases = [c for c in CASES if isinstance(c, GatedCase) and not {"model", "long"} & {*c.tags}]
+    for case, dtype in itertools.product((*cases, *OWN), (torch.bfloat16, torch.float16)):
+        call = case.make(dtype).parsed()
+        out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
+        for kernel, (tiles_of, *_, share) in KERNELS.items():
+            if dtype not in case.dtypes or tiles_of(call, out) is None:
+                continue
+            name = f"{case}-{str(dtype).removeprefix('torch.')}"
+            number = zlib.crc32(name.encode())
+            chosen = ORDERS[number // share % len(ORDERS)]
+            for order in ORDERS if case in OWN else (chosen,):
+                often = number % share == 0 and order == chosen
+                marks = [] if often else [pytest.mark.release]
+                yield pytest.param(kernel, case, dtype, order, id=f"{kernel}-{name}-{order}", marks=marks)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "gated", "dtype", "order"), rows())
+@pytest.mark.parametrize("backend", ["triton"])
+def test_cases(backend: str, kernel: str, gated: GatedCase, dtype: torch.dtype, order: str) -> None:
+    with in_gluon(kernel, order) as launched:
+        report = check(gated, dtype, backend, backward=kernel == "backward")
+    assert report.ok, str(report)
+    assert launched.called
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("backend", ["triton"])
+def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(
+    backend: str, number: float
+) -> None:
+    """In a key or in a value: hidden from some rows, from all of them, or in padding."""
+    mask = masks.padded(140, 70, queries=False, causal=True)
+    case = GatedCase("poison", 2, 2, 140, 200, D=64, Dv=64, mask=mask)
+    inputs = case.make(torch.bfloat16)
+    tensors = dict(inputs.tensors)
+    for name in ("key", "value"):
+        tensors[name] = tensors[name].clone()
+        tensors[name][1, :, 70:, 5] = number  # beyond the length
+    tensors["value"][:, :, 60, 7] = number  # rows from 60 on see it
+    clean = dict(tensors)
+    clean["value"] = tensors["value"].nan_to_num(0.0, 0.0, 0.0)
+    clean["key"] = tensors["key"].nan_to_num(0.0, 0.0, 0.0)
+    with in_gluon("forward", "greedy"), torch.no_grad():
+        out = replace(inputs, tensors=tensors).call(backend)
+        expected = replace(inputs, tensors=clean).call(backend)
+    assert torch.equal(out[:, :, :60], expected[:, :, :60])
+    assert not out[:, :, 60:, 7].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    "bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.release)]
+)
+@pytest.mark.parametrize("backend", ["triton"])
+def test_hidden_values_reach_no_gradient(backend: str, bad: float) -> None:
+    """Of keys that no row sees and rows that see no key, their gates and dout too."""
+    case = GatedCase("poison", 2, 1, 140, 140, D=64, Dv=64, gate="BHT", mask=masks.padded(140, 70))
+    inputs = case.make(torch.bfloat16)
+    poisoned, places = hide(inputs, bad)
+    with in_gluon("backward", "greedy"):
+        (_, want), (_, got) = (each.backward(backend) for each in (inputs, poisoned))
+    for name, gradient in want.items():
+        assert torch.equal(got[name], gradient), name
+    for name, place in places.items():
+        assert not got[name][place].any(), name
+
+
+def chosen(
+    kernel: str, kind: str = "sm_90", dtype: torch.dtype = torch.bfloat16, asked_for: int = 3, **changes: Any
+) -> bool:  # fmt: skip
+    """Whether the kernel is chosen on this kind of GPU for a call that differs by `changes` from one that it serves."""
+    options = {"T": 512, "S": 512, "D": 64, "Dv": 64} | changes
+    inputs = GatedCase("call", 1, 2, options.pop("T"), options.pop("S"), **options).make(dtype)
+    call = inputs.parsed()
+    if options.get("dropout_p"):
+        call = call._replace(seed=torch.zeros(5, dtype=torch.int64))
+    nothing = torch.empty(0)
+    with on_kind_of_gpu(kind):
+        if kernel == "forward":
+            out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
+            results = Results(out, nothing, nothing)
+            return specialized.specialized_forward(call, results) is not None
+        operands = [call.query, call.key, call.value][:asked_for]
+        gradients = Gradients(*operands, *[nothing] * (len(Gradients._fields) - asked_for))
+        return specialized.specialized_backward(call, gradients, inputs.dout) is not None
+
+
+def test_which_calls_the_forward_kernel_serves() -> None:
+    """On sm_90, in 16 bits, where descriptors can describe every tensor and no term is missing."""
+    assert chosen("forward")
+    more: Any = {"is_causal": True, "gate": "BHTD", "sinks": True, "softcap": 30.0}
+    assert chosen("forward", dtype=torch.float16, **more)
+    for width in (40, 96, 128, 200, 256):
+        assert chosen("forward", D=width, Dv=width)
+    assert chosen("forward", mask=masks.dense_blocks, T=600)
+    for kind in ("sm_100", "sm_80", "other"):
+        assert not chosen("forward", kind)
+    assert not chosen("forward", dtype=torch.float32)
+    refused: tuple[dict[str, Any], ...] = (
+        {"T": 16}, {"S": 511}, {"D": 32, "Dv": 32}, {"Dv": 128}, {"D": 100, "Dv": 100}, {"dropout_p": 0.1},
+        {"bias": "HTS"}, {"offsets": 9}, {"layout": "sliced"},
+        {"mask": masks.fixed(Mask(window=(70, 0), first_keys=4))},
+    )  # fmt: skip
+    for changes in refused:
+        assert not chosen("forward", **changes), changes
+    with mock.patch.object(specialized, "_HAS_GLUON", False):
+        assert not chosen("forward")
+
+
+def test_which_calls_the_backward_kernel_serves() -> None:
+    """Those of the forward kernel, but for caps, dense masks and wide heads, where all gradients are asked for."""
+    assert chosen("backward")
+    assert chosen("backward", is_causal=True, gate="BHTD", sinks=True)
+    assert chosen("backward", D=96, Dv=128, mask=masks.holes)
+    assert not chosen("backward", "sm_100")
+    assert not chosen("backward", asked_for=2)
+    refused: tuple[dict[str, Any], ...] = (
+        {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256}, {"softcap": 30.0}, {"bias": "HTS"},
+        {"mask": masks.dense_blocks, "T": 600},
+    )  # fmt: skip
+    for changes in refused:
+        assert not chosen("backward", **changes), changes
+    with mock.patch.object(specialized, "HAS_ADDING_COPIES", False):
+        assert not chosen("backward")
+
+
+def test_places() -> None:
+    """Programs of `together` heads come one tile of rows after another, the last first; every tile once."""
+    T, H, pairs = 300, 3, 6
+    programs = pairs * 3
+    for together in (1, 2, 4, 6):
+        found = []
+
+        def collect(place: Any) -> None:
+            found.append((int(place.b) * H + int(place.h), int(place.first)))  # noqa: B023 (called at once)
+
+        launch = emulated("greedy")
+        kernel = mock.Mock(fn=_places_kernel)
+        launch(kernel, programs, torch.empty(0), None, Sizes(H, T, 1, 1, 1.0), together, collect)
+        assert sorted(found) == sorted((p, t) for p in range(pairs) for t in (0, 128, 256))
+        first_tiles = [first for _, first in found[: min(together, pairs)]]
+        assert first_tiles == [256] * len(first_tiles)
+
+
+def _places_kernel(sizes: Any, together: Any, collect: Any) -> None:
+    TILE = SimpleNamespace(block_m=128)
+    collect(place_of(sizes, together, TILE, None))

@@ -1,0 +1,20 @@
+"""Python in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(
+    *arguments: object, status: int = 0, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Started with these arguments and variables; all that it printed is the message where it ends otherwise."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, text=True, check=False,
+        env={**os.environ, **environment}, capture_output=True)  # fmt: skip
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
