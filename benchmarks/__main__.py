@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--smoke", action="store_true", help="tiny sizes: does everything run?")
     form.add_argument("--full", action="store_true",
         help="all lengths, widths, paddings and models, on all threads and on one, and how far goals "
-            "are met (17 minutes on 2 cores)")  # fmt: skip
+            "are met (40 minutes on 2 cores)")  # fmt: skip
     form.add_argument("--plot", action="store_true",
         help="measure nothing: draw the figure of README from the kept full run")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

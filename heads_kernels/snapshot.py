@@ -19,6 +19,11 @@ Made = TypeVar("Made")
 _ABSENT: Final = object()
 
 
+def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Make a module an instance of another class with the same attributes, as PyTorch's `parametrize` does."""
+    module.__class__ = kind
+
+
 class Snapshot:
     """The structure of a model: classes, attributes, submodules, parameters, buffers and hooks of its modules.
 
@@ -39,7 +44,7 @@ class Snapshot:
     def restore(self) -> None:
         """Restore the model. Registries stay the same objects, which handles of hooks refer to."""
         for module, (kind, attributes, registries) in self._modules.items():
-            module.__class__ = kind
+            set_class(module, kind)
             vars(module).clear()
             vars(module).update(attributes)
             for name, items in registries.items():
@@ -54,7 +59,7 @@ class Snapshot:
                 continue
             kind_then, attributes_then, registries_then = later._modules[module]
             if type(module) is kind_then:
-                module.__class__ = kind
+                set_class(module, kind)
             _undo(vars(module), attributes, attributes_then)
             for name in registries.keys() & registries_then.keys() & vars(module).keys():
                 _undo(vars(module)[name], registries[name], registries_then[name])

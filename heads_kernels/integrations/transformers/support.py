@@ -15,6 +15,7 @@ from heads_kernels.integrations.transformers.masks import COMPUTE_WITH_MASKS
 from heads_kernels.integrations.transformers.output_gated import OUTPUT_GATED
 from heads_kernels.integrations.transformers.replacement import Replacement, subclass
 from heads_kernels.integrations.transformers.tested import TESTED
+from heads_kernels.snapshot import set_class
 
 _ITSELF: Final = "computes its attention itself"
 #: By the name of the class.
@@ -46,14 +47,14 @@ def replace_forwards(model: nn.Module) -> None:
         stock: Any = type(module)
         kind: Any = replacement(stock)
         if kind is not None:
-            module.__class__ = subclass(kind, stock)
+            set_class(module, subclass(kind, stock))
 
 
 def restore_forward(module: nn.Module) -> None:
     """Undo `replace_forwards` for one module."""
     stock = vars(type(module)).get("before")  # not of the subclass that `fully_shard` makes
     if isinstance(module, Replacement) and stock is not None and "forward" not in vars(module):
-        module.__class__ = stock
+        set_class(module, stock)
 
 
 # ---------------------------------------------------------------------- which models
