@@ -53,7 +53,9 @@ class _Slot:
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer, self._users = layer, 0
         self._was_there = "observer" in vars(layer.module)  # its value is None
-        self._was_called = self._is_to_change = self._has_changed = False
+        # The threads in whose pass the observer was called, and those where a change is not made yet.
+        self._called: set[int] = set()
+        self._due: set[int] = set()
         self._hook = layer.module.register_forward_hook(self._check_called)
 
     @classmethod
@@ -77,15 +79,16 @@ class _Slot:
                     self._layer.module.observer = None
 
     def __call__(self, call: AttentionCall) -> Change | None:
-        self._was_called = True
+        thread = threading.get_ident()
+        self._called.add(thread)
         own = [observer for module, observer in _ACTIVE.get() if module is self._layer.module]
         changes = [change for observer in own if (change := observer(call)) is not None]
         if not changes:
             return None
-        self._is_to_change = True
+        self._due.add(thread)
 
         def change_in_turn(heads: Tensor) -> Tensor:
-            self._has_changed = True
+            self._due.discard(thread)
             for change in changes:
                 heads = change(heads)
             return heads
@@ -98,10 +101,14 @@ class _Slot:
             was = "runs as a replica of nn.DataParallel, on a thread that a block does not see"
             refuse(str(self._layer), was, "run the model that it holds: parallel.module")
         check_runs_operators(self._layer)
+        thread = threading.get_ident()
+        was_called, is_due = thread in self._called, thread in self._due
+        self._called.discard(thread)
+        self._due.discard(thread)
         is_a = f"is a {type(module).__name__}, which does not"
-        if not self._was_called:
+        if not was_called:
             instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"
             refuse(str(self._layer), f"{is_a} call its observer", instead)
-        if self._is_to_change and not self._has_changed:
+        if is_due:
             instead = "its forward must pass the outputs of the heads to what self.observer returns, unless it is None"
             refuse(str(self._layer), f"{is_a} change the outputs of its heads", instead)

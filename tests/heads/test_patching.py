@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from heads_kernels.analysis import AttentionCall
+from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import Layers, model_and_run
+from tests.support.nn_layers import HOUSE, House, Layers, model_and_run
 from tests.support.tiny_models import batch, build, outputs
 
 #: Two stacks, a layer that runs twice, fused projections, grouped heads, relative biases, output gates.
@@ -153,6 +155,47 @@ def test_a_block_acts_on_its_own_thread() -> None:
     with hk.heads.patch(model, {1: {1: "zero"}}):
         assert_alike(found["other"], run())
     assert min((a - b).abs().max() for a, b in combinations(found.values(), 2)) > 1e-3
+
+
+class Interrupted(House):
+    """Between the call of its observer and the change, `meanwhile` runs."""
+
+    observer, meanwhile = None, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        operands = self.operands(x)
+        change = self.observer and self.observer(AttentionCall.of(hk.gated_attention, *operands))
+        if change is not None and self.meanwhile is not None:
+            self.meanwhile()
+        heads = hk.gated_attention(*operands).transpose(1, 2)
+        return heads if change is None else change(heads)
+
+
+def test_a_pass_of_another_thread_between_a_call_and_its_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
+    hk.heads.register_layout("Interrupted", HOUSE)
+    model, x, failed = nn.Sequential(Interrupted()), torch.randn(2, 5, 32), []
+
+    def run() -> None:
+        try:
+            model(x)
+        except ValueError as error:
+            failed.append(error)
+
+    def meanwhile() -> None:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    model[0].meanwhile = meanwhile
+    whole = model(x)
+    with hk.heads.patch(model, {0: {0: "zero"}}):
+        patched = model(x)
+    assert not failed
+    assert torch.equal(patched[:, :, 1:], whole[:, :, 1:])
+    assert not patched[:, :, 0].any()
 
 
 def test_a_layer_that_did_not_run_is_an_error() -> None:
