@@ -267,6 +267,8 @@ STATED: Final = (
         "collaborative_attention.queries", "sm_90", work="*offsets*"),
     Bound(160, "ptxas keeps predicates and loop bounds in memory with registers to spare",
         target="sm_100"),
+    Bound(256, "two programs a multiprocessor leave 128 registers a thread; at most 6 spills in a loop over tiles",
+        "triton.forward", "sm_100", work="gated_attention: *streaming heads, D 64"),
     Bound(128, "64 gates of elements a thread beside a tile of bias",
         "triton.forward", "sm_100", work="gated_attention: bias, gate of elements, D 128"),
     Bound(384, "a list of chunks and the sums of a head beside a tile of scores",
