@@ -155,11 +155,17 @@ def _begin(
         for layer in own.layers:
             state.statistics[layer] = True
     if state.given and model.training and torch.is_grad_enabled():
-        state.runs_again = not torch.compiler.is_compiling() and model.is_gradient_checkpointing
+        state.runs_again = not torch.compiler.is_compiling() and _is_checkpointing(model)
     set_pass_state(state)
     if own.takes_any or not masks:
         return None
     return args, {name: value for name, value in kwargs.items() if name not in masks}
+
+
+def _is_checkpointing(model: Any) -> bool:
+    """Whether layers run again in the backward pass; transformers 5.24 renamed the property."""
+    renamed = hasattr(type(model), "is_activation_checkpointing")
+    return bool(model.is_activation_checkpointing if renamed else model.is_gradient_checkpointing)
 
 
 def _collected(model: Any, arguments: dict[str, Any]) -> frozenset[str]:
