@@ -117,7 +117,7 @@ class House(nn.Module):
     def split(self, x: Tensor) -> Tensor:
         if self.heads_first:
             return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
-        return x.unflatten(-1, (self.width, -1)).permute(0, 3, 1, 2)
+        return x.unflatten(-1, (self.width, -1)).permute(0, 3, 1, 2).contiguous()
 
     def operands(self, x: Tensor) -> list[Tensor]:
         return [self.split(getattr(self, name)(x)) for name in "qkv"]
