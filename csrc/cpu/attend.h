@@ -74,7 +74,7 @@ struct QueryTile {
   VisibleRows<Real> visible;
   OnlineSoftmax<Real> softmax;
   PackedQuery<Operand> query;
-  Real* out;  // [Dv][64]; undefined until `started`
+  Real* out;  // [Dv][64]; undefined until `started`, and in rows that see no key
   bool started = false;
   alignas(64) Real threshold[BLOCK_M] = {};  // of entmax, above the largest score of the row
 
@@ -91,11 +91,6 @@ struct QueryTile {
         query{w.take<Operand>(query_words(op.D)),
               kSplit<Operand, Operator> ? w.take<Operand>(query_words(op.D)) : nullptr},
         out(w.take<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M)) {}
-};
-
-// A tile of scores that entmax keeps.
-struct KeptTile {
-  KeySpan window, keys;
 };
 
 // Keys whose largest score entmax keeps too.
@@ -115,7 +110,7 @@ struct TileScratch {
   Real* kept_scores;  // [tiles of keys][64][64]
   Real* kept_maxima;  // [tiles of keys][64 / kGroup][64]
   int32_t* near;      // [64 / kLanes][tiles of keys * 64]
-  KeptTile* kept;     // [tiles of keys]
+  KeySpan* kept;      // [tiles of keys]
   Panel<Operand> key, value;
 
   static constexpr int64_t kWeights =
@@ -130,7 +125,7 @@ struct TileScratch {
            buffer_bytes<Operand>(kWeights) + buffer_bytes<Real>(op.kept_tiles * BLOCK_N * BLOCK_M) +
            buffer_bytes<Real>(op.kept_tiles * (BLOCK_N / kGroup) * BLOCK_M) +
            buffer_bytes<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>)) +
-           buffer_bytes<char>(op.kept_tiles * static_cast<int64_t>(sizeof(KeptTile))) +
+           buffer_bytes<char>(op.kept_tiles * static_cast<int64_t>(sizeof(KeySpan))) +
            Panel<Operand>::bytes(op.D) + Panel<Operand>::bytes(Dv);
   }
   // `tiles`: how many query tiles may read a window.
@@ -146,7 +141,7 @@ struct TileScratch {
         kept_scores(w.take<Real>(op.kept_tiles * BLOCK_N * BLOCK_M)),
         kept_maxima(w.take<Real>(op.kept_tiles * (BLOCK_N / kGroup) * BLOCK_M)),
         near(w.take<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>))),
-        kept(w.take_objects<KeptTile>(op.kept_tiles)),
+        kept(w.take_objects<KeySpan>(op.kept_tiles)),
         key(w, op.D, tiles > 1),
         value(w, Dv, tiles > 1) {}
 };

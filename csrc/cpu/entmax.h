@@ -152,11 +152,17 @@ inline Vec<Real> find_threshold(Real order, Vec<Real> threshold, const Real* sco
   for (int i = 0; i < kMostSteps; ++i) {
     Vec<Real> sum{}, slopes{};
     with_power(order, [&](auto power) {
-      for (int64_t n = 0; n < count; ++n) {
-        const Powers<Real> result =
-            power(above_threshold(order, load(scores + n * BLOCK_M), threshold));
-        sum += result.p;
-        slopes += result.slope;
+      // A sum of blocks, which rounds less than one long sum.
+      for (int64_t first = 0; first < count; first += BLOCK_N) {
+        Vec<Real> block_sum{}, block_slopes{};
+        for (int64_t n = first; n < std::min(first + BLOCK_N, count); ++n) {
+          const Powers<Real> result =
+              power(above_threshold(order, load(scores + n * BLOCK_M), threshold));
+          block_sum += result.p;
+          block_slopes += result.slope;
+        }
+        sum += block_sum;
+        slopes += block_slopes;
       }
     });
     const Vec<Real> z = order * log1p<Real>(sum - Real(1));

@@ -30,10 +30,16 @@ inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& ke
   const int64_t count = near.read - first;
   if (count == 0) return;
   Real* const p = near.p + first * BLOCK_M;
-  if (dropout.active)
-    for (int64_t i = first; i < near.read; ++i)
-      drop(dropout, head.b, head.h, {key_of(i), key_of(i) + 1}, tile.visible.first + m, L, Real(1),
-           near.p + i * BLOCK_M);
+  DropoutWords words;
+  int64_t group = -1;
+  for (int64_t i = first; dropout.active && i < near.read; ++i) {
+    const int64_t key = key_of(i);
+    if (key / 4 != group)
+      dropout_words(dropout, head.b, head.h, tile.visible.first + m, L, group = key / 4, words);
+    Real* const weights = near.p + i * BLOCK_M;
+    for (int lane = 0; lane < L; ++lane)
+      if (words[key % 4][lane] < dropout.threshold) weights[lane] = 0;
+  }
   // A value that is not finite reaches only the rows that give it a probability.
   const bool aside = has_nonfinite(scratch.rows, count, width, stride);
   for (int64_t i = first; aside && i < near.read; ++i)
@@ -66,7 +72,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
-  KeptTile* const kept = scratch.kept;
+  KeySpan* const kept = scratch.kept;
   Real* const tile_scores = scratch.scores;
   int64_t count = 0, groups = 0;
   alignas(64) Real top[BLOCK_M];
@@ -90,7 +96,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
             store<Real>(top + m, at_least<Real>(load(top + m), most));
           }
         }
-        kept[count++] = {window, {keys.begin, keys.end}};
+        kept[count++] = keys;
       });
   scratch.scores = tile_scores;
 
@@ -107,13 +113,16 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
 
     Real* const scores = scratch.kept_scores + m;
     int32_t* const places = scratch.near + m / L * count * BLOCK_N;
+    IntVec<Real> real{};  // rows that see a key: others have scores too where a tile is full
+    for (int lane = 0; lane < L; ++lane)
+      real[lane] = -static_cast<Int<Real>>(visible.sees(m + lane));
     int64_t n = 0;
     for (int64_t at = 0; at < count; ++at) {
-      for (int64_t place = at * BLOCK_N; place < at * BLOCK_N + kept[at].keys.count(); ++place) {
+      for (int64_t place = at * BLOCK_N; place < at * BLOCK_N + kept[at].count(); ++place) {
         const Vec<Real> score = load(scores + place * BLOCK_M) - reference;
         store<Real>(scores + n * BLOCK_M, score);
         places[n] = static_cast<int32_t>(place);
-        n += any_lane<Real>(!(above_threshold(head.order, score, bound) <= Real(-1)));
+        n += any_lane<Real>(real & !(above_threshold(head.order, score, bound) <= Real(-1)));
       }
     }
     near[m / L] = {places, scores, n};
@@ -129,7 +138,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
 
   for (int64_t at = 0; at < count; ++at)
     for (int m = 0; m < columns; m += L)
-      add_near_keys(near[m / L], at * BLOCK_N, kept[at].keys, m, dropout, scratch, tile);
+      add_near_keys(near[m / L], at * BLOCK_N, kept[at], m, dropout, scratch, tile);
   tile.started = true;
 }
 
