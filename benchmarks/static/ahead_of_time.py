@@ -259,7 +259,7 @@ STATED: Final = (
         "triton.forward", "sm_90", work="collaborative_attention: *dropout*"),
     Bound(1024, "a list of chunks and the sums of a head beside a tile of scores",
         "collaborative_attention.*", "sm_90"),
-    Bound(1920, "the same beside a tile of bias",
+    Bound(1984, "the same beside a tile of bias",
         "collaborative_attention.keys", "sm_90", work="*: bias*"),
     Bound(1920, "the same beside a tile of bias",
         "collaborative_attention.keys", "sm_90", work="*: offsets*"),

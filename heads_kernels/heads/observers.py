@@ -56,7 +56,10 @@ class _Slot:
         # The threads in whose pass the observer was called, and those where a change is not made yet.
         self._called: set[int] = set()
         self._due: set[int] = set()
-        self._hook = layer.module.register_forward_hook(self._check_called)
+        self._hooks = (
+            layer.module.register_forward_pre_hook(self._begin),
+            layer.module.register_forward_hook(self._check_called),
+        )
 
     @classmethod
     def enter(cls, layer: AttentionLayer) -> _Slot:
@@ -73,7 +76,8 @@ class _Slot:
         with _LOCK:
             self._users -= 1
             if not self._users:
-                self._hook.remove()
+                for hook in self._hooks:
+                    hook.remove()
                 del self._layer.module.observer
                 if self._was_there:
                     self._layer.module.observer = None
@@ -81,8 +85,7 @@ class _Slot:
     def __call__(self, call: AttentionCall) -> Change | None:
         thread = threading.get_ident()
         self._called.add(thread)
-        own = [observer for module, observer in _ACTIVE.get() if module is self._layer.module]
-        changes = [change for observer in own if (change := observer(call)) is not None]
+        changes = [change for observer in self._own() if (change := observer(call)) is not None]
         if not changes:
             return None
         self._due.add(thread)
@@ -95,20 +98,28 @@ class _Slot:
 
         return change_in_turn
 
+    def _own(self) -> list[Observer]:
+        """The observers of this thread."""
+        return [observer for module, observer in _ACTIVE.get() if module is self._layer.module]
+
+    def _begin(self, *_: object) -> None:
+        """A forward pre-hook of the layer: a pass before this one may have ended in an error."""
+        self._called.discard(threading.get_ident())
+        self._due.discard(threading.get_ident())
+
     def _check_called(self, module: nn.Module, *_: object) -> None:
         """A forward hook of the layer, which its replicas share."""
         if module is not self._layer.module:
             was = "runs as a replica of nn.DataParallel, on a thread that a block does not see"
             refuse(str(self._layer), was, "run the model that it holds: parallel.module")
+        if not self._own():
+            return
         check_runs_operators(self._layer)
         thread = threading.get_ident()
-        was_called, is_due = thread in self._called, thread in self._due
-        self._called.discard(thread)
-        self._due.discard(thread)
         is_a = f"is a {type(module).__name__}, which does not"
-        if not was_called:
+        if thread not in self._called:
             instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"
             refuse(str(self._layer), f"{is_a} call its observer", instead)
-        if is_due:
+        if thread in self._due:
             instead = "its forward must pass the outputs of the heads to what self.observer returns, unless it is None"
             refuse(str(self._layer), f"{is_a} change the outputs of its heads", instead)

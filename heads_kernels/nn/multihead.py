@@ -240,10 +240,9 @@ class Multihead(nn.Module, ABC):
             for name, each in operands.items()
         }
         arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
-        change = None
-        if self.observer is not None:
-            call = AttentionCall.of(self.operator, self_attention=alone, **arguments)
-            change = self.observer(call)
+        change, observer = None, self.observer  # read once: a block of another thread may end
+        if observer is not None:
+            change = observer(AttentionCall.of(self.operator, self_attention=alone, **arguments))
         heads = self._attend(rows, arguments, batch, self.beside(rows, visible, cache))
         heads = heads.transpose(1, 2)
         if change is not None:

@@ -165,37 +165,69 @@ class Interrupted(House):
     def forward(self, x: Tensor) -> Tensor:
         operands = self.operands(x)
         change = self.observer and self.observer(AttentionCall.of(hk.gated_attention, *operands))
-        if change is not None and self.meanwhile is not None:
-            self.meanwhile()
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
         heads = hk.gated_attention(*operands).transpose(1, 2)
         return heads if change is None else change(heads)
 
 
-def test_a_pass_of_another_thread_between_a_call_and_its_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
     hk.heads.register_layout("Interrupted", HOUSE)
-    model, x, failed = nn.Sequential(Interrupted()), torch.randn(2, 5, 32), []
+    return nn.Sequential(Interrupted())
 
-    def run() -> None:
-        try:
-            model(x)
-        except ValueError as error:
-            failed.append(error)
+
+def test_a_pass_of_another_thread_between_a_call_and_its_change(interrupted: Any) -> None:
+    model, x, ended = interrupted, torch.randn(2, 5, 32), []
 
     def meanwhile() -> None:
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=lambda: ended.append(model(x)))
         thread.start()
         thread.join()
 
-    model[0].meanwhile = meanwhile
     whole = model(x)
     with hk.heads.patch(model, {0: {0: "zero"}}):
+        model[0].meanwhile = meanwhile
         patched = model(x)
-    assert not failed
+    assert torch.equal(ended[0], whole)
     assert torch.equal(patched[:, :, 1:], whole[:, :, 1:])
     assert not patched[:, :, 0].any()
+
+
+def test_a_block_of_another_thread_that_begins_within_a_pass(interrupted: Any) -> None:
+    model, x = interrupted, torch.randn(2, 5, 32)
+    entered, left = threading.Event(), threading.Event()
+
+    def observe() -> None:
+        with hk.analysis.observe(model, lambda *_: None):
+            entered.set()
+            left.wait()
+
+    def meanwhile() -> None:
+        thread.start()
+        entered.wait()
+
+    thread = threading.Thread(target=observe, daemon=True)
+    whole = model(x)
+    model[0].register_forward_hook(lambda *_: None)
+    model[0].meanwhile = meanwhile
+    assert torch.equal(model(x), whole)
+    left.set()
+    thread.join()
+
+
+def test_a_pass_after_one_that_failed(interrupted: Any) -> None:
+    def fail() -> None:
+        raise KeyError
+
+    model, x = interrupted, torch.randn(2, 5, 32)
+    with hk.analysis.observe(model, lambda *_: None):
+        model[0].meanwhile = fail
+        with pytest.raises(KeyError), hk.heads.patch(model, {0: {0: "zero"}}):
+            model(x)
+        model(x)
 
 
 def test_a_layer_that_did_not_run_is_an_error() -> None:

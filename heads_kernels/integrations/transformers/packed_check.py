@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextvars import Context, ContextVar
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -123,7 +124,8 @@ def _filled(
     filling.set(own)
     set_pass_state(state)
     given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-    with torch.no_grad(), evaluating(model), _forked(next(given).device):
+    first = next(chain(model.parameters(), given))  # a replica of nn.DataParallel has no parameters
+    with torch.no_grad(), evaluating(model), _forked(first.device):
         return model.forward(*args, **kwargs)
 
 

@@ -52,8 +52,13 @@ def replace_forwards(model: nn.Module) -> None:
 
 def restore_forward(module: nn.Module) -> None:
     """Undo `replace_forwards` for one module."""
+    if not isinstance(module, Replacement):
+        return
+    own: Any = vars(module).get("forward")
+    if getattr(own, "__func__", None) is type(module).forward:
+        del module.forward  # the method of the class, put back there by somebody who had wrapped it
     stock = vars(type(module)).get("before")  # not of the subclass that `fully_shard` makes
-    if isinstance(module, Replacement) and stock is not None and "forward" not in vars(module):
+    if stock is not None and "forward" not in vars(module):
         set_class(module, stock)
 
 
