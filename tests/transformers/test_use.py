@@ -112,6 +112,16 @@ def copies_of(tensors: Any, devices: list[int], detach: bool = False) -> list[li
     return [[tensor.clone() for tensor in tensors] for _ in devices]
 
 
+def test_a_forward_that_was_wrapped_and_put_back_is_released() -> None:
+    model = use(build("bloom"))
+    module: Any = next(each for each in model.modules() if isinstance(each, Replacement))
+    module.forward, unwrapped = partial(module.forward), module.forward
+    module.forward = unwrapped
+    release(model)
+    assert not isinstance(module, Replacement)
+    assert "forward" not in vars(module)
+
+
 def test_release_of_a_model_that_was_made_with_the_name() -> None:
     """Its implementation was the package's before."""
     model = build("bert", "heads_kernels")
