@@ -234,7 +234,7 @@ def measure(settings: Settings) -> Iterator[Found]:
 
 
 def timed(calls: dict[str, Callable[[], object]], budget_s: float, least: int) -> list[Row]:
-    """All candidates in turn; `times_stock` is the stock model's time by theirs."""
+    """All candidates in turn; `times_stock` is the stock model's time divided by theirs."""
     times = time_in_turn(calls, budget_s=budget_s, least=least, warmup=1)
     ms = {candidate: timing.median * 1e3 for candidate, timing in times.items()}
     return [

@@ -93,8 +93,8 @@ struct QueryTile {
         out(w.take<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M)) {}
 };
 
-// Keys whose largest score entmax keeps too.
-constexpr int kGroup = 16;
+// Entmax keeps the largest score of every so many keys.
+constexpr int kKeysPerMaximum = 16;
 
 // Scratch that the tiles of a work item share.
 template <typename Real, typename Operand>
@@ -108,7 +108,7 @@ struct TileScratch {
   Operand* weights;  // [64][64] scores packed into pairs; empty if Operand is Real
   // Of a query tile, for entmax alone.
   Real* kept_scores;  // [tiles of keys][64][64]
-  Real* kept_maxima;  // [tiles of keys][64 / kGroup][64]
+  Real* kept_maxima;  // [tiles of keys][64 / kKeysPerMaximum][64]
   int32_t* near;      // [64 / kLanes][tiles of keys * 64]
   KeySpan* kept;      // [tiles of keys]
   Panel<Operand> key, value;
@@ -123,7 +123,7 @@ struct TileScratch {
            3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
            buffer_bytes<Real>(BLOCK_M * row_stride<Real>(BLOCK_N)) +
            buffer_bytes<Operand>(kWeights) + buffer_bytes<Real>(op.kept_tiles * BLOCK_N * BLOCK_M) +
-           buffer_bytes<Real>(op.kept_tiles * (BLOCK_N / kGroup) * BLOCK_M) +
+           buffer_bytes<Real>(op.kept_tiles * (BLOCK_N / kKeysPerMaximum) * BLOCK_M) +
            buffer_bytes<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>)) +
            buffer_bytes<char>(op.kept_tiles * static_cast<int64_t>(sizeof(KeySpan))) +
            Panel<Operand>::bytes(op.D) + Panel<Operand>::bytes(Dv);
@@ -139,7 +139,7 @@ struct TileScratch {
         slope(w.take<Real>(BLOCK_N * BLOCK_M)),
         weights(w.take<Operand>(kWeights)),
         kept_scores(w.take<Real>(op.kept_tiles * BLOCK_N * BLOCK_M)),
-        kept_maxima(w.take<Real>(op.kept_tiles * (BLOCK_N / kGroup) * BLOCK_M)),
+        kept_maxima(w.take<Real>(op.kept_tiles * (BLOCK_N / kKeysPerMaximum) * BLOCK_M)),
         near(w.take<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>))),
         kept(w.take_objects<KeySpan>(op.kept_tiles)),
         key(w, op.D, tiles > 1),

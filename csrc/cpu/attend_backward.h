@@ -58,8 +58,7 @@ inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan
     if (!all_visible) hide(scratch.scores, keys, visible, columns);
     subtract_top(tile.lse, keys.count(), columns, scratch.scores);
     return entmax(tile.head.order, tile.threshold, keys.count(), columns, scratch.scores,
-                  scratch.slopes)
-        .any;
+                  scratch.slopes);
   }
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {

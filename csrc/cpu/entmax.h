@@ -114,30 +114,25 @@ inline bool in_support(Real order, const Real* threshold, int keys, int columns,
   return any_lane<Real>(above);
 }
 
-// Which probabilities of a tile are not 0.
-struct Support {
-  bool any, all;
-};
-
-// Scores of a tile to probabilities, in place, and their slopes unless that is null. Scores of
-// hidden pairs are -inf.
+// Scores of a tile to probabilities, in place, and their slopes. Scores of hidden pairs are -inf.
+// Returns whether a probability is not 0.
 template <typename Real>
-inline Support entmax(Real order, const Real* threshold, int keys, int columns, Real* scores,
-                      Real* slopes) {
-  IntVec<Real> some{}, none{};
+inline bool entmax(Real order, const Real* threshold, int keys, int columns, Real* scores,
+                   Real* slopes) {
+  IntVec<Real> some{};
   with_power(order, [&](auto power) {
     for (int n = 0; n < keys; ++n) {
       for (int m = 0; m < columns; m += kLanes<Real>) {
-        Real* at = scores + n * BLOCK_M + m;
-        const Powers<Real> result = power(above_threshold(order, load(at), load(threshold + m)));
+        const int at = n * BLOCK_M + m;
+        const Powers<Real> result =
+            power(above_threshold(order, load(scores + at), load(threshold + m)));
         some |= result.p != Real(0);
-        none |= result.p == Real(0);
-        store<Real>(at, result.p);
-        if (slopes) store<Real>(slopes + n * BLOCK_M + m, result.slope);
+        store<Real>(scores + at, result.p);
+        store<Real>(slopes + at, result.slope);
       }
     }
   });
-  return {any_lane<Real>(some), !any_lane<Real>(none)};
+  return any_lane<Real>(some);
 }
 
 // The threshold of the rows of one vector for scores [count][BLOCK_M], from a lower bound on it:
@@ -169,7 +164,7 @@ inline Vec<Real> find_threshold(Real order, Vec<Real> threshold, const Real* sco
     Vec<Real> series = splat<Real>(1);  // (1 - exp(-z)) / z
     for (int k = 6; k > 1; --k) series = Real(1) - z * series / static_cast<Real>(k);
     const Vec<Real> excess = z < Real(0.25) ? z * series : Real(1) - exp<Real>(-z);
-    const Vec<Real> by = slopes == Real(0)  // the row sees nothing
+    const Vec<Real> by = slopes == Real(0)  // the row sees no key
                              ? Vec<Real>{}
                              : sum * excess / slopes / order;
     const Vec<Real> size = threshold < Real(0) ? -threshold : threshold;

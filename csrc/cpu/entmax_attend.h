@@ -14,6 +14,50 @@ struct NearKeys {
   int64_t count = 0, read = 0;
 };
 
+// The near keys of the rows of a vector, which starts at column m, and their probabilities; stores
+// the thresholds. Scores become relative to `reference`. There are `count` kept tiles and `maxima`
+// vectors of largest scores.
+//
+// The threshold of a subset of the scores is a lower bound on that of all of them. So the largest
+// of every kKeysPerMaximum scores give a bound, and of the rest only the scores above it are read:
+// few, if probabilities are sparse. They move to the front of their column of kept_scores.
+template <typename Real, typename Operand>
+inline NearKeys<Real> find_near_keys(Vec<Real> reference, int m, int64_t count, int64_t maxima,
+                                     TileScratch<Real, Operand>& scratch,
+                                     QueryTile<Real, Operand>& tile) {
+  constexpr int L = kLanes<Real>;
+  const Real order = tile.head.order;
+  const KeySpan* const kept = scratch.kept;
+  Real* const largest = scratch.kept_maxima + m;
+  for (int64_t i = 0; i < maxima; ++i)
+    store<Real>(largest + i * BLOCK_M, load(largest + i * BLOCK_M) - reference);
+  const Vec<Real> bound = find_threshold<Real>(order, Vec<Real>{}, largest, maxima);
+
+  Real* const scores = scratch.kept_scores + m;
+  int32_t* const places = scratch.near + m / L * count * BLOCK_N;
+  IntVec<Real> real{};  // rows that see a key: others have scores too where a tile is full
+  for (int lane = 0; lane < L; ++lane)
+    real[lane] = -static_cast<Int<Real>>(tile.visible.sees(m + lane));
+  int64_t n = 0;
+  for (int64_t at = 0; at < count; ++at) {
+    for (int64_t place = at * BLOCK_N; place < at * BLOCK_N + kept[at].count(); ++place) {
+      const Vec<Real> score = load(scores + place * BLOCK_M) - reference;
+      store<Real>(scores + n * BLOCK_M, score);
+      places[n] = static_cast<int32_t>(place);
+      n += any_lane<Real>(real & !(above_threshold(order, score, bound) <= Real(-1)));
+    }
+  }
+  const Vec<Real> threshold = find_threshold<Real>(order, bound, scores, n);
+  store<Real>(tile.threshold + m, threshold);
+  with_power(order, [&](auto power) {
+    for (int64_t i = 0; i < n; ++i) {
+      Real* const score = scores + i * BLOCK_M;
+      store<Real>(score, power(above_threshold(order, load(score), threshold)).p);
+    }
+  });
+  return {places, scores, n};
+}
+
 // Adds the values of near keys of a tile, times their probabilities, to the output rows of a
 // vector, which starts at column m.
 template <typename Real, typename Operand>
@@ -60,10 +104,6 @@ inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& ke
 // Runs the forward loop of a query tile, whose `query` is packed, over its keys. Afterwards
 // `softmax` holds the largest score of each row as reference, and 1 as sum, 0 for rows that see no
 // key; `threshold` is relative to that score.
-//
-// The threshold of a subset of the scores is a lower bound on that of all of them. So the largest
-// of every kGroup scores give a bound, and of the rest only the scores above it are read: few, if
-// probabilities are sparse.
 template <typename Real, typename Operand>
 inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& dropout,
                           TileScratch<Real, Operand>& scratch) {
@@ -74,7 +114,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
   const int columns = visible.columns;
   KeySpan* const kept = scratch.kept;
   Real* const tile_scores = scratch.scores;
-  int64_t count = 0, groups = 0;
+  int64_t count = 0, maxima = 0;
   alignas(64) Real top[BLOCK_M];
   std::fill_n(top, BLOCK_M, kHidden<Real>);
   for_visible_pairs(
@@ -85,14 +125,14 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
                                                scratch.key.rows(head.key, window, keys), scratch);
         if (!scored.any) return;
         if (scored.hiding || !keys.full) hide(scores, keys, visible, columns);
-        for (int first = 0; first < keys.count(); first += kGroup) {
-          Real* const maxima = scratch.kept_maxima + groups++ * BLOCK_M;
-          const int end = std::min<int>(first + kGroup, keys.count());
+        for (int first = 0; first < keys.count(); first += kKeysPerMaximum) {
+          Real* const at = scratch.kept_maxima + maxima++ * BLOCK_M;
+          const int end = std::min<int>(first + kKeysPerMaximum, keys.count());
           for (int m = 0; m < columns; m += L) {
             Vec<Real> most = splat<Real>(kHidden<Real>);
             for (int n = first; n < end; ++n)
               most = at_least<Real>(most, load(scores + n * BLOCK_M + m));
-            store<Real>(maxima + m, most);
+            store<Real>(at + m, most);
             store<Real>(top + m, at_least<Real>(load(top + m), most));
           }
         }
@@ -106,34 +146,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
     const Vec<Real> reference = most == kHidden<Real> ? Vec<Real>{} : most;
     store<Real>(tile.softmax.reference + m, most);
     store<Real>(tile.softmax.sum + m, most == kHidden<Real> ? Vec<Real>{} : splat<Real>(1));
-    Real* const maxima = scratch.kept_maxima + m;
-    for (int64_t g = 0; g < groups; ++g)
-      store<Real>(maxima + g * BLOCK_M, load(maxima + g * BLOCK_M) - reference);
-    const Vec<Real> bound = find_threshold<Real>(head.order, Vec<Real>{}, maxima, groups);
-
-    Real* const scores = scratch.kept_scores + m;
-    int32_t* const places = scratch.near + m / L * count * BLOCK_N;
-    IntVec<Real> real{};  // rows that see a key: others have scores too where a tile is full
-    for (int lane = 0; lane < L; ++lane)
-      real[lane] = -static_cast<Int<Real>>(visible.sees(m + lane));
-    int64_t n = 0;
-    for (int64_t at = 0; at < count; ++at) {
-      for (int64_t place = at * BLOCK_N; place < at * BLOCK_N + kept[at].count(); ++place) {
-        const Vec<Real> score = load(scores + place * BLOCK_M) - reference;
-        store<Real>(scores + n * BLOCK_M, score);
-        places[n] = static_cast<int32_t>(place);
-        n += any_lane<Real>(real & !(above_threshold(head.order, score, bound) <= Real(-1)));
-      }
-    }
-    near[m / L] = {places, scores, n};
-    const Vec<Real> threshold = find_threshold<Real>(head.order, bound, scores, n);
-    store<Real>(tile.threshold + m, threshold);
-    with_power(head.order, [&](auto power) {
-      for (int64_t i = 0; i < n; ++i) {
-        Real* const score = scores + i * BLOCK_M;
-        store<Real>(score, power(above_threshold(head.order, load(score), threshold)).p);
-      }
-    });
+    near[m / L] = find_near_keys(reference, m, count, maxima, scratch, tile);
   }
 
   for (int64_t at = 0; at < count; ++at)
