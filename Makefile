@@ -13,9 +13,9 @@ PY  := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt
 # In place: a folder on the path instead of setuptools' import hook, which type checkers do not follow.
 EDITABLE := --no-build-isolation --config-settings editable_mode=compat -e
-# The oldest Triton, and the other releases that supported releases of PyTorch pin or will. The pinned one is in constraints.txt.
+# The oldest Triton and the newest PyTorch's; 3.7.1, of PyTorch 2.12 and 2.13, at a release. That of 2.14 is in constraints.txt.
 OLDEST_TRITON := 3.6.0
-OTHER_TRITON := 3.7.1
+OTHER_TRITON ?= 3.9.0
 OLDEST_TRANSFORMERS := 5.23.0
 OF_TRANSFORMERS := $(addprefix tests/transformers/, test_families.py test_generation.py test_head_masks.py test_masks.py test_score_terms.py test_use.py)
 TINY := tests/ops/test_cases.py tests/ops/test_statistics.py
@@ -73,6 +73,7 @@ release-check: check lint selftest selftest-cuda test-aarch64 ## all that a rele
 	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
 	$(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
+	$(MAKE) check-releases OTHER_TRITON=3.7.1
 	$(MAKE) newest test-pure test-cpu-wheel wheel test-wheel
 
 lint: .venv/stamp-dev docs ## ruff, mypy, import-linter, clang-format, the workflows; the documentation site must build

