@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
@@ -48,7 +49,7 @@ def observed(observers: Iterable[tuple[AttentionLayer, Observer]]) -> Iterator[N
 
 
 class _Slot:
-    """The attribute `observer` of a module, there as long as a thread observes it."""
+    """The attribute `observer` of a module, there as long as a thread observes it; copies of the module have none."""
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer, self._users = layer, 0
@@ -56,16 +57,21 @@ class _Slot:
         # The threads in whose pass the observer was called, and those where a change is not made yet.
         self._called: set[int] = set()
         self._due: set[int] = set()
+        # Not methods, which a copy of the module would bind to a copy of this slot.
         self._hooks = (
-            layer.module.register_forward_pre_hook(self._begin),
-            layer.module.register_forward_hook(self._check_called),
+            layer.module.register_forward_pre_hook(_begin),
+            layer.module.register_forward_hook(_check_called),
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a copy or a pickle of the module it is None, and the hooks, which were copied before it, are removed."""
+        return _remove, self._hooks
 
     @classmethod
     def enter(cls, layer: AttentionLayer) -> _Slot:
         with _LOCK:
             slot = getattr(layer.module, "observer", None)
-            if slot is None:
+            if slot is None or (isinstance(slot, cls) and slot._layer.module is not layer.module):
                 slot = layer.module.observer = cls(layer)
             elif not isinstance(slot, cls):
                 refuse(str(layer), "is observed already", "set its observer to None first")
@@ -76,11 +82,13 @@ class _Slot:
         with _LOCK:
             self._users -= 1
             if not self._users:
-                for hook in self._hooks:
-                    hook.remove()
-                del self._layer.module.observer
-                if self._was_there:
-                    self._layer.module.observer = None
+                _remove(*self._hooks)
+                self._take_from(self._layer.module)
+
+    def _take_from(self, module: nn.Module) -> None:
+        del module.observer
+        if self._was_there:
+            module.observer = None
 
     def __call__(self, call: AttentionCall) -> Change | None:
         thread = threading.get_ident()
@@ -102,24 +110,43 @@ class _Slot:
         """The observers of this thread."""
         return [observer for module, observer in _ACTIVE.get() if module is self._layer.module]
 
-    def _begin(self, *_: object) -> None:
-        """A forward pre-hook of the layer: a pass before this one may have ended in an error."""
+    def begin(self, module: nn.Module) -> None:
+        """A pass of the module, or of a shallow copy, which has the same slot and hooks."""
+        if module is not self._layer.module:
+            if getattr(module, "_is_replica", False):
+                was = "runs as a replica of nn.DataParallel, on a thread that a block does not see"
+                refuse(str(self._layer), was, "run the model that it holds: parallel.module")
+            self._take_from(module)
+        # A pass before this one may have ended in an error.
         self._called.discard(threading.get_ident())
         self._due.discard(threading.get_ident())
 
-    def _check_called(self, module: nn.Module, *_: object) -> None:
-        """A forward hook of the layer, which its replicas share."""
-        if module is not self._layer.module:
-            was = "runs as a replica of nn.DataParallel, on a thread that a block does not see"
-            refuse(str(self._layer), was, "run the model that it holds: parallel.module")
+    def check_called(self) -> None:
         if not self._own():
             return
         check_runs_operators(self._layer)
         thread = threading.get_ident()
-        is_a = f"is a {type(module).__name__}, which does not"
+        is_a = f"is a {type(self._layer.module).__name__}, which does not"
         if thread not in self._called:
             instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"
             refuse(str(self._layer), f"{is_a} call its observer", instead)
         if thread in self._due:
             instead = "its forward must pass the outputs of the heads to what self.observer returns, unless it is None"
             refuse(str(self._layer), f"{is_a} change the outputs of its heads", instead)
+
+
+def _begin(module: nn.Module, *_: object) -> None:
+    """A forward pre-hook of the modules that have a slot."""
+    if isinstance(slot := vars(module).get("observer"), _Slot):
+        slot.begin(module)
+
+
+def _check_called(module: nn.Module, *_: object) -> None:
+    """A forward hook of the modules that have a slot."""
+    if isinstance(slot := vars(module).get("observer"), _Slot):
+        slot.check_called()
+
+
+def _remove(*hooks: RemovableHandle) -> None:
+    for hook in hooks:
+        hook.remove()

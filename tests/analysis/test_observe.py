@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 import threading
 
 import pytest
@@ -149,6 +150,43 @@ def test_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="runs as a replica of nn"):
             replica(x)
     assert_alike(replicating.replicate(model, [0])[0](x)[0], model(x)[0])
+
+
+@pytest.mark.parametrize("name", ["", "bert"])
+def test_copies_made_in_a_block_are_not_observed(name: str) -> None:
+    """Neither in the block nor after it, until a block of their own."""
+    model: nn.Module = nn.Sequential(hk.nn.GatedMultiheadAttention(32, 4))
+    if name:
+        model = hk.integrations.transformers.use(tiny_models.build(name)).encoder.layer[0].attention
+    x, seen = torch.randn(1, 5, 32), list[str]()
+
+    def look(layer: hk.heads.AttentionLayer, call: AttentionCall) -> None:
+        seen.append(layer.name)
+
+    with hk.analysis.observe(model, look) as [layer]:
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        shallow = copy.copy(layer.module)
+        for copied in copies:
+            assert not hooks_of(copied)
+        for copied in (*copies, shallow):
+            copied(x)
+            assert all(getattr(part, "observer", None) is None for part in copied.modules())
+        assert not seen
+        model(x)
+    for copied in (*copies, shallow):
+        with hk.analysis.observe(copied, look):
+            copied(x)
+        assert not hooks_of(copied)
+    assert len(seen) == 4
+
+
+def hooks_of(model: nn.Module) -> list[object]:
+    return [
+        hook
+        for part in model.modules()
+        for hooks in (part._forward_hooks, part._forward_pre_hooks)
+        for hook in hooks.values()
+    ]
 
 
 class Observed(House):
