@@ -15,6 +15,7 @@ from tests.support.alike import assert_alike
 from tests.support.processes import Processes, whole
 from tests.support.tiny_models import build, packed_layers, small, with_gradients
 
+fsdp = pytest.importorskip("torch.distributed.fsdp")
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 distributed = pytest.importorskip("heads_kernels.integrations.distributed")
 
@@ -244,3 +245,25 @@ def check_unpadded(name: str, checkpointing: bool) -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_data_parallel(name: str, checkpointing: bool, ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_unpadded, name, checkpointing)
+
+
+# ---------------------------------------------------------------------- sharded weights
+def check_released() -> None:
+    """Attention modules are sharded by themselves, which changes their classes."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    stock = small("afmoe", "sdpa")
+    model = hk.integrations.transformers.use(small("afmoe", "sdpa"))
+    for each in (stock, model):
+        for layer in each.layers:
+            fsdp.fully_shard(layer.self_attn, mesh=mesh)
+        fsdp.fully_shard(each, mesh=mesh)
+    hk.integrations.transformers.release(model)
+    for own, before in zip(model.modules(), stock.modules(), strict=True):
+        assert type(own).__bases__ == type(before).__bases__
+    assert len({type(layer.self_attn) for layer in model.layers}) == 1
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(model(tokens)[0], stock(tokens)[0])
+
+
+def test_release_after_fully_shard(ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check_released)

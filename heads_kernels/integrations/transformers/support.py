@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, Final
 
 from torch import nn
@@ -57,9 +58,22 @@ def restore_forward(module: nn.Module) -> None:
     own: Any = vars(module).get("forward")
     if getattr(own, "__func__", None) is type(module).forward:
         del module.forward  # the method of the class, put back there by somebody who had wrapped it
-    stock = vars(type(module)).get("before")  # not of the subclass that `fully_shard` makes
-    if stock is not None and "forward" not in vars(module):
-        set_class(module, stock)
+    if "forward" not in vars(module):
+        set_class(module, _stock(type(module)))
+
+
+@cache
+def _stock(kind: Any) -> Any:
+    """The class of a module before `replace_forwards`; of a class that `fully_shard` made of the subclass since then,
+    the same made of the stock class."""
+    if not issubclass(kind, Replacement):
+        return kind
+    if "before" in vars(kind):
+        return kind.before
+    members = {
+        name: each for name, each in vars(kind).items() if name not in ("__dict__", "__weakref__")
+    }
+    return type(kind.__name__, tuple(map(_stock, kind.__bases__)), members)
 
 
 # ---------------------------------------------------------------------- which models
