@@ -258,6 +258,34 @@ def test_layers_compiled_one_by_one() -> None:
         assert_alike(outputs(model, head_mask=mask), outcome)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_model_is_compiled_beside_an_eager_pass(whole: bool) -> None:
+    """Another thread begins a pass while this one compiles a model, whole or layer by layer."""
+    model, compiled = use(build("bert")), use(build("bert"))
+    masks = torch.rand(2, 2, 4)
+    expected = [outputs(model, head_mask=mask) for mask in masks]
+    inside, may_end = threading.Event(), threading.Event()
+    running = []
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        assert may_end.wait(60)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        running.append(in_thread(partial(outputs, model, head_mask=masks[1])))
+        assert inside.wait(60)
+        return graph.forward
+
+    model.embeddings.register_forward_hook(wait)
+    torch.compiler.reset()
+    for part in [compiled] if whole else compiled.encoder.layer:
+        part.compile(fullgraph=True, backend=backend)
+    assert_alike(outputs(compiled, head_mask=masks[0]), expected[0])
+    may_end.set()
+    for each in running:
+        assert_alike(each.result(60), expected[1])
+
+
 # ---------------------------------------------------------------------- statistics
 def test_statistics_by_config_are_those_asked_for() -> None:
     """Of a model that hands no arguments on; test_families.py has their values."""

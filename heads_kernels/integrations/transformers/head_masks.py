@@ -3,12 +3,11 @@ what the forward pass in progress gives to its layers."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -85,35 +84,18 @@ class PassState:
     has_begun: bool = False
 
 
-class _Traced:
-    """Holds the pass for compiled code: `torch.compile` does not trace context variables.
-
-    Eager code between compiled parts reads it too, but only a pass that compiled code began: others may be those of
-    another thread.
-    """
-
-    state: PassState | None = None
-    is_of_compiled_code = False
-
-
-_TRACED: Final = _Traced()
-_EAGER: Final[ContextVar[PassState | None]] = ContextVar("heads_kernels_pass", default=None)
+#: Its `state` is the pass in progress in a thread. `torch.compile` traces it, but no context variable.
+_THREAD: Final = threading.local()
 
 
 def pass_state() -> PassState | None:
-    """The pass in progress: in eager code that of this thread."""
-    if torch.compiler.is_compiling():
-        return _TRACED.state
-    return _EAGER.get() or (_TRACED.state if _TRACED.is_of_compiled_code else None)
+    """The pass in progress in this thread."""
+    return getattr(_THREAD, "state", None)
 
 
 def set_pass_state(state: PassState | None) -> None:
-    """Make this the pass in progress."""
-    is_read = state is not None and (state.given or state.statistics or state.collects)
-    _TRACED.state = state if is_read else None
-    _TRACED.is_of_compiled_code = torch.compiler.is_compiling()
-    if not torch.compiler.is_compiling():
-        _EAGER.set(state)
+    """Make this the pass in progress in this thread."""
+    _THREAD.state = state
 
 
 def requests_statistics(module: nn.Module) -> bool:
