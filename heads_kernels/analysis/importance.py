@@ -15,8 +15,7 @@ from heads_kernels.analysis.head_scores import HeadScores, scores_of
 from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import check_choice, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
-from heads_kernels.heads.observers import observed
-from heads_kernels.heads.patching import Edit, editing, outputs
+from heads_kernels.heads.patching import Edit, edited, outputs
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.gates import FixedGate
 
@@ -207,8 +206,8 @@ def _by_patching(task: _Task, pair: Any) -> _Terms:
     with torch.no_grad(), outputs(task.model, task.names) as heads:
         task.loss(task.model, clean)
     steps: list[tuple[int, Tensor]] = []  # index of the layer, factor [B, T, H] of each run
-    edits = ((layer, _towards(layer, heads[layer.index], steps)) for layer in task.layers)
-    with observed((layer, editing(edit)) for layer, edit in edits), torch.enable_grad():
+    edits = {layer.index: _towards(layer, heads[layer.index], steps) for layer in task.layers}
+    with edited(attention_layers(task.model), edits), torch.enable_grad():
         value = task.loss(task.model, corrupted)
     B = _check_value(value, [len(factor) for _, factor in steps])
     if value.dim() > 1:

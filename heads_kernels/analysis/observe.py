@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
-from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.heads.observers import observed
 from heads_kernels.nn.attention_call import AttentionCall
-from heads_kernels.nn.multihead import Multihead
 
 Observer = Callable[[AttentionLayer, AttentionCall], None]
 
@@ -56,30 +52,9 @@ def observe(
     """
     there = attention_layers(model)
     chosen = choose_layers(there, layers)
-    knowing = _knowing(there)
-    is_asked = any(layer.kind == "cross" for layer in chosen)
-    beside = [layer for layer in knowing if is_asked and layer not in chosen]
-    rows: dict[tuple[int, int], Tensor] = {}
 
     def see(layer: AttentionLayer, call: AttentionCall) -> None:
-        if layer.num_heads != call.H:
-            was = f"says that it has {layer.num_heads} heads, but runs {call.H}"
-            refuse(str(layer), was, "set its attribute num_heads")
-        if not isinstance(layer.module, Multihead):  # those know it themselves
-            call = replace(call, self_attention=layer.kind != "cross")
-        if call.self_attention:
-            if layer in knowing:
-                rows[call.B, call.T] = call.real_queries
-        elif (call.B, call.T) in rows:
-            call = replace(call, rows=rows[call.B, call.T])
-        if layer not in beside:
-            observer(layer, call)
+        observer(layer, call)
 
-    with observed((layer, partial(see, layer)) for layer in chosen + beside):
+    with observed(there, chosen, see):
         yield chosen
-
-
-def _knowing(layers: list[AttentionLayer]) -> list[AttentionLayer]:
-    """Those whose rows encoder-decoder attention has: the decoder's, where the model has one."""
-    decoder = [layer for layer in layers if layer.kind == "decoder"]
-    return decoder or [layer for layer in layers if layer.kind != "cross"]

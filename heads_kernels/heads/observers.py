@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -15,7 +17,10 @@ from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
-from heads_kernels.nn.multihead import Change, Observer
+from heads_kernels.nn.multihead import Change, Multihead, Observer
+
+#: Called with a layer and its call before the operator runs; returns a change of the outputs, or None.
+LayerObserver: TypeAlias = Callable[[AttentionLayer, AttentionCall], Change | None]
 
 #: The observers of this thread, in the order of their blocks.
 _ACTIVE: Final[ContextVar[tuple[tuple[nn.Module, Observer], ...]]] = ContextVar(
@@ -25,27 +30,59 @@ _LOCK: Final = threading.Lock()
 
 
 @contextmanager
-def observed(observers: Iterable[tuple[AttentionLayer, Observer]]) -> Iterator[None]:
-    """In this block and thread, each layer that has heads is seen by its observer.
+def observed(
+    there: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver
+) -> Iterator[None]:
+    """In this block and thread, `observer` sees the calls of the chosen layers that have heads.
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
-    gives.
+    gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size, which
+    is observed too.
+
+    Args:
+        there: all layers of the model.
+        chosen: some of them.
 
     Raises:
         ValueError: the attention function of a layer is not this package's, now or in a forward pass; its module has an
-            observer that was set by hand; in a forward pass, the module does not call its observer, drops the change
-            that it returns, or is a replica of `nn.DataParallel`.
+            observer that was set by hand; in a forward pass, the module has another number of heads than the layer,
+            does not call its observer, drops the change that it returns, or is a replica of `nn.DataParallel`.
     """
-    observers = list(observers)
-    for layer, _ in observers:
+    knowing = _knowing(there)
+    is_asked = any(layer.kind == "cross" for layer in chosen)
+    beside = [layer for layer in knowing if is_asked and layer not in chosen]
+    rows: dict[tuple[int, int], Tensor] = {}
+
+    def see(layer: AttentionLayer, call: AttentionCall) -> Change | None:
+        if layer.num_heads != call.H:
+            was = f"says that it has {layer.num_heads} heads, but runs {call.H}"
+            refuse(str(layer), was, "set its attribute num_heads")
+        if not isinstance(layer.module, Multihead):  # those know it themselves
+            call = replace(call, self_attention=layer.kind != "cross")
+        if call.self_attention:
+            if layer in knowing:
+                rows[call.B, call.T] = call.real_queries
+        elif (call.B, call.T) in rows:
+            call = replace(call, rows=rows[call.B, call.T])
+        return None if layer in beside else observer(layer, call)
+
+    layers = chosen + beside
+    for layer in layers:
         check_runs_operators(layer)
     with ExitStack() as block:
-        for layer, _ in observers:
+        for layer in layers:
             if layer.num_heads:
                 block.callback(_Slot.enter(layer).leave)
-        own = tuple((layer.module, observer) for layer, observer in observers)
+        own = tuple((layer.module, partial(see, layer)) for layer in layers)
         block.callback(_ACTIVE.reset, _ACTIVE.set((*_ACTIVE.get(), *own)))
         yield
+
+
+def _knowing(there: list[AttentionLayer]) -> list[AttentionLayer]:
+    """Those whose rows encoder-decoder attention has: the decoder's, where the model has one."""
+    runs = [layer for layer in there if layer.runs_operators]
+    decoder = [layer for layer in runs if layer.kind == "decoder"]
+    return decoder or [layer for layer in runs if layer.kind != "cross"]
 
 
 class _Slot:

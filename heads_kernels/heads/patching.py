@@ -20,7 +20,6 @@ from heads_kernels.heads.layers import (
 )
 from heads_kernels.heads.observers import observed
 from heads_kernels.nn.attention_call import AttentionCall
-from heads_kernels.nn.multihead import Observer
 
 #: What takes the place of a head's output.
 Replacement: TypeAlias = Tensor | Literal["mean", "zero"]
@@ -68,7 +67,7 @@ def patch(
     there = attention_layers(model)
     _check_computed_once(model)
     heads_of_layers(there, heads)  # refuses what does not exist
-    edits = []
+    edits: dict[int, Edit] = {}
     ran: set[int] = set()  # indices of layers
     for key, chosen in heads.items():
         layer = find_layer(there, key, "heads")
@@ -78,12 +77,13 @@ def patch(
         for head, replacement in chosen.items():
             _check_replacement(f"heads[{key!r}][{head!r}]", replacement)
         if chosen:
-            edits.append((layer, _replacing(layer, dict(chosen), rows, ran)))
-    with observed((layer, editing(edit)) for layer, edit in edits):
+            edits[layer.index] = _replacing(layer, dict(chosen), rows, ran)
+    with edited(there, edits):
         yield
-    for layer, _ in edits:
-        if layer.index not in ran:
-            refuse(str(layer), "did not run in the block", "run the model there, or leave it out")
+    for index in edits:
+        if index not in ran:
+            was = "did not run in the block"
+            refuse(str(there[index]), was, "run the model there, or leave it out")
 
 
 @contextmanager
@@ -102,16 +102,16 @@ def outputs(
     Raises:
         TypeError, ValueError: as in `patch`.
     """
-    chosen = choose_layers(attention_layers(model), layers)
+    there = attention_layers(model)
+    asked = [layer for layer in choose_layers(there, layers) if layer.num_heads]
     _check_computed_once(model)
-    asked = [layer for layer in chosen if layer.num_heads]
     found: dict[int, list[Tensor]] = {layer.index: [] for layer in asked}
 
     def record(runs: list[Tensor], call: AttentionCall, heads: Tensor) -> Tensor:
         runs.append(heads)
         return heads
 
-    with observed((layer, editing(partial(record, found[layer.index]))) for layer in asked):
+    with edited(there, {index: partial(record, runs) for index, runs in found.items()}):
         yield found
 
 
@@ -124,9 +124,12 @@ def _check_computed_once(model: nn.Module) -> None:
             refuse("model", was, "call gradient_checkpointing_disable(), or eval()")
 
 
-def editing(edit: Edit) -> Observer:
-    """An observer that edits the outputs of the heads."""
-    return lambda call: partial(edit, call)
+@contextmanager
+def edited(there: list[AttentionLayer], edits: Mapping[int, Edit]) -> Iterator[None]:
+    """In this block, the outputs of layers go through edits, `{index of the layer: edit}`; `there` are all layers."""
+    chosen = [there[index] for index in edits]
+    with observed(there, chosen, lambda layer, call: partial(edits[layer.index], call)):
+        yield
 
 
 # ---------------------------------------------------------------------- replacements

@@ -67,18 +67,23 @@ def test_zero_is_a_closed_head_of_a_pruned_model_too(family: str) -> None:
         assert_alike(outputs(model), expected, dtype=torch.float32)
 
 
-def test_the_mean_is_that_of_real_rows() -> None:
-    model = hk.integrations.transformers.use(build("bert"))
+@pytest.mark.parametrize(
+    ("name", "layer"), [("bert", 0), ("bart", "decoder.layers.1.encoder_attn")]
+)
+def test_the_mean_is_that_of_real_rows(name: str, layer: Any) -> None:
+    """In encoder-decoder attention of those of the decoder."""
+    model = hk.integrations.transformers.use(build(name))
     given = batch(model)
-    real = given["attention_mask"].bool()
+    real = given.get("decoder_attention_mask", given["attention_mask"]).bool()
     assert not real.all()
-    with torch.no_grad(), hk.heads.outputs(model, [0]) as recorded:
+    with torch.no_grad(), hk.heads.outputs(model, [layer]) as recorded:
         model(**given)
-    mean = recorded[0][0][:, :, 1][real].mean(0)
+    [[heads]] = recorded.values()
+    mean = heads[:, :, 1][real].mean(0)
     with torch.no_grad():
-        with hk.heads.patch(model, {0: {1: mean}}):
+        with hk.heads.patch(model, {layer: {1: mean}}):
             expected = model(**given).last_hidden_state
-        with hk.heads.patch(model, {0: {1: "mean"}}):
+        with hk.heads.patch(model, {layer: {1: "mean"}}):
             found = model(**given).last_hidden_state
     assert_alike(found[real], expected[real], dtype=torch.float32)
 
