@@ -3,11 +3,11 @@
 from heads_kernels.analysis.distance import HeadDistance, distance
 from heads_kernels.analysis.head_scores import HeadScores
 from heads_kernels.analysis.importance import importance
-from heads_kernels.analysis.lrp.relevance import relevance
 from heads_kernels.analysis.maps import HeadMaps, bertviz, maps, plot_maps
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.received import HeadReceived, received
 from heads_kernels.analysis.relations import RareWords, Relation
+from heads_kernels.analysis.relevance import relevance
 from heads_kernels.analysis.repeats import Repeats
 from heads_kernels.analysis.roles import HeadRoles, Role, roles
 from heads_kernels.analysis.statistics import HeadStatistics, statistics

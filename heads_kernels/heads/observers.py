@@ -122,7 +122,7 @@ class _Slot:
                 _remove(*self._hooks)
                 self._take_from(self._layer.module)
 
-    def _take_from(self, module: nn.Module) -> None:
+    def _take_from(self, module: Any) -> None:
         del module.observer
         if self._was_there:
             module.observer = None

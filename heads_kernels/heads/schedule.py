@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from heads_kernels.checks import check_size, is_int, is_real, refuse
 from heads_kernels.dtensor import whole
 from heads_kernels.heads.layers import attention_layers
-from heads_kernels.nn.gates import HardConcrete
+from heads_kernels.nn.gates import HardConcrete, hard_concrete_gates
 
 
 class GateSchedule(nn.Module):
@@ -150,11 +150,7 @@ def _counts(
 ) -> list[tuple[list[HardConcrete], int]]:
     """The gates that are counted together, and the number of their heads to keep open."""
     if not isinstance(open_heads, Mapping):
-        gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
-        if not gates:
-            was = f"is a {type(model).__name__} without HardConcrete gates"
-            refuse("model", was, "attach some: hk.heads.gate(model, hk.nn.HardConcrete)")
-        return [(gates, open_heads)]
+        return [(hard_concrete_gates(model), open_heads)]
     kinds: dict[str, list[HardConcrete]] = {}
     for layer in attention_layers(model):
         if isinstance(layer.gate, HardConcrete):

@@ -116,7 +116,7 @@ class AttentionCall:
         dense, bias = self.call.dense_mask, self.call.bias
         if bias is None:
             return dense
-        visible = expand_bias(visible_under(bias), self.call.B)
+        visible = expand_bias(_visible_under(bias), self.call.B)
         return visible if dense is None else visible & dense
 
     @cached_property
@@ -199,7 +199,7 @@ class AttentionCall:
             refuse(what, "is that of softmax, but the layer has entmax", "leave the layer out")
 
 
-def visible_under(added: Tensor) -> Tensor:
+def _visible_under(added: Tensor) -> Tensor:
     """Which keys a float tensor `[..., S]` that is added to scores leaves visible, bool.
 
     A key is hidden by -inf, by half of the dtype's lowest number, and by 5000 less than the largest of its row: models

@@ -298,6 +298,15 @@ def check_one_noise(head_gate: HeadGate) -> None:
         refuse("head_gate", was, instead)
 
 
+def hard_concrete_gates(model: nn.Module) -> list[HardConcrete]:
+    """The `HardConcrete` gates of a model, which has some; one that several layers share counts once."""
+    gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
+    if not gates:
+        was = f"is a {type(model).__name__} without HardConcrete gates"
+        refuse("model", was, "attach some: hk.heads.gate(model, hk.nn.HardConcrete)")
+    return gates
+
+
 def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
     """The L0 penalty of all `HardConcrete` gates of a model, with gradient: add `lambda` times it to the loss.
 
@@ -310,10 +319,7 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
         A scalar, on the device of the first gate.
     """
     check_choice("reduce", reduce, _REDUCE)
-    gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
-    if not gates:
-        was = f"is a {type(model).__name__} without HardConcrete gates"
-        refuse("model", was, "attach some: hk.heads.gate(model, hk.nn.HardConcrete)")
+    gates = hard_concrete_gates(model)
     device = gates[0].log_alpha.device
     total = torch.stack([gate.penalty().to(device) for gate in gates]).sum()
     return total / len(gates) if reduce == "mean_layers" else total

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import heads_kernels as hk
 from heads_kernels.analysis import relevance
-from heads_kernels.analysis.lrp import rules
-from heads_kernels.analysis.lrp.rules import RULES
+from heads_kernels.analysis import relevance_rules as rules
+from heads_kernels.analysis.relevance_rules import RULES
 from tests.analysis.jacobian_relevance import Encoder, by_jacobian, by_rows, encoder_by_jacobian
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread

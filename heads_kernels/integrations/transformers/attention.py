@@ -30,7 +30,7 @@ from heads_kernels.integrations.transformers.masks import (
 )
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
-from heads_kernels.nn.attention_call import AttentionCall, visible_under
+from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.gates import check_one_noise
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.ops.gate import activate, as_4d
@@ -127,8 +127,7 @@ def attention_forward(
         name = "output_attentions" if observer is None else "observe or patch"
         refuse(name, "is asked of parts of sequences", "set context to None, and pass whole ones")
     if observer is not None:
-        visible = visible_under(attention_mask) if _is_added(attention_mask) else mask
-        change = observer(AttentionCall.of(operator, **operands, **scores, attn_mask=visible))
+        change = observer(AttentionCall.of(operator, **operands, **scores, attn_mask=mask))
     if context is not None:
         operator = partial(context, operator)
     heads = operator(

@@ -15,11 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
-from heads_kernels.integrations.transformers.head_masks import (
-    PassState,
-    pass_state,
-    set_pass_state,
-)
 from heads_kernels.nn.unpadding import Packing
 from heads_kernels.snapshot import evaluating
 
@@ -96,7 +91,7 @@ def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[st
     for scale in (0.0, 1.0):
         own = Filling(scale)
         # In an empty context: models around this one do not collect its outputs a second time.
-        output = Context().run(_filled, model, own, pass_state(), args, kwargs)
+        output = Context().run(_filled, model, own, args, kwargs)
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         found.append([_of_tokens(each, own) for each in outputs if each.is_floating_point()])
     if not all(map(_is_same, *found)):
@@ -114,15 +109,10 @@ def uncached(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any
 
 
 def _filled(
-    model: PreTrainedModel,
-    own: Filling,
-    state: PassState | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    model: PreTrainedModel, own: Filling, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The output of a model in this pass with a filling."""
     filling.set(own)
-    set_pass_state(state)
     given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     first = next(chain(model.parameters(), given))  # a replica of nn.DataParallel has no parameters
     with torch.no_grad(), evaluating(model), _forked(first.device):

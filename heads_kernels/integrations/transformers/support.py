@@ -59,7 +59,8 @@ def restore_forward(module: nn.Module) -> None:
     if getattr(own, "__func__", None) is type(module).forward:
         del module.forward  # the method of the class, put back there by somebody who had wrapped it
     if "forward" not in vars(module):
-        set_class(module, _stock(type(module)))
+        kind: Any = type(module)
+        set_class(module, _stock(kind))
 
 
 @cache

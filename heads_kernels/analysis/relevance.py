@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from heads_kernels.analysis.batches import each_batch, evaluation, run
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
-from heads_kernels.analysis.lrp.rules import (
+from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.relevance_rules import (
     RULES,
     Back,
     attention_rule,
@@ -38,7 +39,6 @@ from heads_kernels.analysis.lrp.rules import (
     module_rule,
     refusing,
 )
-from heads_kernels.analysis.observe import observe
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import check_choice, check_tensor, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
@@ -75,8 +75,8 @@ def relevance(
     r"""The share of each head in a model's output, by layer-wise relevance propagation (Voita et al. 2019).
 
     Relevance starts at an output, by default with 1 at its largest score (the top-1 logit), and is propagated function
-    by function with the rules of `rules`: linear maps, layer norms by their full Jacobian, sums of tensors by their
-    signs; activations and factors pass it on unchanged. A head's relevance is the sum over rows and features of its
+    by function: through linear maps, layer norms by their full Jacobian, sums of tensors by their signs; activations
+    and factors pass it on unchanged. A head's relevance is the sum over rows and features of its
     output, after its gate: a closed head has exactly 0. It is divided by that of all heads of the layer and averaged
     over examples, or over examples and positions if the output has positions: each position is a separate pass, like
     the generation steps of the paper.
