@@ -248,22 +248,32 @@ def test_data_parallel(name: str, checkpointing: bool, ranks: Callable[[int], Pr
 
 
 # ---------------------------------------------------------------------- sharded weights
-def check_released() -> None:
+def check_sharded(family: str, first: str) -> None:
     """Attention modules are sharded by themselves, which changes their classes."""
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    stock = small("afmoe", "sdpa")
-    model = hk.integrations.transformers.use(small("afmoe", "sdpa"))
+    use, release = hk.integrations.transformers.use, hk.integrations.transformers.release
+    stock, model, plain = (small(family, "eager") for _ in range(3))
+    tokens, mask = torch.arange(12).view(2, 6), torch.rand(stock.config.num_attention_heads)
+    if first == "use":
+        use(model)
     for each in (stock, model):
-        for layer in each.layers:
-            fsdp.fully_shard(layer.self_attn, mesh=mesh)
+        for name, part in list(each.named_modules()):
+            if name.endswith(("self_attn", "self_attention")):
+                fsdp.fully_shard(part, mesh=mesh)
         fsdp.fully_shard(each, mesh=mesh)
-    hk.integrations.transformers.release(model)
+    if first == "fully_shard":
+        use(model)
+    assert_alike(model(tokens, head_mask=mask)[0], use(plain)(tokens, head_mask=mask)[0])
+    release(model)
     for own, before in zip(model.modules(), stock.modules(), strict=True):
         assert type(own).__bases__ == type(before).__bases__
-    assert len({type(layer.self_attn) for layer in model.layers}) == 1
-    tokens = torch.arange(12).view(2, 6)
+    assert len(set(map(type, model.modules()))) == len(set(map(type, stock.modules())))
     assert torch.equal(model(tokens)[0], stock(tokens)[0])
 
 
-def test_release_after_fully_shard(ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_released)
+@pytest.mark.parametrize("first", ["use", "fully_shard"])
+@pytest.mark.parametrize("family", ["afmoe", "bloom"])
+def test_fully_sharded_attention(
+    family: str, first: str, ranks: Callable[[int], Processes]
+) -> None:
+    ranks(2).run(check_sharded, family, first)

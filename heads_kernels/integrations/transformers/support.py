@@ -23,17 +23,20 @@ _ITSELF: Final = "computes its attention itself"
 _REPLACED: Final[dict[str, type[Replacement]]] = {**OUTPUT_GATED, **BIASED}
 
 
-def replacement(stock: Any) -> type[Replacement] | None:
+def replacement(kind: Any) -> type[Replacement] | None:
     """What replaces the forward of a class; None where it stays.
 
     A class that calls the attention function stays, where its forward has arguments that the repeated one does not
     know, or where it is replaced only because other releases compute attention themselves.
     """
-    kind = _REPLACED.get(stock.__name__)
-    if kind is None or not stock.__module__.startswith("transformers."):
+    stock = _unsharded(kind)
+    found = _REPLACED.get(stock.__name__)
+    if found is None or not stock.__module__.startswith("transformers."):
         return None
-    stays = class_calls_interface(stock) and (kind.calls_operator or kind.unknown_arguments(stock))
-    return None if stays else kind
+    stays = class_calls_interface(stock) and (
+        found.calls_operator or found.unknown_arguments(stock)
+    )
+    return None if stays else found
 
 
 def replace_forwards(model: nn.Module) -> None:
@@ -45,10 +48,11 @@ def replace_forwards(model: nn.Module) -> None:
     for module in model.modules():
         if "forward" in vars(module) or isinstance(module, Replacement):
             continue
-        stock: Any = type(module)
-        kind: Any = replacement(stock)
-        if kind is not None:
-            set_class(module, subclass(kind, stock))
+        kind: Any = type(module)
+        made: Any = replacement(kind)
+        if made is not None:
+            stock = _unsharded(kind)
+            set_class(module, _with_base(kind, stock, subclass(made, stock)))
 
 
 def restore_forward(module: nn.Module) -> None:
@@ -60,21 +64,28 @@ def restore_forward(module: nn.Module) -> None:
         del module.forward  # the method of the class, put back there by somebody who had wrapped it
     if "forward" not in vars(module):
         kind: Any = type(module)
-        set_class(module, _stock(kind))
+        made: Any = next(base for base in kind.__mro__ if "before" in vars(base))
+        set_class(module, _with_base(kind, made, made.before))
+
+
+def _unsharded(kind: Any) -> Any:
+    """The class of a module before `fully_shard`, which makes a subclass of `FSDPModule` and of it."""
+    bases = kind.__bases__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else kind
 
 
 @cache
-def _stock(kind: Any) -> Any:
-    """The class of a module before `replace_forwards`; of a class that `fully_shard` made of the subclass since then,
-    the same made of the stock class."""
-    if not issubclass(kind, Replacement):
+def _with_base(kind: Any, old: Any, new: Any) -> Any:
+    """The class `new` for `old`, and for a class made of `old` the same made of `new`."""
+    if kind is old:
+        return new
+    if not issubclass(kind, old):
         return kind
-    if "before" in vars(kind):
-        return kind.before
-    members = {
-        name: each for name, each in vars(kind).items() if name not in ("__dict__", "__weakref__")
-    }
-    return type(kind.__name__, tuple(map(_stock, kind.__bases__)), members)
+    bases = tuple(_with_base(base, old, new) for base in kind.__bases__)
+    own = dict(vars(kind))
+    for name in ("__dict__", "__weakref__"):  # which each class makes
+        own.pop(name, None)
+    return type(kind.__name__, bases, own)
 
 
 # ---------------------------------------------------------------------- which models
@@ -95,7 +106,7 @@ def check_model(model: PreTrainedModel) -> None:
     """
     instead = f"it cannot be used; tested families: {', '.join(TESTED)}"
     for name, part in model.named_modules():
-        if isinstance(part, PreTrainedModel) and _computes_itself(type(part)):
+        if isinstance(part, PreTrainedModel) and _computes_itself(_unsharded(type(part))):
             where = f"model{'.' if name else ''}{name}"
             refuse(where, f"is a {family(part)}, which {_ITSELF}", instead)
     for name, module in model.named_modules():
@@ -104,7 +115,7 @@ def check_model(model: PreTrainedModel) -> None:
             was = f"is an argument of {name!r}, a {type(module).__name__}, and is not supported"
             other = "use 'eager' or 'sdpa', if necessary for this part of the model alone"
             refuse(unknown[0], was, other)
-        if (what := COMPUTE_WITH_MASKS.get(type(module).__name__)) is not None:
+        if (what := COMPUTE_WITH_MASKS.get(_unsharded(type(module)).__name__)) is not None:
             was = f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}"
             refuse("model", was, instead)
     if not any(calls_interface(each) or replacement(type(each)) for each in model.modules()):
