@@ -69,9 +69,10 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def _unsharded(kind: Any) -> Any:
-    """The class of a module before `fully_shard`, which makes a subclass of `FSDPModule` and of it."""
-    bases = kind.__bases__
-    return bases[1] if bases[0].__name__ == "FSDPModule" else kind
+    """The class of a module before `fully_shard` or `replicate`, which make a subclass of an `FSDPModule` and of it."""
+    first, *rest = kind.__bases__
+    is_made = rest and any(base.__name__ == "FSDPModule" for base in first.__mro__)
+    return rest[0] if is_made else kind
 
 
 @cache
