@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -122,7 +123,8 @@ def recorded(target: str, with_loops: bool = False) -> Iterator[list[Kernel]]:
                 text = [str(error), *re.findall(r"(?:error|note): (.+)", output())]
                 kernels.append(Kernel(name, target, shown, error="; ".join(text)[:500]))
                 return
-        kernels.append(_read(name, target, shown, compiled, with_loops))
+        if compiled is not None and not warmup:  # not where kernels to compile are collected
+            kernels.append(_read(name, target, shown, compiled, with_loops))
 
     with (
         patch.object(driver, "_active", _Driver(target)),
@@ -132,13 +134,17 @@ def recorded(target: str, with_loops: bool = False) -> Iterator[list[Kernel]]:
         yield kernels
 
 
+#: Kernels are compiled in threads (`launch.compiled_together`), and standard output belongs to the process.
+_PRINTING: Final = threading.Lock()
+
+
 @contextlib.contextmanager
 def log_kept() -> Iterator[None]:
     """In this block a kernel is compiled with what ptxas says in its metadata, `ptxas_log`, in Triton's cache too."""
     make_cubin = CUDABackend.make_cubin
 
     def make(self: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> Any:
-        with contextlib.redirect_stdout(io.StringIO()) as log:
+        with _PRINTING, contextlib.redirect_stdout(io.StringIO()) as log:
             cubin = make_cubin(self, source, metadata, *rest)
         metadata["ptxas_log"] = log.getvalue()
         return cubin

@@ -156,7 +156,7 @@ def _backward(runs: bool, *arguments: Any) -> list[Tensor]:
 
 def _run_backward(call: Call, saved: Saved, needs: list[bool], backend: str | None) -> list[Tensor]:
     """The gradients that are needed, or their partial sums; not filled without a backend."""
-    gradients = _allocate_gradients(call, needs)
+    gradients = allocate_gradients(call, needs)
     if backend is not None:
         load(backend).backward(call, saved, gradients)
     return [gradient for gradient, need in zip(gradients, needs, strict=True) if need]
@@ -172,7 +172,8 @@ def _allocate(call: Call, save: bool) -> Results:
     return Results(out, empty_heads(like, B, H, T, Dv) if keep else like.new_empty(0), lse)
 
 
-def _allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
+def allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
+    """Buffers for the gradients of the operands that `needs` names."""
     query, dtype = call.query, compute_dtype(call.query.dtype)
     absent = query.new_empty(0)
     no_sums = absent if dtype == query.dtype else absent.to(dtype)

@@ -1,8 +1,12 @@
-"""What Triton is asked for when a kernel is launched, beside its arguments, and how many programs share its work."""
+"""What Triton is asked for when a kernel is launched, beside its arguments, how the kernels of a step are compiled, and
+how many programs share its work."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,9 +15,13 @@ import torch
 
 pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
+from triton import AsyncCompileMode
+from triton.runtime import _async_compile
+
 from heads_kernels.ops import buffers
+from heads_kernels.ops.triton import launch as launching
 from heads_kernels.ops.triton import tiles
-from heads_kernels.ops.triton.launch import launch
+from heads_kernels.ops.triton.launch import compiled_together, launch
 from heads_kernels.ops.triton.operands import Bias, Rows, Terms
 from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 from tests.ops.calls import on_kind_of_gpu
@@ -78,6 +86,119 @@ def test_options_of_the_compiler(maxnreg: int) -> None:
     options = kernel.__getitem__.return_value.call_args.kwargs
     assert options["enable_fp_fusion"] is True
     assert options.get("maxnreg", 0) == maxnreg
+
+
+class Kernel:
+    """A kernel as Triton has it: compiled at its first launch, or by the mode that is active then."""
+
+    arg_names: tuple[str, ...] = ()
+
+    def __init__(self, compile: Callable[[], object] = mock.MagicMock) -> None:
+        self.compile = compile
+        self.compiled: object = None
+        self.launches = 0
+
+    def run(self, *, grid: tuple[int, ...], warmup: bool, **options: Any) -> object:
+        if self.compiled is None:
+            mode: Any = _async_compile.active_mode.get()
+            if mode is not None:
+                mode.submit(id(self), self.compile, self.keep)
+                return None
+            self.keep(self.compile())
+        self.launches += not warmup
+        return self.compiled
+
+    def keep(self, compiled: object) -> None:
+        self.compiled = compiled
+
+    def warmup(self, *, grid: tuple[int, ...], **options: Any) -> object:
+        return self.run(grid=grid, warmup=True, **options)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return partial(self.run, grid=grid, warmup=False)
+
+
+@pytest.mark.usefixtures("nothing_kept")
+class TestKernelsOfAStep:
+    """They are compiled at the same time, at the first launch that needs one."""
+
+    @pytest.fixture
+    def nothing_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(launching, "_KEPT", {})
+
+    @staticmethod
+    def launch(kernel: Kernel, like: Any = None) -> None:
+        tiles = Tiles(32, 32, num_warps=4, num_stages=1)
+        launch(kernel, 1, torch.empty(0) if like is None else like, tiles)
+
+    def test_with_those_that_follow(self) -> None:
+        together = threading.Barrier(3, timeout=60)  # of which each waits for the others
+        kernels = [Kernel(together.wait) for _ in range(3)]
+        runs = []
+
+        def step() -> None:
+            for kernel in kernels[:2]:
+                self.launch(kernel)
+                runs.append([each.launches for each in kernels])
+
+        compiled_together(step, lambda: self.launch(kernels[2]))
+        # Once to collect them, while the first launch waits; then as without that.
+        assert runs == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 1, 0]]
+        assert all(each.compiled is not None for each in kernels)
+
+    def test_a_compiled_kernel_is_launched_at_once(self) -> None:
+        kernel, runs = Kernel(), []
+        kernel.compiled = object()
+        compiled_together(lambda: runs.append(self.launch(kernel)), lambda: runs.append(None))  # type: ignore[func-returns-value]
+        assert (kernel.launches, len(runs)) == (1, 1)
+
+    def test_an_error_is_raised_where_the_kernel_is_launched(self) -> None:
+        good, bad, not_launched = kernels = Kernel(), Kernel(), Kernel()
+        bad.compile = not_launched.compile = mock.Mock(side_effect=ValueError("no register left"))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no register left"):
+                compiled_together(
+                    lambda: [self.launch(each) for each in kernels[:2]],
+                    lambda: self.launch(kernels[2]),
+                )  # type: ignore[func-returns-value]
+        assert good.launches == 1
+
+    def test_there_may_be_no_memory_for_what_follows(self) -> None:
+        kernel = Kernel()
+        follow = mock.Mock(side_effect=torch.OutOfMemoryError)
+        compiled_together(lambda: self.launch(kernel), follow)
+        assert (kernel.launches, follow.call_count) == (1, 1)
+
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_a_captured_step_runs_once(
+        self, captured: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+        like = mock.Mock(is_cuda=True, device=torch.device("cuda", 0))
+        kernel, step = Kernel(), mock.Mock()
+        step.side_effect = lambda: self.launch(kernel, like)
+        compiled_together(step)
+        assert (kernel.launches, step.call_count) == (1, 1 if captured else 2)
+
+    def test_a_mode_of_the_user_compiles_as_it_likes(self) -> None:
+        mode = mock.Mock(spec=AsyncCompileMode)
+        token = _async_compile.active_mode.set(mode)
+        try:
+            compiled_together(lambda: self.launch(Kernel()))
+        finally:
+            _async_compile.active_mode.reset(token)
+        assert mode.submit.call_count == 1
+
+    @pytest.mark.parametrize("silent", [0.0, 60.0])
+    def test_a_line_is_logged_if_it_takes_long(
+        self, silent: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(launching, "_SILENT", silent)
+        logged = threading.Event()
+        monkeypatch.setattr(launching._LOGGER, "warning", lambda *words: logged.set())
+        compiled_together(lambda: self.launch(Kernel(lambda: silent or logged.wait(60))))
+        assert logged.is_set() == (silent == 0.0)
 
 
 def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> None:

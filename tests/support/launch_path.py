@@ -167,14 +167,26 @@ def differences(
     return words
 
 
+def groups_of(work: ahead_of_time.Work) -> int:
+    """The groups in which its kernels are compiled at most: one for a forward pass and the backward pass that follows,
+    or for a call of statistics."""
+    if work.drive is ahead_of_time._attention:
+        return 2 if work.case.gate is None else 1
+    return 3 if work.drive is ahead_of_time._statistics else 1
+
+
 def main(path: str, names: list[str]) -> int:
     stub, failures = Stub(path), []
     searched: list[str] = []
     kept: list[str] = []
+    groups: list[bool] = []  # True: the launch for which a group was compiled
     run = JITFunction.run
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled = run(self, *args, grid=grid, warmup=True, **options)
+        if compiled is None or warmup:  # `launch` collects what it has to compile
+            groups.append(compiled is None and not warmup)
+            return compiled
         stub.expect(parameter_bytes(compiled.asm["ptx"]))
         before = stub.numbers()["launches"]
         run(self, *args, grid=grid, warmup=False, **options)
@@ -206,8 +218,12 @@ def main(path: str, names: list[str]) -> int:
         work = next(work for work in ahead_of_time.WORKS if work.name == name)
         seed = seed_of(1) if work.case.dropout_p else None
         inputs = work.case.make(torch.bfloat16)
+        if work.drive is ahead_of_time._attention:  # a forward pass expects the backward pass
+            for tensor in inputs.tensors.values():
+                tensor.requires_grad_(tensor.is_floating_point())
         searched.clear()
         kept.clear()
+        groups.clear()
         with (
             patch.object(JITFunction, "run", launch),
             patch.object(CompiledKernel, "__getitem__", launch_kept),
@@ -220,6 +236,8 @@ def main(path: str, names: list[str]) -> int:
             work.drive(inputs, seed)
         if searched or sorted(kept) != every:
             failures.append(f"{name}: kept {sorted(kept)} of {every}, not {searched}")
+        if sum(groups) > (most := groups_of(work)):
+            failures.append(f"{name}: kernels were compiled in {sum(groups)} groups, of {most}")
     print(*failures, sep="\n", file=sys.stderr)
     return int(bool(failures))
 

@@ -1,26 +1,84 @@
-"""The launch of a kernel.
+"""The launch of a kernel, and the compilation of all kernels of a step at the first launch that needs one.
 
 Triton takes 20 us to find the compiled kernel of a launch by its arguments, and 6 us to launch it. So compiled kernels
 are cached here too, by everything that Triton may specialize on and more: the values of numbers, not only whether they
 are 1 or a multiple of 16. Triton's compilation settings are those of the first launch.
+
+Triton compiles a kernel at its launch, so the kernels of a step would be compiled one after the other, each in one
+thread. `compiled_together` compiles them at the same time. More than half of the time of a collaborative kernel goes to
+Triton's coalescing passes, which follow all uses of every load through the kernel, again for each copy of a pipelined
+loop; Python's part of a kernel takes 0.1 to 0.3 s, LLVM and ptxas the rest. Fewer widths in the loops of
+`score_tiles` would compile faster, but heads of two chunks would then multiply four.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from triton import AsyncCompileMode
 
 from heads_kernels.ops.triton.operands import POINTERS
 from heads_kernels.ops.triton.tiles import Tiles
 
-#: Key of a launch -> the compiled kernel, and the values of its constants in the order of its parameters.
-_KEPT: Final[dict[tuple[object, ...], tuple[Any, tuple[object, ...]]]] = {}
+#: Key of a launch -> the compiled kernel, and the values of its constants in the order of its parameters; None where
+#: Triton finds the kernel at every launch.
+_KEPT: Final[dict[tuple[object, ...], tuple[Any, tuple[object, ...]] | None]] = {}
 #: Entries of the cache; calls with other numbers of rows or keys have entries of their own. Heuristic.
 _MOST_KEPT: Final = 4096
 _PLAIN: Final = frozenset({type(None), int, float, bool})
 _POINTERS: Final = frozenset(POINTERS)
+
+_LOGGER: Final = logging.getLogger("heads_kernels")
+#: Seconds of compilation after which a line is logged: most kernels of gated attention take less.
+_SILENT: Final = 2.0
+
+
+class _Uncompiled(AsyncCompileMode):  # type: ignore[misc]
+    """In this context Triton compiles nothing. A launch that needs it launches nothing either and returns None, and
+    `jobs` has, by the hash of the kernel, the function that compiles it and the one that gives the result to Triton."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.jobs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+
+    def submit(
+        self, key: str, compile: Callable[[], Any], keep: Callable[[Any], None], *_: Any
+    ) -> None:
+        """Called by Triton for a kernel that it has not compiled."""
+        self.jobs[key] = compile, keep
+
+
+class _Step(threading.local):
+    """What this thread runs."""
+
+    #: The step that is running, then those that will follow it; see `compiled_together`.
+    launchers: Sequence[Callable[[], None]] = ()
+    #: Not None: nothing is launched, kernels that are not compiled are collected here.
+    uncompiled: _Uncompiled | None = None
+
+
+_step: Final = _Step()
+
+
+def compiled_together(run: Callable[[], None], *to_follow: Callable[[], None]) -> None:
+    """`run()`. If Triton has not compiled a kernel of it, all of its kernels that are not compiled, and all of those of
+    `to_follow`, are compiled at the same time first.
+
+    To find them, each function is called once while nothing is launched: its buffers have any content then.
+    """
+    _step.launchers = run, *to_follow
+    try:
+        run()
+    finally:
+        _step.launchers = ()
 
 
 def launch(
@@ -33,6 +91,10 @@ def launch(
         with torch.cuda.device(like.device):
             launch(kernel, programs, like, tiles, *args, **constants)
         return
+    if (uncompiled := _step.uncompiled) is not None:
+        with uncompiled:
+            kernel.warmup(*args, grid=(programs,), **constants, **tiles.launch_options)
+        return
     options = tiles.num_warps, tiles.num_stages, tiles.maxnreg
     facts: list[object] = [id(kernel), like.device, *options, *constants, *constants.values()]
     _collect_facts(args, facts)
@@ -41,13 +103,61 @@ def launch(
         compiled, values = kept
         compiled[programs, 1, 1](*args, *values)
         return
-    compiled = kernel[(programs,)](*args, **constants, **tiles.launch_options)
-    # None: interpreted. On AMD, kernels are also specialized on the size of the memory behind a pointer.
-    if compiled is None or torch.version.hip:
-        return
+    start = partial(kernel[(programs,)], *args, **constants, **tiles.launch_options)
+    compiled = start() if key in _KEPT else _start_with_others(start, like)
     if len(_KEPT) >= _MOST_KEPT:
         _KEPT.clear()
-    _KEPT[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    _KEPT[key] = None
+    # None: interpreted. On AMD, kernels are also specialized on the size of the memory behind a pointer.
+    if compiled is not None and not torch.version.hip:
+        _KEPT[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+
+
+def _start_with_others(start: Callable[[], Any], like: Tensor) -> Any:
+    """`start()`, Triton's own launch; if the kernel is not compiled, the others of the step are compiled with it.
+
+    Not while a CUDA graph is captured: it would record what `_collect` does between launches.
+    """
+    if not _step.launchers or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return start()
+    uncompiled = _Uncompiled()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):  # in a mode of the user's, Triton compiles
+            stack.enter_context(uncompiled)
+        compiled = start()
+    if not uncompiled.jobs:
+        return compiled
+    _collect(uncompiled)
+    _compile(uncompiled)
+    return start()
+
+
+def _collect(uncompiled: _Uncompiled) -> None:
+    """Add the kernels of the step, and of those to follow, that are not compiled."""
+    launchers, _step.launchers = _step.launchers, ()
+    _step.uncompiled = uncompiled
+    try:
+        for run in launchers:
+            # There may be no memory for the buffers; other errors are raised when it runs.
+            with contextlib.suppress(Exception):
+                run()
+    finally:
+        _step.launchers, _step.uncompiled = launchers, None
+
+
+def _compile(uncompiled: _Uncompiled) -> None:
+    """Compile in threads: MLIR, LLVM and ptxas, which take most of the time, run without Python's lock.
+
+    The error of a kernel that does not compile is raised where it is launched.
+    """
+    with ThreadPoolExecutor(len(uncompiled.jobs)) as pool:
+        futures = {pool.submit(compile): keep for compile, keep in uncompiled.jobs.values()}
+        if wait(futures, _SILENT).not_done:
+            text = "compiling %d Triton kernels for a new kind of call; Triton's cache keeps them"
+            _LOGGER.warning(text, len(futures))
+        for future, keep in futures.items():
+            if future.exception() is None:
+                keep(future.result())
 
 
 def _collect_facts(values: tuple[Any, ...], facts: list[object]) -> None:

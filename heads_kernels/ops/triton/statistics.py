@@ -176,7 +176,7 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     tl.store(received + (b * H + h).to(tl.int64) * S + at, total, mask=at < S)
 
 
-def statistics(call: Call, results: Buffers) -> None:
+def statistics_passes(call: Call, results: Buffers) -> None:
     """Fill `results`."""
     call = with_positive_scale(call)
     (B, H, T, S), mixes = call.sizes, call.mixing is not None
