@@ -153,7 +153,7 @@ def _compile(uncompiled: _Uncompiled) -> None:
     with ThreadPoolExecutor(len(uncompiled.jobs)) as pool:
         futures = {pool.submit(compile): keep for compile, keep in uncompiled.jobs.values()}
         if wait(futures, _SILENT).not_done:
-            text = "compiling %d Triton kernels for a new kind of call; Triton's cache keeps them"
+            text = "Triton compiles %d kernel(s) for a new kind of call; its cache keeps them"
             _LOGGER.warning(text, len(futures))
         for future, keep in futures.items():
             if future.exception() is None:
