@@ -9,6 +9,10 @@ whole kernels take: registers, spills and shared memory.
 The result is an upper limit, not a forecast: latencies, barriers and memory are not in it, and an inner loop counts as
 one iteration. FLOPs are those of the products that the kernel executes, recomputed ones included.
 
+On sm_90 the code shows a second limit: `alone` counts the instructions between the waits for products, while none is
+under way, and `serial` is the cycles of the products and of those instructions together. It holds for one program on a
+multiprocessor; products of a second one may run in that time.
+
 Without options it takes the calls and targets whose numbers are kept in `benchmarks/results/static-model.json`, and
 compares them if the compilers are the same; `--keep` rewrites them. Exit status: 0; 1 if a loop takes more per product
 than the kept one; 2 for a bad option, a missing module or a missing tool.
@@ -17,6 +21,7 @@ than the kept one; 2 for a bad option, a missing module or a missing tool.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -69,6 +74,10 @@ class Row:
     spills: int  # instructions on the hot path that store or load spilled registers
     products: int | None  # of a block in one round, multiplied and added
     cycles: dict[str, int]
+    #: Instructions on the hot path while no product is under way (`sass.Loop.alone`).
+    alone: int | None = None
+    #: Cycles of the products, and of those instructions on their slowest pipe.
+    serial: int | None = None
 
     @property
     def pipe(self) -> str:
@@ -100,11 +109,15 @@ def _rows(loops: Iterable[sass.Loop], warps: int, target: str, **rest: Any) -> I
     part = pipes.PARTS[target]
     for i, loop in enumerate(loops):
         multiplied = pipes.products(loop.hot)
+        cycles, alone, serial = pipes.cycles(loop.hot, part, warps), None, None
+        if loop.alone is not None:
+            alone = len(loop.alone)
+            serial = cycles["tensor"] + max(pipes.cycles(loop.alone, part, warps).values())
         yield Row(
             target=target, loop=i, warps=warps, instructions=loop.instructions,
             hot=len(loop.hot), inner=loop.inner, spills=loop.spills,
             products=None if multiplied is None else multiplied * warps,
-            cycles=pipes.cycles(loop.hot, part, warps), **rest,
+            cycles=cycles, alone=alone, serial=serial, **rest,
         )  # fmt: skip
 
 
@@ -118,16 +131,19 @@ def of_triton(
     """The loops of Triton's kernels, compiled for these targets; the rest as in `ahead_of_time.compile_all`."""
     seen: Counter[tuple[str, ...]] = Counter()
     result: list[Row] = []
-    for one in ahead_of_time.compile_all(targets, works, [dtype], cache, processes, True):
+    parts = {target: pipes.PARTS[target].triton or target for target in targets}
+    compiled = dict.fromkeys(parts.values())
+    for one in ahead_of_time.compile_all(compiled, works, [dtype], cache, processes, True):
         kernel = one.kernel
         if kernel.error:
             raise RuntimeError(f"{one.work}: {kernel.name} does not compile: {kernel.error}")
         key = (kernel.target, kernel.name, one.work)
         seen[key] += 1
-        result += _rows(
-            kernel.loops, kernel.warps, kernel.target, backend="triton", kernel=kernel.name,
-            work=one.work, variant=seen[key] - 1,
-        )  # fmt: skip
+        for target in [target for target in targets if parts[target] == kernel.target]:
+            result += _rows(
+                kernel.loops, kernel.warps, target, backend="triton", kernel=kernel.name,
+                work=one.work, variant=seen[key] - 1,
+            )  # fmt: skip
     return result
 
 
@@ -156,8 +172,9 @@ def of_cuda(
     with tempfile.TemporaryDirectory() as folder:
         _run(tool, "-xelf", "all", module.resolve(), folder=folder)  # one file a source and part
         for cubin in sorted(Path(folder).glob("*.cubin")):
-            target = cubin.suffixes[-2].removeprefix(".")
-            if target not in targets:
+            code = cubin.suffixes[-2].removeprefix(".")
+            running = [target for target in targets if (pipes.PARTS[target].cuda or target) == code]
+            if not running:
                 continue
             found = {
                 kernel.entry: kernel
@@ -168,7 +185,7 @@ def of_cuda(
                 continue
             threads = threads_of(_run(tool, "-elf", cubin))
             codes = sass.parse(_run(str(Path(tool).with_name("nvdisasm")), "-c", cubin))
-            for entry, kernel in found.items():
+            for target, (entry, kernel) in itertools.product(running, found.items()):
                 result += _rows(
                     sass.loops(codes[entry]), threads[entry] // 32, target, backend="cuda",
                     kernel=kernel.name, work=f"{dtype}, width {kernel.numbers[0]}",
@@ -267,15 +284,16 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
     for work, some in groupby(rows, key=lambda row: (row.backend, row.work)):
         yield f"\n{': '.join(work)}"
         yield (
-            f"{'target':8}{'kernel':40}{'warps':>6}{'instr.':>8}{'hot':>6}{'inner':>6}{'spills':>7} |{heads} | "
-            f"{'pipe':8}{'TFLOP/s':>7}"
+            f"{'target':9}{'kernel':40}{'warps':>6}{'instr.':>8}{'hot':>6}{'inner':>6}{'spills':>7} |{heads} | "
+            f"{'pipe':8}{'TFLOP/s':>7}{'alone':>7}{'serial':>7}"
         )
         for row in some:
             bound = "" if row.bound is None else f"{row.bound:.0f}"
+            alone, serial = ("" if n is None else n for n in (row.alone, row.serial))
             taken = "".join(f"{row.cycles[pipe]:>8}" for pipe in pipes.PIPES)
             yield (
-                f"{row.target:8}{row.label:40}{row.warps:>6}{row.instructions:>8}{row.hot:>6}{row.inner:>6}"
-                f"{row.spills:>7} |{taken} | {row.pipe:8}{bound:>7}"
+                f"{row.target:9}{row.label:40}{row.warps:>6}{row.instructions:>8}{row.hot:>6}{row.inner:>6}"
+                f"{row.spills:>7} |{taken} | {row.pipe:8}{bound:>7}{alone:>7}{serial:>7}"
             )
 
 

@@ -8,8 +8,8 @@ Where the rates come from:
   "Arithmetic Instructions" (32 lanes a warp: 16 special functions a clock are 2 cycles a warp). Integer and logic are
   stated as 64 up to 9.0, and taken so for newer parts.
 - one instruction a clock from each of 4 schedulers; 32 banks of 4 bytes: the same guide.
-- tensor cores: dense peaks of the data sheets (A100 312, L40S 362, H200 989, B200 2,250, RTX 5090 210 TFLOP/s with
-  float32 sums), divided by multiprocessors and the clock that they are stated for.
+- tensor cores: dense peaks of the data sheets (A100 312, L40S 362, H200 989, B200 2,250, RTX 5090 210, RTX 3090 71, RTX
+  4090 165 TFLOP/s with float32 sums), divided by multiprocessors and the clock that they are stated for.
 - `mma.sync` on sm_90 reaches 62.9 % of that peak: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
   Architecture", 2024, arXiv:2402.13499. Taken for sm_100 too.
 - `wgmma` reads both operands from shared memory, or the right one where the left is in registers: PTX ISA.
@@ -30,7 +30,7 @@ PIPES: Final = ("tensor", "shared", "issue", "alu", "fma", "mufu")
 
 @dataclass(frozen=True)
 class Part:
-    """The GPU that stands for a target: what it has, and what a multiprocessor does per clock."""
+    """A GPU, the one that stands for a target: what it has, and what a multiprocessor does per clock."""
 
     gpu: str
     multiprocessors: int
@@ -41,6 +41,8 @@ class Part:
     alu: int = 64  # results of integer, logic, compare, min, max, convert
     mufu: int = 16  # results of exp2 and the like
     bytes_shared: int = 128  # bytes from and to shared memory
+    triton: str = ""  # the target that Triton compiles for, where it has another name
+    cuda: str = ""  # the target whose machine code of the CUDA kernels it runs
 
 
 PARTS: Final = {
@@ -49,6 +51,9 @@ PARTS: Final = {
     "sm_90": Part("H200", 132, 1.83, 2048, 0.629, 128),
     "sm_100": Part("B200", 148, 1.85, 4096, 0.629 / 2, 128),
     "sm_120": Part("RTX 5090", 170, 2.41, 256, 1.0, 128),
+    # With float32 sums, tensor cores of these GeForce GPUs run at half the rate of those of the L40S.
+    "rtx_3090": Part("RTX 3090", 82, 1.70, 256, 1.0, 128, triton="sm_89", cuda="sm_80"),
+    "rtx_4090": Part("RTX 4090", 128, 2.52, 256, 1.0, 128, triton="sm_89", cuda="sm_80"),
 }
 
 _HMMA: Final = re.compile(r"HMMA\.(16)(8)(16|8|4)\b")

@@ -80,6 +80,25 @@ class Loop:
             counts[1] += each.name == "MUFU"
         return counts[0], counts[1]
 
+    @property
+    def alone(self) -> tuple[Instruction, ...] | None:
+        """Instructions of the hot path while no product of a warpgroup is under way: between the wait for one and the
+        start of the next. None without such waits: warps that multiply by themselves (`mma.sync`) run side by side.
+        """
+        if not any(each.opcode.startswith("WARPGROUP.DEPBAR") for each in self.hot):
+            return None
+        under_way = False
+        for _ in range(2):  # the second round begins as the first one ends
+            found = []
+            for each in self.hot:
+                if each.name == "HGMMA":
+                    under_way = True
+                elif each.opcode.startswith("WARPGROUP.DEPBAR"):
+                    under_way = not each.operands.endswith(" 0x0")
+                elif not under_way:
+                    found.append(each)
+        return tuple(found)
+
 
 def parse(text: str) -> dict[str, Code]:
     """The kernels in what `nvdisasm -c` prints, by their name in the object."""

@@ -101,19 +101,59 @@ def test_loops_of_every_partition() -> None:
     assert [own.spills, other.spills] == [0, 1]
 
 
-def test_exponentials_under_a_product() -> None:
-    def loop(*words: str) -> sass.Loop:
-        lines = [word.partition(" ") for word in words]
-        hot = tuple(sass.Instruction(name, rest, False, None) for name, _, rest in lines)
-        return sass.Loop(len(hot), hot, 0)
+def loop_of(*words: str) -> sass.Loop:
+    lines = [word.partition(" ") for word in words]
+    hot = tuple(sass.Instruction(name, rest, False, None) for name, _, rest in lines)
+    return sass.Loop(len(hot), hot, 0)
 
-    wait = "WARPGROUP.DEPBAR.LE gsb0, "
-    products = ("HGMMA.64x128x16", "HGMMA.64x64x16")
-    assert loop(
-        *products, f"{wait}0x1", "MUFU.EX2", "MUFU.EX2", f"{wait}0x0", "MUFU.EX2"
-    ).overlap == (2, 3)
-    assert loop(*products, f"{wait}0x0", "MUFU.EX2", "MUFU.RCP").overlap == (0, 2)
-    assert loop("MUFU.EX2", f"{wait}0x1", "FADD").overlap == (0, 1)
+
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, "
+PRODUCTS = ("HGMMA.64x128x16.F32", "HGMMA.64x64x16.F32")
+
+
+def test_exponentials_under_a_product() -> None:
+    loop = loop_of(
+        *PRODUCTS, f"{WAIT}0x1", "MUFU.EX2", "MUFU.EX2", f"{WAIT}0x0", "MUFU.EX2"
+    )  # fmt: skip
+    assert loop.overlap == (2, 3)
+    assert loop_of(*PRODUCTS, f"{WAIT}0x0", "MUFU.EX2", "MUFU.RCP").overlap == (0, 2)
+    assert loop_of("MUFU.EX2", f"{WAIT}0x1", "FADD").overlap == (0, 1)
+
+
+def test_instructions_while_no_product_is_under_way() -> None:
+    def alone(*words: str) -> list[str] | None:
+        found = loop_of(*words).alone
+        return None if found is None else [each.name for each in found]
+
+    first, second = PRODUCTS
+    done, one_left = f"{WAIT}0x0", f"{WAIT}0x1"
+    # Between both products, and around the loop.
+    words = alone("IADD3", first, "LDS", done, "MUFU.EX2", second, done, "FADD")
+    assert words == ["IADD3", "MUFU", "FADD"]
+    # The second product runs under what follows, also in the next round.
+    assert alone("IADD3", first, one_left, "FMUL", done, "MUFU.EX2", second, "FADD") == ["MUFU"]
+    assert alone("HMMA.16816.F32.BF16", "MUFU.EX2") is None
+
+
+def test_products_and_what_runs_alone_are_added() -> None:
+    loop = loop_of(
+        f"{PRODUCTS[0]}.BF16 R24, R120, gdesc[UR12].tnspB, R24, gsb0",
+        f"{WAIT}0x0",
+        "MUFU.EX2",
+        "MUFU.EX2",
+    )
+    (row,) = model._rows([loop], 4, "sm_90", backend="triton", kernel="x", work="x", variant=0)
+    assert (row.alone, row.serial) == (2, 64 + 16)
+    assert max(row.cycles.values()) == 64
+
+
+def test_geforce_multiplies_at_half_the_rate() -> None:
+    line = sass_of("HMMA.16816.F32.BF16 R4, R8, R12, R4").instructions
+    taken = [
+        pipes.cycles(line, pipes.PARTS[name], 4)["tensor"]
+        for name in ("sm_89", "rtx_3090", "rtx_4090")
+    ]
+    assert taken == [16, 32, 32]
 
 
 def test_cycles_of_instructions() -> None:
