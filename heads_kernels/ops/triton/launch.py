@@ -52,7 +52,7 @@ class _Uncompiled(AsyncCompileMode):  # type: ignore[misc]
     def submit(
         self, key: str, compile: Callable[[], Any], keep: Callable[[Any], None], *_: Any
     ) -> None:
-        """Called by Triton for a kernel that it has not compiled."""
+        """Called by Triton for a kernel that it has not compiled; 3.9 also passes what undoes a failed compilation."""
         self.jobs[key] = compile, keep
 
 
