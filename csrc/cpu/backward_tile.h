@@ -76,13 +76,15 @@ struct BackwardScratch : TileScratch<Real, Operand> {
   Real* slopes;             // [64][64] of entmax
   Operand* probs_packed;    // [64][64] P as the factor that is broadcast; empty if Operand is Real
   Operand* dscores_packed;  // [64][64] dS, likewise
+  Panel<Operand> near;      // keys that have a probability with entmax
 
   template <typename Operator>
   static int64_t bytes(const Operator& op, int64_t Dv) {
     return TileScratch<Real, Operand>::bytes(op, Dv) +
            buffer_bytes<Real>(BLOCK_M * TileScratch<Real, Operand>::width(op.D, Dv)) +
            3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
-           2 * buffer_bytes<Operand>(TileScratch<Real, Operand>::kWeights);
+           2 * buffer_bytes<Operand>(TileScratch<Real, Operand>::kWeights) +
+           Panel<Operand>::bytes(op.D);
   }
   template <typename Operator>
   BackwardScratch(Workspace& w, const Operator& op, int64_t Dv, int64_t tiles)
@@ -92,7 +94,8 @@ struct BackwardScratch : TileScratch<Real, Operand> {
         dropped(w.take<Real>(BLOCK_N * BLOCK_M)),
         slopes(w.take<Real>(BLOCK_N * BLOCK_M)),
         probs_packed(w.take<Operand>(this->kWeights)),
-        dscores_packed(w.take<Operand>(this->kWeights)) {}
+        dscores_packed(w.take<Operand>(this->kWeights)),
+        near(w, op.D, false) {}
 };
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.

@@ -1,9 +1,13 @@
-// Sums over the keys of each row, which the backward pass of entmax needs before its loop over
-// pairs of tiles.
+// The backward pass of a tile of query rows with entmax in the place of softmax: sums over the keys
+// of each row, then the loop over pairs of tiles.
 //
 //   dS = slope (dP - center),   center = sum(slope dP) / sum(slope)
 //
 // With softmax, slope is P, and center is rowsum(dout * out), which is already known.
+//
+// Both compute all scores of a pair of tiles, and from there on only the keys near enough to have a
+// probability in some row: with alpha 1.5 and 2,048 keys a twentieth to half of them. These keys,
+// their values and the sums of their gradients are gathered side by side.
 #pragma once
 
 #include <memory>
@@ -13,6 +17,88 @@
 #include "cpu/work_items.h"
 
 namespace hk::HK_LEVEL {
+
+// Keys of a tile that have a probability in some row of a query tile.
+struct NearTile {
+  int count = 0;
+  int places[BLOCK_N];  // in the tile; ascending
+  KeySpan span() const { return {0, count, true}; }
+};
+
+// Finds them. Their scores, relative to the largest of the row, are the first rows of
+// scratch.scores, and with `with_slope` the derivatives of their cap those of scratch.slope.
+template <typename Real, typename Operand>
+inline NearTile find_near_tile(const BackwardTile<Real, Operand>& tile, const KeySpan& window,
+                               const KeySpan& keys, BackwardScratch<Real, Operand>& scratch,
+                               bool with_slope = false) {
+  const Head<Real>& head = tile.head;
+  const VisibleRows<Real>& visible = tile.visible;
+  const int columns = visible.columns;
+  Real* const scores = scratch.scores;
+  NearTile near;
+  const Scored<Real> scored =
+      score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys), scratch,
+                 with_slope);
+  if (!scored.any) return near;
+  if (!keys.full || !visible.all_rows) hide(scores, keys, visible, columns);
+  for (int n = 0; n < keys.count(); ++n) {
+    IntVec<Real> above{};
+    for (int m = 0; m < columns; m += kLanes<Real>) {
+      const Vec<Real> score = load(scores + n * BLOCK_M + m) - load(tile.lse + m);
+      store<Real>(scores + near.count * BLOCK_M + m, score);
+      above |= !(above_threshold(head.order, score, load(tile.threshold + m)) <= Real(-1));
+    }
+    near.places[near.count] = n;
+    if (!any_lane<Real>(above)) continue;
+    if (with_slope)
+      std::memmove(scratch.slope + near.count * BLOCK_M, scratch.slope + n * BLOCK_M,
+                   columns * sizeof(Real));
+    ++near.count;
+  }
+  return near;
+}
+
+// The rows of near keys of a tile, side by side in `buffer`, as the window near.span().
+inline Rows gather_near(const Rows& source, const KeySpan& keys, const NearTile& near,
+                        int64_t width, void* buffer) {
+  const Rows rows{static_cast<char*>(buffer), width, 1, source.dtype};
+  for (int i = 0; i < near.count; ++i)
+    std::memcpy(rows.at(i), source.at(keys.begin + near.places[i]),
+                width * element_size(source.dtype));
+  return rows;
+}
+
+// scratch.dprobs = dP of near keys, before dropout.
+template <typename Real, typename Operand>
+inline void multiply_near_values(const BackwardTile<Real, Operand>& tile, const KeySpan& keys,
+                                 const NearTile& near, BackwardScratch<Real, Operand>& scratch) {
+  const Head<Real>& head = tile.head;
+  const Rows values = gather_near(head.value, keys, near, head.Dv, scratch.rows);
+  scratch.value.forget();
+  multiply(near.count, tile.visible.columns, ceil_div(head.Dv, kNumbers<Operand>),
+           scratch.value.rows(values, near.span(), near.span()), tile.dout, BLOCK_M, scratch.dprobs,
+           BLOCK_M, false);
+}
+
+// Dropout of scratch.dprobs, in place, and of the scores, into scratch.dropped.
+template <typename Real, typename Operand>
+inline void drop_near(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
+                      const KeySpan& keys, const NearTile& near,
+                      BackwardScratch<Real, Operand>& scratch) {
+  const int columns = tile.visible.columns;
+  std::fill_n(scratch.dropped, keys.count() * BLOCK_M, Real(1));
+  drop(dropout, tile.head.b, tile.head.h, keys, tile.visible.first, columns,
+       static_cast<Real>(dropout.keep_scale), scratch.dropped);
+  for (int i = 0; i < near.count; ++i) {
+    for (int m = 0; m < columns; m += kLanes<Real>) {
+      const int at = i * BLOCK_M + m;
+      const Vec<Real> factor = load(scratch.dropped + near.places[i] * BLOCK_M + m), none{};
+      const Vec<Real> dp = load(scratch.dprobs + at), p = load(scratch.scores + at);
+      store<Real>(scratch.dprobs + at, factor == Real(0) ? none : dp * factor);
+      store<Real>(scratch.dropped + at, factor == Real(0) ? none : p * factor);
+    }
+  }
+}
 
 // Sums over the keys of each row. `difference` is dP - delta, with delta = rowsum(dout * out).
 //
@@ -79,26 +165,16 @@ inline void add_pairs(BackwardTile<Real, Operand>& tile, const DropoutParams& dr
                       bool with_alpha, BackwardScratch<Real, Operand>& scratch,
                       EntmaxSums<Real>& sums) {
   const TileUnit<Operand> unit;
-  const Head<Real>& head = tile.head;
-  const VisibleRows<Real>& visible = tile.visible;
-  const Real order = head.order;
-  const int columns = visible.columns;
+  const Real order = tile.head.order;
+  const int columns = tile.visible.columns;
   const KeySpan all{0, std::numeric_limits<int64_t>::max()};
   for_visible_pairs(&tile, 1, all, [&](auto&, const KeySpan& window, KeySpan keys) {
-    const auto [any, hiding, factor] = score_tile(
-        head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys), scratch);
-    if (!any) return;
-    if (hiding || !keys.full) hide(scratch.scores, keys, visible, columns);
-    subtract_top(tile.lse, keys.count(), columns, scratch.scores);
-    if (!in_support(order, tile.threshold, keys.count(), columns, scratch.scores)) return;
-    multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
-             scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
-             BLOCK_M, false);
-    if (dropout.active)
-      drop(dropout, head.b, head.h, keys, visible.first, columns,
-           static_cast<Real>(dropout.keep_scale), scratch.dprobs);
+    const NearTile near = find_near_tile(tile, window, keys, scratch);
+    if (near.count == 0) return;
+    multiply_near_values(tile, keys, near, scratch);
+    if (dropout.active) drop_near(tile, dropout, keys, near, scratch);
     with_power(order, [&](auto power) {
-      for (int n = 0; n < keys.count(); ++n) {
+      for (int n = 0; n < near.count; ++n) {
         for (int m = 0; m < columns; m += kLanes<Real>) {
           const int at = n * BLOCK_M + m;
           const Vec<Real> y =
@@ -151,6 +227,94 @@ inline void with_centers(const Operator& op, const BackwardParams& p, Body body)
   BackwardParams with(p);
   with.delta = centers.get();
   body(with);
+}
+
+// dS of near keys times `scale` from dP, in place. A value that is not finite reaches only the rows
+// that give it a probability.
+template <typename Real, typename Operand>
+inline void near_score_gradients(const BackwardTile<Real, Operand>& tile, Real scale, int count,
+                                 BackwardScratch<Real, Operand>& scratch) {
+  for (int i = 0; i < count; ++i) {
+    for (int m = 0; m < tile.visible.columns; m += kLanes<Real>) {
+      const int at = i * BLOCK_M + m;
+      const Vec<Real> slope = load(scratch.slopes + at);
+      const Vec<Real> ds = slope * (load(scratch.dprobs + at) - load(tile.delta + m)) * scale;
+      store<Real>(scratch.dprobs + at, slope == Real(0) ? Vec<Real>{} : ds);
+    }
+  }
+}
+
+// `attend_backward` of tiles whose heads have an order.
+template <typename Real, typename Operand>
+inline void attend_entmax_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
+                                   const DropoutParams& dropout, Real scale, const KeySpan& range,
+                                   Ranges dquery_features, const KeyGradients<Real>& gradients,
+                                   BackwardScratch<Real, Operand>& scratch) {
+  const TileUnit<Operand> unit;
+  const bool with_raw = gradients.dkey || !dquery_features.empty();
+  for_visible_pairs(
+      tiles, count, range,
+      [&](BackwardTile<Real, Operand>& tile, const KeySpan& window, const KeySpan& keys) {
+        const Head<Real>& head = tile.head;
+        const VisibleRows<Real>& visible = tile.visible;
+        const int columns = visible.columns;
+        const bool sloped = with_raw && head.terms.cap != Real(0);
+        const NearTile near = find_near_tile(tile, window, keys, scratch, sloped);
+        if (near.count == 0) return;
+        entmax(head.order, tile.threshold, near.count, columns, scratch.scores, scratch.slopes);
+        if (with_raw || gradients.bias) multiply_near_values(tile, keys, near, scratch);
+        if (dropout.active) drop_near(tile, dropout, keys, near, scratch);
+        if (with_raw || gradients.bias)
+          near_score_gradients(tile, gradients.bias ? Real(1) : scale, near.count, scratch);
+        if (gradients.bias) {  // of all keys of the tile, in the place of the slopes
+          std::memset(scratch.slopes, 0, sizeof(Real) * BLOCK_M * keys.count());
+          for (int i = 0; i < near.count; ++i)
+            std::memcpy(scratch.slopes + near.places[i] * BLOCK_M, scratch.dprobs + i * BLOCK_M,
+                        sizeof(Real) * columns);
+          gradients.bias.add(scratch.slopes, visible, keys, scratch.bias_rows);
+        }
+        if (sloped || (gradients.bias && with_raw))
+          raw_gradients(near.count, columns, gradients.bias ? scale : Real(1), sloped, scratch);
+        // Adds to the sums of near keys, which move to scratch.rows and back.
+        const auto add_to_keys = [&](Real* sums, int64_t width, const Real* weights,
+                                     Operand* buffer, const Operand* rows,
+                                     const SetAside<Real>& aside) {
+          const int64_t stride = row_stride<Real>(width);
+          const auto sum_of = [&](int i) {
+            return sums + (keys.begin - gradients.begin + near.places[i]) * stride;
+          };
+          for (int i = 0; i < near.count; ++i)
+            std::memcpy(scratch.rows + i * stride, sum_of(i), sizeof(Real) * stride);
+          add_weighted_queries(weights, left_operand(weights, near.count, columns, buffer), rows,
+                               aside, width, Range{0, width}, near.span(), head, visible,
+                               scratch.rows);
+          for (int i = 0; i < near.count; ++i)
+            std::memcpy(sum_of(i), scratch.rows + i * stride, sizeof(Real) * stride);
+        };
+        if (gradients.dvalue)
+          add_to_keys(gradients.dvalue, head.Dv, dropout.active ? scratch.dropped : scratch.scores,
+                      scratch.probs_packed, tile.dout_rows, tile.bad_douts);
+        if (gradients.dkey)
+          add_to_keys(gradients.dkey, head.D, scratch.dprobs, scratch.dscores_packed,
+                      tile.query_rows, tile.bad_queries);
+        if (dquery_features.empty()) return;
+        const Rows near_keys = gather_near(head.key, keys, near, head.D, scratch.more_rows);
+        scratch.near.forget();
+        add_weighted_keys(scratch.near, near_keys, near.span(), near.span(), Range{0, head.D}, head,
+                          visible, scratch.dprobs, false, scratch, tile.dquery, true);
+      });
+}
+
+// The same for tiles of either kind.
+template <typename Real, typename Operand>
+inline void attend_all_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
+                                const DropoutParams& dropout, Real scale, const KeySpan& range,
+                                Ranges dquery_features, const KeyGradients<Real>& gradients,
+                                BackwardScratch<Real, Operand>& scratch) {
+  if (count == 0 || tiles->head.order == Real(0))
+    return attend_backward(tiles, count, dropout, scale, range, dquery_features, gradients,
+                           scratch);
+  attend_entmax_backward(tiles, count, dropout, scale, range, dquery_features, gradients, scratch);
 }
 
 }  // namespace hk::HK_LEVEL

@@ -3,7 +3,6 @@
 
 #include "cpu/bias_backward.h"
 #include "cpu/decode.h"
-#include "cpu/entmax_backward.h"
 #include "cpu/forward.h"
 
 namespace hk::HK_LEVEL {
@@ -123,8 +122,8 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
       load_queries<Real>(tile, this->query_rows(at.b, at.h), nullptr, scratch);
       ++count;
     }
-    attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), range,
-                    Ranges{&this->features, with_dquery}, keys, scratch);
+    attend_all_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), range,
+                        Ranges{&this->features, with_dquery}, keys, scratch);
     if (with_dquery)
       for (int64_t i = 0; i < count; ++i)
         store_dquery(head_rows(*this, p.dquery, tiles[i].head.b, tiles[i].head.h), tiles[i],
