@@ -86,17 +86,16 @@ inline void score_gradients(const BackwardTile<Real, Operand>& tile, Real scale,
   }
 }
 
-// The gradient of raw products from that of scores, in place: times `scale`, and with `sloped`
-// times the derivative of the cap.
-template <typename Real, typename Operand>
-inline void raw_gradients(int keys, int columns, Real scale, bool sloped,
-                          BackwardScratch<Real, Operand>& scratch) {
+// The gradients of raw products from those of scores, in place: times `scale`, and times the
+// derivative of the cap if there is one.
+template <typename Real>
+inline void raw_gradients(int keys, int columns, Real scale, const Real* slope, Real* dscores) {
   for (int n = 0; n < keys; ++n) {
     for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>) {
-      Vec<Real> draw = load(scratch.dprobs + m) * scale;
-      if (sloped)  // the slope of a hidden pair may be NaN
-        draw = draw == Real(0) ? draw : draw * load(scratch.slope + m);
-      store<Real>(scratch.dprobs + m, draw);
+      Vec<Real> draw = load(dscores + m) * scale;
+      if (slope)  // that of a hidden pair may be NaN
+        draw = draw == Real(0) ? draw : draw * load(slope + m);
+      store<Real>(dscores + m, draw);
     }
   }
 }
@@ -219,7 +218,8 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
           if (gradients.bias)
             gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
           if (sloped || (gradients.bias && with_raw))
-            raw_gradients(keys.count(), columns, gradients.bias ? scale : Real(1), sloped, scratch);
+            raw_gradients(keys.count(), columns, gradients.bias ? scale : Real(1),
+                          sloped ? scratch.slope : nullptr, scratch.dprobs);
           probs = left_operand(dropout.active ? scratch.dropped : scratch.scores, keys.count(),
                                columns, scratch.probs_packed);
           dscores = left_operand(scratch.dprobs, keys.count(), columns, scratch.dscores_packed);

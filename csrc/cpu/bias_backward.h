@@ -81,8 +81,8 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
                   new (tiles + count) BackwardTile<Real, Operand>(workspace, op, b, h, visible);
               count += prepare_tile(op, p.closed_grad, read, *tile, scratch);
             }
-            attend_all_backward(tiles, count, p.dropout, Real(1), {0, op.S}, Ranges{}, keys,
-                                scratch);
+            attend_all_backward<Real>(tiles, count, p, Real(1), {0, op.S}, Ranges{}, keys, nullptr,
+                                      nullptr, scratch);
             workspace.rewind(mark);
           }
         };
