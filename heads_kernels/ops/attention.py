@@ -229,7 +229,7 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
     """
     given = [operand for operand in call.operands if operand is not None]
     apply = _Attention.apply if results is None else _apply_without_transforms
-    return apply((call, backend, return_lse, results), *given)  # type: ignore[no-untyped-call]
+    return apply((call, backend, return_lse, results), *given)
 
 
 class _Attention(torch.autograd.Function):
