@@ -339,29 +339,34 @@ inline void check_alpha(const Tensor& alpha) {
   }
 }
 
-// Checks sums of the gradient of `operand`; absent ones pass.
-inline void check_sums(const Sizes& n, const Tensor& sums, const Tensor& operand,
-                       std::initializer_list<int64_t> sizes, const char* name) {
-  require(operand || !sums, name, "comes without its operand");
-  n.check(sums, sizes, name);
-}
-
-inline void check_gradients(const BackwardParams& p, const Sizes& n) {
+// f(name, sums, operand, sizes) for the gradients that are sums in the compute type, in the order
+// of their operands.
+template <typename F>
+void each_sums(BackwardParams& p, const Sizes& n, F&& f) {
+  using List = std::initializer_list<int64_t>;
   const int64_t Dv = p.value.size[3], diagonals = std::max<int64_t>(1, n.T + n.S - 1);
   const int64_t* bias = p.terms.bias.size;
+  f("dmixing", p.dmixing, p.mixing, List{n.B, n.H, n.D});
+  f("dcontent_bias", p.dcontent_bias, p.content_bias, List{n.B, n.H, n.S});
+  if (is_elementwise(p.gate))
+    f("dgate", p.dgate, p.gate, List{n.B, n.H, n.T, Dv});
+  else
+    f("dgate", p.dgate, p.gate, List{n.B, n.H, n.T});
+  f("dbias", p.dbias, p.terms.bias, List{bias[0], bias[1], bias[2], bias[3], bias[4]});
+  f("doffset_bias", p.doffset_bias, p.terms.offset_bias, List{n.B, n.H, diagonals});
+  f("dsinks", p.dsinks, p.terms.sinks, List{n.B, n.H, n.T});
+  f("dalpha", p.dalpha, p.alpha, List{n.B, n.H, n.T});
+}
+
+// Absent gradients pass.
+inline void check_gradients(BackwardParams& p, const Sizes& n) {
   check_like(p.dquery, p.query, "dquery");
   check_like(p.dkey, p.key, "dkey");
   check_like(p.dvalue, p.value, "dvalue");
-  check_sums(n, p.dmixing, p.mixing, {n.B, n.H, n.D}, "dmixing");
-  check_sums(n, p.dcontent_bias, p.content_bias, {n.B, n.H, n.S}, "dcontent_bias");
-  if (is_elementwise(p.gate))
-    check_sums(n, p.dgate, p.gate, {n.B, n.H, n.T, Dv}, "dgate");
-  else
-    check_sums(n, p.dgate, p.gate, {n.B, n.H, n.T}, "dgate");
-  check_sums(n, p.dbias, p.terms.bias, {bias[0], bias[1], bias[2], bias[3], bias[4]}, "dbias");
-  check_sums(n, p.doffset_bias, p.terms.offset_bias, {n.B, n.H, diagonals}, "doffset_bias");
-  check_sums(n, p.dsinks, p.terms.sinks, {n.B, n.H, n.T}, "dsinks");
-  check_sums(n, p.dalpha, p.alpha, {n.B, n.H, n.T}, "dalpha");
+  each_sums(p, n, [&](const char* name, const Tensor& sums, const Tensor& operand, auto sizes) {
+    require(operand || !sums, name, "comes without its operand");
+    n.check(sums, sizes, name);
+  });
 }
 
 // The keys that statistics exclude from the maximum, the weights of rows, and the outputs.

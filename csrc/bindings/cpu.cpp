@@ -37,7 +37,9 @@ void attention_forward(const py::tuple& call, const py::tuple& results, int thre
   run(params, threads);
 }
 
-py::object tuple_of(std::initializer_list<int64_t> numbers) {
+using Numbers = std::initializer_list<int64_t>;
+
+py::object tuple_of(Numbers numbers) {
   py::object result = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
   Py_ssize_t i = 0;
   for (const int64_t number : numbers)
@@ -52,6 +54,18 @@ py::object empty(py::handle query, const py::object& sizes, const py::object& st
   PyObject* const arguments[] = {query.ptr(), sizes.ptr(), strides.ptr(), dtype};
   return checked(PyObject_VectorcallMethod(torch.new_empty_strided.ptr(), arguments, 3,
                                            dtype ? torch.names_of_dtype.ptr() : nullptr));
+}
+
+// An empty contiguous tensor in the compute dtype of the query.
+py::object empty_sums(py::handle query, const Sizes& n, Numbers sizes) {
+  const py::object strides = checked(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
+  int64_t stride = 1;
+  for (Py_ssize_t d = PyTuple_GET_SIZE(strides.ptr()) - 1; d >= 0; --d) {
+    PyTuple_SET_ITEM(strides.ptr(), d, checked(PyLong_FromLongLong(stride)).release().ptr());
+    stride *= std::max<int64_t>(1, sizes.begin()[d]);
+  }
+  const int compute = static_cast<int>(n.compute);
+  return empty(query, tuple_of(sizes), strides, Torch::get().dtypes[compute].ptr());
 }
 
 // An empty [B, H, T, Dv] in the memory order of the query, or of the value if the query is shared,
@@ -95,42 +109,80 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
     run(params, threads);
     return out;
   }
-  const bool wide = params.query.dtype == hk::DType::kFloat64;
-  PyObject* const compute = Torch::get().dtypes[wide ? 1 : 0].ptr();
-  const int64_t of_batch = n.H * n.T;
   const py::object attended = params.gate ? empty_heads(params, n, query) : py::none();
-  const py::object lse =
-      params.alpha ? empty(query, tuple_of({2, n.B, n.H, n.T}),
-                           tuple_of({n.B * of_batch, of_batch, n.T, 1}), compute)
-                   : empty(query, tuple_of({n.B, n.H, n.T}), tuple_of({of_batch, n.T, 1}), compute);
+  const py::object lse = params.alpha ? empty_sums(query, n, {2, n.B, n.H, n.T})
+                                      : empty_sums(query, n, {n.B, n.H, n.T});
   params.attended = floating(given(attended, dlpack::kCpu, "attended"), "attended");
   params.lse = needed(given(lse, dlpack::kCpu, "lse"), "lse");
   run(params, threads);
   return py::make_tuple(out, attended, lse);
 }
 
-// `saved` is (dout, attended, lse, dlse), of which dlse may be None; `gradients` are those of the
-// operands, empty if not requested.
-void attention_backward(const py::tuple& call, const py::tuple& saved, const py::tuple& gradients,
-                        int threads) {
-  hk::BackwardParams params;
+// The parameters of a backward pass, but for its gradients. `saved` is (dout, attended, lse, dlse),
+// of which dlse may be None.
+Sizes set_backward(hk::BackwardParams& params, const py::tuple& call, const py::tuple& saved) {
   const CallArguments arguments = read_call(call, dlpack::kCpu);
   const Sizes n = set_attention(params, arguments);
   params.closed_grad = arguments.closed_grad;
   set_saved(params, saved, dlpack::kCpu);
-  Entries written(gradients, dlpack::kCpu, "gradients", 10);
-  each_gradient(params,
-                [&](const char* name, hk::Tensor& gradient) { gradient = written.output(name); });
   const int64_t Dv = params.value.size[3];
   require(is(params.dout, {n.B, n.H, n.T, Dv}), "dout");
   require(is(params.attended, {n.B, n.H, n.T, Dv}), "attended");
   check_lse(params, params.lse, n);
   n.check_rows(params.dlse, "dlse");
   require(!params.alpha || !params.dlse, "dlse", "comes with alpha");
+  return n;
+}
+
+void run(hk::BackwardParams& params, const Sizes& n, int threads) {
   check_gradients(params, n);
   params.threads = checked_threads(threads);
   const hk::Kernels& k = hk::kernels();
   launch(params.mixing ? k.collaborative_attention_backward : k.gated_attention_backward, params);
+}
+
+// `gradients` are those of the operands, empty if not requested.
+void attention_backward(const py::tuple& call, const py::tuple& saved, const py::tuple& gradients,
+                        int threads) {
+  hk::BackwardParams params;
+  const Sizes n = set_backward(params, call, saved);
+  Entries written(gradients, dlpack::kCpu, "gradients", 10);
+  each_gradient(params,
+                [&](const char* name, hk::Tensor& gradient) { gradient = written.output(name); });
+  run(params, n, threads);
+}
+
+// A buffer for the gradient of a tensor, like `empty_gradient` of ops/buffers.py.
+py::object empty_gradient(py::handle tensor) {
+  py::object like = checked(PyObject_CallOneArg(Torch::get().empty_like.ptr(), tensor.ptr()));
+  const hk::Tensor seen = given(like, dlpack::kCpu, "gradient").tensor;
+  if (seen.stride[seen.rank - 1] == 1) return like;
+  return tensor.attr("new_empty")(tensor.attr("shape"));
+}
+
+// Runs a backward pass without an op: returns what the op does, the gradients of the operands that
+// `needs` names, or partial sums of them. None if a tensor is not plain.
+py::object backward(const py::tuple& call, const py::tuple& saved, const py::list& needs,
+                    int threads) {
+  if (!are_plain(call) || !are_plain(saved)) return py::none();
+  require(needs.size() == 10, "needs", "has not one entry for each operand");
+  hk::BackwardParams params;
+  const Sizes n = set_backward(params, call, saved);
+  py::list results;
+  Py_ssize_t at = 0;
+  const auto is_needed = [&] { return PyList_GET_ITEM(needs.ptr(), at++) == Py_True; };
+  const auto keep = [&](const char* name, hk::Tensor& gradient, const py::object& made) {
+    gradient = output(given(made, dlpack::kCpu, name), name);
+    results.append(made);
+  };
+  if (is_needed()) keep("dquery", params.dquery, empty_gradient(call[0]));
+  if (is_needed()) keep("dkey", params.dkey, empty_gradient(call[1]));
+  if (is_needed()) keep("dvalue", params.dvalue, empty_gradient(call[2]));
+  each_sums(params, n, [&](const char* name, hk::Tensor& sums, const hk::Tensor&, Numbers sizes) {
+    if (is_needed()) keep(name, sums, empty_sums(call[0], n, sizes));
+  });
+  run(params, n, threads);
+  return std::move(results);
 }
 
 // `results` is that of set_statistics.
@@ -172,8 +224,8 @@ PYBIND11_MODULE(_cpu, m) {
   Torch::get();  // here, not at the first call, which two threads may make at once
   m.doc() = "C++ attention kernels for the CPU; called by the `cpu` backend, not by users.";
   m.def("call_fields", &call_fields, "The fields of a call as the arguments of a torch schema.");
-  m.def("are_plain", &are_plain);
   m.def("attend", &attend);
+  m.def("backward", &backward);
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
   m.def("attention_statistics", &attention_statistics);

@@ -93,7 +93,7 @@ struct Torch {
   py::str device{"device"}, dtype{"dtype"}, requires_grad{"requires_grad"};
   py::str new_empty_strided{"new_empty_strided"};
   py::tuple names_of_dtype = py::make_tuple(dtype);
-  py::object tensor, parameter, is_neg;
+  py::object tensor, parameter, is_neg, empty_like;
   py::object dtypes[4];  // in the order of DType
   dlpack::Describe describe;
 
@@ -102,6 +102,7 @@ struct Torch {
     tensor = torch.attr("Tensor");
     parameter = torch.attr("nn").attr("Parameter");
     is_neg = tensor.attr("is_neg");
+    empty_like = torch.attr("empty_like");
     const char* names[4] = {"float32", "float64", "bfloat16", "float16"};
     for (int i = 0; i < 4; ++i) dtypes[i] = torch.attr(names[i]);
     describe = dlpack::describe_of(tensor.attr("__dlpack_c_exchange_api__").ptr());

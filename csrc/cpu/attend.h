@@ -43,10 +43,11 @@ struct Head {
   HeadTerms<Real> terms;
   Real order = 0;  // alpha - 1 of entmax; 0: softmax
 
-  // Whether a key adds to a row, NaN included; `weight` is read only if the row sees the key.
+  // Whether a key adds to a row, NaN included. With entmax only keys that are visible have a
+  // weight.
   bool adds(const VisibleRows<Real>& visible, int m, int64_t key, const Real* weight) const {
-    if (!visible.row_sees_key(m, key) || terms.hides(visible.first + m, key)) return false;
-    return order == Real(0) || *weight != Real(0);
+    if (order != Real(0)) return *weight != Real(0);
+    return visible.row_sees_key(m, key) && !terms.hides(visible.first + m, key);
   }
 };
 
@@ -300,7 +301,9 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
                               const TileScratch<Real, Operand>& scratch, Real* sum,
                               bool accumulate) {
   const int64_t width = columns.end - columns.begin;
-  const Summands<Operand> rows = panel.summands(source, window, keys, columns);
+  KeySpan checked = keys;
+  checked.full = keys.full && head.order == Real(0);  // entmax gives visible keys a weight of 0 too
+  const Summands<Operand> rows = panel.summands(source, window, checked, columns);
   const Operand* right =
       packed ? scratch.weights
              : right_operand(weights, rows.first, keys.count(), visible.columns, scratch.weights);

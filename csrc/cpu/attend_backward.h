@@ -44,22 +44,16 @@ inline void add_weighted_queries(const Real* weights, const Left<Operand, false>
   }
 }
 
-// Scores of a pair of tiles to probabilities, in place; slopes of entmax in scratch.slopes. Hidden
-// pairs and lanes without a row become 0, because the sums over query rows include all lanes.
-// `hiding` is the bias of the tile if it hides a pair, else null. False if all are 0.
+// Scores of a pair of tiles to probabilities, in place. Hidden pairs and lanes without a row become
+// 0, because the sums over query rows include all lanes. `hiding` is the bias of the tile if it
+// hides a pair, else null.
 template <typename Real, typename Operand>
-inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan& keys,
+inline void probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan& keys,
                           const Real* hiding, Real factor,
                           BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
   const bool all_visible = keys.full && visible.all_rows;
-  if (tile.head.order != Real(0)) {  // where the bias hides a pair, its score is -inf
-    if (!all_visible) hide(scratch.scores, keys, visible, columns);
-    subtract_top(tile.lse, keys.count(), columns, scratch.scores);
-    return entmax(tile.head.order, tile.threshold, keys.count(), columns, scratch.scores,
-                  scratch.slopes);
-  }
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < columns; m += kLanes<Real>) {
       const int at = n * BLOCK_M + m;
@@ -71,7 +65,6 @@ inline bool probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan
       store<Real>(scratch.scores + at, p);
     }
   }
-  return true;
 }
 
 // dS times `scale` from dP, in place, after `probabilities`.
@@ -80,21 +73,29 @@ inline void score_gradients(const BackwardTile<Real, Operand>& tile, Real scale,
                             const KeySpan& keys, const Real* hiding,
                             BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
-  const bool sparse = tile.head.order != Real(0);
   const bool all_visible = keys.full && visible.all_rows;
-  const Real* const slopes = sparse ? scratch.slopes : scratch.scores;
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < visible.columns; m += kLanes<Real>) {
       const int at = n * BLOCK_M + m;
-      const Vec<Real> slope = load(slopes + at);
-      Vec<Real> ds = slope * (load(scratch.dprobs + at) - load(tile.delta + m)) * scale;
-      if (sparse) {  // NaN of a value outside of the support
-        ds = slope == Real(0) ? Vec<Real>{} : ds;
-      } else {
-        if (!all_visible) ds = visible.lanes_that_see(m, keys.begin + n) ? ds : Vec<Real>{};
-        if (hiding) ds = load(hiding + at) != kHidden<Real> ? ds : Vec<Real>{};
-      }
+      Vec<Real> ds =
+          load(scratch.scores + at) * (load(scratch.dprobs + at) - load(tile.delta + m)) * scale;
+      if (!all_visible) ds = visible.lanes_that_see(m, keys.begin + n) ? ds : Vec<Real>{};
+      if (hiding) ds = load(hiding + at) != kHidden<Real> ? ds : Vec<Real>{};
       store<Real>(scratch.dprobs + at, ds);
+    }
+  }
+}
+
+// The gradients of raw products from those of scores, in place: times `scale`, and times the
+// derivative of the cap if there is one.
+template <typename Real>
+inline void raw_gradients(int keys, int columns, Real scale, const Real* slope, Real* dscores) {
+  for (int n = 0; n < keys; ++n) {
+    for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>) {
+      Vec<Real> draw = load(dscores + m) * scale;
+      if (slope)  // that of a hidden pair may be NaN
+        draw = draw == Real(0) ? draw : draw * load(slope + m);
+      store<Real>(dscores + m, draw);
     }
   }
 }
@@ -180,7 +181,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
             score_tile(head, tile.query, tile.visible, keys,
                        scratch.key.rows(head.key, window, keys), scratch, sloped);
         if (!any) return;
-        if (hiding || head.order != Real(0)) keys.full = false;
+        if (hiding) keys.full = false;
         Left<Operand, false> probs = rows_of(scratch.probs_packed, BLOCK_M / 2);
         Left<Operand, false> dscores = rows_of(scratch.dscores_packed, BLOCK_M / 2);
         const auto multiply_values = [&] {
@@ -188,8 +189,8 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
                            scratch.value.rows(head.value, window, keys), tile.dout, scratch.dprobs,
                            false);
         };
-        const bool at_once = kNumbers<Operand> == 2 && with_raw && !dropout.active && !sloped &&
-                             !gradients.bias && head.order == Real(0);
+        const bool at_once =
+            kNumbers<Operand> == 2 && with_raw && !dropout.active && !sloped && !gradients.bias;
         if constexpr (kNumbers<Operand> == 2) {
           if (at_once) {
             multiply_values();
@@ -205,7 +206,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
           }
         }
         if (!at_once) {
-          if (!probabilities(tile, keys, hiding, factor, scratch)) return;
+          probabilities(tile, keys, hiding, factor, scratch);
           if (with_dscores) multiply_values();
           if (dropout.active) {
             std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
@@ -217,14 +218,8 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
           if (gradients.bias)
             gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
           if (sloped || (gradients.bias && with_raw))
-            for (int n = 0; n < keys.count(); ++n)
-              for (int m = n * BLOCK_M; m < n * BLOCK_M + columns; m += kLanes<Real>) {
-                Vec<Real> draw = load(scratch.dprobs + m);
-                if (gradients.bias) draw *= scale;
-                if (sloped)  // the slope of a hidden pair may be NaN
-                  draw = draw == Real(0) ? draw : draw * load(scratch.slope + m);
-                store<Real>(scratch.dprobs + m, draw);
-              }
+            raw_gradients(keys.count(), columns, gradients.bias ? scale : Real(1),
+                          sloped ? scratch.slope : nullptr, scratch.dprobs);
           probs = left_operand(dropout.active ? scratch.dropped : scratch.scores, keys.count(),
                                columns, scratch.probs_packed);
           dscores = left_operand(scratch.dprobs, keys.count(), columns, scratch.dscores_packed);

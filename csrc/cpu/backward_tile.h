@@ -67,6 +67,19 @@ struct BackwardTile : QueryTile<Real, Operand> {
   }
 };
 
+// The keys of a pair of tiles that have a probability with entmax, with their scores, relative to
+// the largest of the row, and with a cap its derivatives, both [count][64].
+template <typename Real>
+struct NearTile {
+  KeySpan keys;  // of the tile
+  Real *scores, *slopes;
+  int count;
+  uint8_t places[BLOCK_N];  // in the tile; ascending
+
+  KeySpan span() const { return {0, count, true}; }
+  int64_t key(int i) const { return keys.begin + places[i]; }
+};
+
 // Scratch that the tiles of a work item share.
 template <typename Real, typename Operand>
 struct BackwardScratch : TileScratch<Real, Operand> {
@@ -76,13 +89,23 @@ struct BackwardScratch : TileScratch<Real, Operand> {
   Real* slopes;             // [64][64] of entmax
   Operand* probs_packed;    // [64][64] P as the factor that is broadcast; empty if Operand is Real
   Operand* dscores_packed;  // [64][64] dS, likewise
+  // For entmax alone: the near keys of a query tile, the slopes of their cap, and their rows.
+  NearTile<Real>* near_tiles;  // [tiles of keys]
+  Real* kept_slopes;           // [tiles of keys][64][64]; empty without a cap
+  Panel<Operand> near_keys;
 
   template <typename Operator>
   static int64_t bytes(const Operator& op, int64_t Dv) {
     return TileScratch<Real, Operand>::bytes(op, Dv) +
            buffer_bytes<Real>(BLOCK_M * TileScratch<Real, Operand>::width(op.D, Dv)) +
            3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
-           2 * buffer_bytes<Operand>(TileScratch<Real, Operand>::kWeights);
+           2 * buffer_bytes<Operand>(TileScratch<Real, Operand>::kWeights) +
+           buffer_bytes<NearTile<Real>>(op.kept_tiles) +
+           buffer_bytes<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M) + Panel<Operand>::bytes(op.D);
+  }
+  template <typename Operator>
+  static int64_t capped_tiles(const Operator& op) {
+    return op.params.terms.softcap != 0.0 ? op.kept_tiles : 0;
   }
   template <typename Operator>
   BackwardScratch(Workspace& w, const Operator& op, int64_t Dv, int64_t tiles)
@@ -92,7 +115,10 @@ struct BackwardScratch : TileScratch<Real, Operand> {
         dropped(w.take<Real>(BLOCK_N * BLOCK_M)),
         slopes(w.take<Real>(BLOCK_N * BLOCK_M)),
         probs_packed(w.take<Operand>(this->kWeights)),
-        dscores_packed(w.take<Operand>(this->kWeights)) {}
+        dscores_packed(w.take<Operand>(this->kWeights)),
+        near_tiles(w.take_objects<NearTile<Real>>(op.kept_tiles)),
+        kept_slopes(w.take<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M)),
+        near_keys(w, op.D, false) {}
 };
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.

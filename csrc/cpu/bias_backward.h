@@ -1,7 +1,7 @@
 // The gradient of a bias: the heads that share each entry, and the pass over them.
 #pragma once
 
-#include "cpu/attend_backward.h"
+#include "cpu/entmax_backward.h"
 #include "cpu/parallel.h"
 #include "cpu/work_items.h"
 
@@ -81,7 +81,8 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
                   new (tiles + count) BackwardTile<Real, Operand>(workspace, op, b, h, visible);
               count += prepare_tile(op, p.closed_grad, read, *tile, scratch);
             }
-            attend_backward(tiles, count, p.dropout, Real(1), {0, op.S}, Ranges{}, keys, scratch);
+            attend_all_backward<Real>(tiles, count, p, Real(1), {0, op.S}, Ranges{}, keys, nullptr,
+                                      nullptr, scratch);
             workspace.rewind(mark);
           }
         };

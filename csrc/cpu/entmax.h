@@ -88,51 +88,27 @@ inline void with_power(Real order, Body body) {
   body(AnyPower<Real>(order));
 }
 
-// Makes the scores of a tile relative to the largest score of their rows, in place.
-template <typename Real>
-inline void subtract_top(const Real* top, int keys, int columns, Real* scores) {
-  for (int n = 0; n < keys; ++n)
-    for (int m = 0; m < columns; m += kLanes<Real>)
-      store<Real>(scores + n * BLOCK_M + m, load(scores + n * BLOCK_M + m) - load(top + m));
-}
-
 // max(order * (score - threshold), -1).
 template <typename Real>
 inline Vec<Real> above_threshold(Real order, Vec<Real> score, Vec<Real> threshold) {
   return at_least<Real>(splat<Real>(-1), (score - threshold) * order);
 }
 
-// Whether a score of a tile exceeds the threshold of its row.
+// Scores of a tile to probabilities, in place, and their slopes.
 template <typename Real>
-inline bool in_support(Real order, const Real* threshold, int keys, int columns,
-                       const Real* scores) {
-  IntVec<Real> above{};
-  for (int n = 0; n < keys; ++n)
-    for (int m = 0; m < columns; m += kLanes<Real>)
-      above |= !(above_threshold(order, load(scores + n * BLOCK_M + m), load(threshold + m)) <=
-                 Real(-1));
-  return any_lane<Real>(above);
-}
-
-// Scores of a tile to probabilities, in place, and their slopes. Scores of hidden pairs are -inf.
-// Returns whether a probability is not 0.
-template <typename Real>
-inline bool entmax(Real order, const Real* threshold, int keys, int columns, Real* scores,
+inline void entmax(Real order, const Real* threshold, int keys, int columns, Real* scores,
                    Real* slopes) {
-  IntVec<Real> some{};
   with_power(order, [&](auto power) {
     for (int n = 0; n < keys; ++n) {
       for (int m = 0; m < columns; m += kLanes<Real>) {
         const int at = n * BLOCK_M + m;
-        const Powers<Real> result =
-            power(above_threshold(order, load(scores + at), load(threshold + m)));
-        some |= result.p != Real(0);
+        const Vec<Real> y = above_threshold(order, load(scores + at), load(threshold + m));
+        const Powers<Real> result = power(y);
         store<Real>(scores + at, result.p);
         store<Real>(slopes + at, result.slope);
       }
     }
   });
-  return any_lane<Real>(some);
 }
 
 // The threshold of the rows of one vector for scores [count][BLOCK_M], from a lower bound on it:

@@ -1,18 +1,91 @@
-// Sums over the keys of each row, which the backward pass of entmax needs before its loop over
-// pairs of tiles.
+// The backward pass of a tile of query rows with entmax in the place of softmax.
 //
 //   dS = slope (dP - center),   center = sum(slope dP) / sum(slope)
 //
-// With softmax, slope is P, and center is rowsum(dout * out), which is already known.
+// With softmax, slope is P, and center is rowsum(dout * out), which is already known. Here a tile
+// goes through its keys twice, for the centers and then for the gradients.
+//
+// All scores are computed once. Of each tile of keys, those near enough to have a probability in
+// some row are kept: with alpha 1.5 and 2,048 keys a twentieth to half of them. The rows of these
+// keys, of their values and of their gradients are gathered side by side, so that products read
+// nothing else.
 #pragma once
 
-#include <memory>
-
 #include "cpu/attend_backward.h"
-#include "cpu/parallel.h"
-#include "cpu/work_items.h"
 
 namespace hk::HK_LEVEL {
+
+// Finds the near keys of near.keys, of which there are none yet.
+template <typename Real, typename Operand>
+inline void find_near_tile(const BackwardTile<Real, Operand>& tile, const KeySpan& window,
+                           BackwardScratch<Real, Operand>& scratch, NearTile<Real>& near) {
+  const Head<Real>& head = tile.head;
+  const VisibleRows<Real>& visible = tile.visible;
+  const KeySpan& keys = near.keys;
+  const int columns = visible.columns;
+  const bool capped = head.terms.cap != Real(0);
+  const Scored<Real> scored = score_tile(head, tile.query, visible, keys,
+                                         scratch.key.rows(head.key, window, keys), scratch, capped);
+  if (!scored.any) return;
+  if (!keys.full || !visible.all_rows) hide(scratch.scores, keys, visible, columns);
+  for (int n = 0; n < keys.count(); ++n) {
+    IntVec<Real> above{};
+    for (int m = 0; m < columns; m += kLanes<Real>) {
+      const Vec<Real> score = load(scratch.scores + n * BLOCK_M + m) - load(tile.lse + m);
+      store<Real>(near.scores + near.count * BLOCK_M + m, score);
+      above |= !(above_threshold(head.order, score, load(tile.threshold + m)) <= Real(-1));
+    }
+    if (!any_lane<Real>(above)) continue;
+    if (capped)
+      std::memcpy(near.slopes + near.count * BLOCK_M, scratch.slope + n * BLOCK_M,
+                  sizeof(Real) * columns);
+    near.places[near.count++] = static_cast<uint8_t>(n);
+  }
+}
+
+// Rows of near keys side by side in `buffer`, as the window near.span().
+template <typename Real>
+inline Rows gather_near(const Rows& source, const NearTile<Real>& near, int64_t width,
+                        void* buffer) {
+  const Rows rows{static_cast<char*>(buffer), width, 1, source.dtype};
+  for (int i = 0; i < near.count; ++i)
+    std::memcpy(rows.at(i), source.at(near.key(i)), width * element_size(source.dtype));
+  return rows;
+}
+
+// scratch.dprobs = dP of near keys, before dropout.
+template <typename Real, typename Operand>
+inline void multiply_near_values(const BackwardTile<Real, Operand>& tile,
+                                 const NearTile<Real>& near,
+                                 BackwardScratch<Real, Operand>& scratch) {
+  const Head<Real>& head = tile.head;
+  const Rows values = gather_near(head.value, near, head.Dv, scratch.rows);
+  scratch.value.forget();
+  multiply(near.count, tile.visible.columns, ceil_div(head.Dv, kNumbers<Operand>),
+           scratch.value.rows(values, near.span(), near.span()), tile.dout, BLOCK_M, scratch.dprobs,
+           BLOCK_M, false);
+}
+
+// Dropout of near.scores, into scratch.dropped, and of scratch.dprobs, in place.
+template <typename Real, typename Operand>
+inline void drop_near(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
+                      const NearTile<Real>& near, BackwardScratch<Real, Operand>& scratch) {
+  const Real scale = static_cast<Real>(dropout.keep_scale);
+  DropoutWords words;
+  int64_t group = -1;
+  for (int i = 0; i < near.count; ++i) {
+    const int64_t key = near.key(i);
+    if (key / 4 != group)
+      dropout_words(dropout, tile.head.b, tile.head.h, tile.visible.first, tile.visible.columns,
+                    group = key / 4, words);
+    for (int m = 0; m < tile.visible.columns; ++m) {
+      const bool keep = words[key % 4][m] >= dropout.threshold;
+      const int at = i * BLOCK_M + m;
+      scratch.dropped[at] = keep ? near.scores[at] * scale : Real(0);
+      scratch.dprobs[at] = keep ? scratch.dprobs[at] * scale : Real(0);
+    }
+  }
+}
 
 // Sums over the keys of each row. `difference` is dP - delta, with delta = rowsum(dout * out).
 //
@@ -73,84 +146,151 @@ struct EntmaxSums {
   static void add_to(Real* sum, Vec<Real> x) { store<Real>(sum, load(sum) + x); }
 };
 
-// Adds the pairs of a tile that is prepared for the backward pass (prepare_tile).
+// Adds the near keys of a pair of tiles; `with_alpha`: also for the gradient of alpha.
 template <typename Real, typename Operand>
-inline void add_pairs(BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
-                      bool with_alpha, BackwardScratch<Real, Operand>& scratch,
-                      EntmaxSums<Real>& sums) {
-  const TileUnit<Operand> unit;
-  const Head<Real>& head = tile.head;
-  const VisibleRows<Real>& visible = tile.visible;
-  const Real order = head.order;
-  const int columns = visible.columns;
-  const KeySpan all{0, std::numeric_limits<int64_t>::max()};
-  for_visible_pairs(&tile, 1, all, [&](auto&, const KeySpan& window, KeySpan keys) {
-    const auto [any, hiding, factor] = score_tile(
-        head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys), scratch);
-    if (!any) return;
-    if (hiding || !keys.full) hide(scratch.scores, keys, visible, columns);
-    subtract_top(tile.lse, keys.count(), columns, scratch.scores);
-    if (!in_support(order, tile.threshold, keys.count(), columns, scratch.scores)) return;
-    multiply(keys.count(), columns, ceil_div(head.Dv, kNumbers<Operand>),
-             scratch.value.rows(head.value, window, keys), tile.dout, BLOCK_M, scratch.dprobs,
-             BLOCK_M, false);
-    if (dropout.active)
-      drop(dropout, head.b, head.h, keys, visible.first, columns,
-           static_cast<Real>(dropout.keep_scale), scratch.dprobs);
-    with_power(order, [&](auto power) {
-      for (int n = 0; n < keys.count(); ++n) {
-        for (int m = 0; m < columns; m += kLanes<Real>) {
-          const int at = n * BLOCK_M + m;
-          const Vec<Real> y =
-              above_threshold(order, load(scratch.scores + at), load(tile.threshold + m));
-          const Powers<Real> result = power(y);
-          const Vec<Real> difference = result.slope == Real(0)
-                                           ? Vec<Real>{}
-                                           : load(scratch.dprobs + at) - load(tile.delta + m);
-          sums.add(m, result, difference);
-          if (with_alpha) sums.add_alpha(m, order, y, result, difference);
-        }
+inline void add_near_tile(const BackwardTile<Real, Operand>& tile, const NearTile<Real>& near,
+                          const DropoutParams& dropout, bool with_alpha,
+                          BackwardScratch<Real, Operand>& scratch, EntmaxSums<Real>& sums) {
+  const Real order = tile.head.order;
+  multiply_near_values(tile, near, scratch);
+  if (dropout.active) drop_near(tile, dropout, near, scratch);
+  with_power(order, [&](auto power) {
+    for (int i = 0; i < near.count; ++i) {
+      for (int m = 0; m < tile.visible.columns; m += kLanes<Real>) {
+        const int at = i * BLOCK_M + m;
+        const Vec<Real> y =
+            above_threshold(order, load(near.scores + at), load(tile.threshold + m));
+        const Powers<Real> result = power(y);
+        const Vec<Real> difference = result.slope == Real(0)
+                                         ? Vec<Real>{}
+                                         : load(scratch.dprobs + at) - load(tile.delta + m);
+        sums.add(m, result, difference);
+        if (with_alpha) sums.add_alpha(m, order, y, result, difference);
       }
-    });
+    }
   });
 }
 
-// Calls body(params) with `delta` set to the centers of all rows; stores dalpha.
-template <typename Real, typename Operand, typename Operator, typename Body>
-inline void with_centers(const Operator& op, const BackwardParams& p, Body body) {
-  const std::unique_ptr<Real[]> centers(new Real[op.B * op.H * op.T]());
-  const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
-  const WorkItems items(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)),
-                        kItemsPerThread * p.threads);
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + tile_bytes;
-  if (p.dalpha) std::fill_n(static_cast<Real*>(p.dalpha.data), op.B * op.H * op.T, Real(0));
-  parallel_for(items.count(), p.threads, 2 * op.multiply_adds(), bytes,
-               [&](int64_t item, Workspace& workspace) {
-                 BackwardScratch<Real, Operand> scratch(workspace, op, op.Dv, items.size);
-                 for (const TilePlace& at : items.tiles(item)) {
-                   const size_t mark = workspace.mark();
-                   BackwardTile<Real, Operand> tile(
-                       workspace, op, at.b, at.h,
-                       VisibleRows<Real>(p.mask, at.b, at.h, at.first_row, op.T, op.S));
-                   const HeadGradients read = head_gradients<Real>(op, p, at.b, at.h, false);
-                   if (prepare_tile(op, p.closed_grad, read, tile, scratch)) {
-                     EntmaxSums<Real> sums;
-                     add_pairs(tile, p.dropout, static_cast<bool>(p.dalpha), scratch, sums);
-                     const int64_t row = (at.b * op.H + at.h) * op.T + at.first_row;
-                     for (int m = 0; m < tile.visible.count; ++m) {
-                       if (sums.slope[m] == Real(0)) continue;  // it sees nothing
-                       centers[row + m] = tile.delta[m] + sums.slope_difference[m] / sums.slope[m];
-                       if (p.dalpha)
-                         static_cast<Real*>(p.dalpha.data)[row + m] =
-                             sums.of_alpha(m, tile.head.order);
-                     }
-                   }
-                   workspace.rewind(mark);
-                 }
-               });
-  BackwardParams with(p);
-  with.delta = centers.get();
-  body(with);
+// What a pass stores of the rows of a tile, [T], besides their gradients; null if not requested.
+template <typename Real>
+struct EntmaxRows {
+  Real *center, *dalpha;
+};
+
+// dS of near keys times `scale` from dP, in place. A value that is not finite reaches only the rows
+// that give it a probability.
+template <typename Real, typename Operand>
+inline void near_score_gradients(const BackwardTile<Real, Operand>& tile, Real scale, int count,
+                                 BackwardScratch<Real, Operand>& scratch) {
+  for (int i = 0; i < count; ++i) {
+    for (int m = 0; m < tile.visible.columns; m += kLanes<Real>) {
+      const int at = i * BLOCK_M + m;
+      const Vec<Real> slope = load(scratch.slopes + at);
+      const Vec<Real> ds = slope * (load(scratch.dprobs + at) - load(tile.delta + m)) * scale;
+      store<Real>(scratch.dprobs + at, slope == Real(0) ? Vec<Real>{} : ds);
+    }
+  }
+}
+
+// `attend_backward` of one tile with entmax. `centered`: its delta are the centers already; else
+// `range` is all keys.
+template <typename Real, typename Operand>
+inline void attend_entmax_backward(BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
+                                   Real scale, const KeySpan& range, Ranges dquery_features,
+                                   const KeyGradients<Real>& gradients, bool centered,
+                                   const EntmaxRows<Real>& rows,
+                                   BackwardScratch<Real, Operand>& scratch) {
+  const TileUnit<Operand> unit;
+  const Head<Real>& head = tile.head;
+  const VisibleRows<Real>& visible = tile.visible;
+  const int columns = visible.columns;
+  const bool with_raw = gradients.dkey || !dquery_features.empty();
+  const bool with_dscores = with_raw || gradients.bias;
+
+  NearTile<Real>* const tiles = scratch.near_tiles;
+  int64_t count = 0, kept = 0;
+  for_visible_pairs(&tile, 1, range, [&](auto&, const KeySpan& window, const KeySpan& keys) {
+    NearTile<Real>& near = *new (tiles + count) NearTile<Real>{
+        keys, scratch.kept_scores + kept * BLOCK_M, scratch.kept_slopes + kept * BLOCK_M, 0, {}};
+    find_near_tile(tile, window, scratch, near);
+    kept += near.count;
+    count += near.count > 0;
+  });
+
+  if (!centered && (with_dscores || rows.center || rows.dalpha)) {
+    EntmaxSums<Real> sums;
+    for (int64_t t = 0; t < count; ++t)
+      add_near_tile(tile, tiles[t], dropout, rows.dalpha != nullptr, scratch, sums);
+    for (int m = 0; m < visible.count; ++m) {
+      if (sums.slope[m] == Real(0)) continue;  // it sees nothing
+      tile.delta[m] += sums.slope_difference[m] / sums.slope[m];
+      if (rows.center) rows.center[visible.first + m] = tile.delta[m];
+      if (rows.dalpha) rows.dalpha[visible.first + m] = sums.of_alpha(m, head.order);
+    }
+  }
+  if (!with_dscores && !gradients.dvalue) return;
+
+  for (int64_t t = 0; t < count; ++t) {
+    const NearTile<Real>& near = tiles[t];
+    entmax(head.order, tile.threshold, near.count, columns, near.scores, scratch.slopes);
+    if (with_dscores) multiply_near_values(tile, near, scratch);
+    if (dropout.active) drop_near(tile, dropout, near, scratch);
+    if (with_dscores)
+      near_score_gradients(tile, gradients.bias ? Real(1) : scale, near.count, scratch);
+    if (gradients.bias) {  // of all keys of the tile, in the place of the slopes
+      std::memset(scratch.slopes, 0, sizeof(Real) * BLOCK_M * near.keys.count());
+      for (int i = 0; i < near.count; ++i)
+        std::memcpy(scratch.slopes + near.places[i] * BLOCK_M, scratch.dprobs + i * BLOCK_M,
+                    sizeof(Real) * columns);
+      gradients.bias.add(scratch.slopes, visible, near.keys, scratch.bias_rows);
+    }
+    const bool capped = head.terms.cap != Real(0);
+    if (with_raw && (capped || gradients.bias))
+      raw_gradients(near.count, columns, gradients.bias ? scale : Real(1),
+                    capped ? near.slopes : nullptr, scratch.dprobs);
+    // Adds to the sums of near keys, which move to scratch.rows and back.
+    const auto add_to_keys = [&](Real* sums, int64_t width, const Real* weights, Operand* buffer,
+                                 const Operand* queries, const SetAside<Real>& aside) {
+      const int64_t stride = row_stride<Real>(width);
+      const auto sum_of = [&](int i) { return sums + (near.key(i) - gradients.begin) * stride; };
+      for (int i = 0; i < near.count; ++i)
+        std::memcpy(scratch.rows + i * stride, sum_of(i), sizeof(Real) * stride);
+      add_weighted_queries(weights, left_operand(weights, near.count, columns, buffer), queries,
+                           aside, width, Range{0, width}, near.span(), head, visible, scratch.rows);
+      for (int i = 0; i < near.count; ++i)
+        std::memcpy(sum_of(i), scratch.rows + i * stride, sizeof(Real) * stride);
+    };
+    if (gradients.dvalue)
+      add_to_keys(gradients.dvalue, head.Dv, dropout.active ? scratch.dropped : near.scores,
+                  scratch.probs_packed, tile.dout_rows, tile.bad_douts);
+    if (gradients.dkey)
+      add_to_keys(gradients.dkey, head.D, scratch.dprobs, scratch.dscores_packed, tile.query_rows,
+                  tile.bad_queries);
+    if (dquery_features.empty()) continue;
+    const Rows near_keys = gather_near(head.key, near, head.D, scratch.more_rows);
+    scratch.near_keys.forget();
+    add_weighted_keys(scratch.near_keys, near_keys, near.span(), near.span(), Range{0, head.D},
+                      head, visible, scratch.dprobs, false, scratch, tile.dquery, true);
+  }
+}
+
+// `attend_backward` of tiles of either kind. `p` are the parameters of the pass, which stores
+// `centers` and dalpha, [B, H, T], unless they are null.
+template <typename Real, typename Operand>
+inline void attend_all_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
+                                const BackwardParams& p, Real scale, const KeySpan& range,
+                                Ranges dquery_features, const KeyGradients<Real>& gradients,
+                                Real* centers, Real* dalpha,
+                                BackwardScratch<Real, Operand>& scratch) {
+  if (!p.alpha)
+    return attend_backward(tiles, count, p.dropout, scale, range, dquery_features, gradients,
+                           scratch);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = (tiles[i].head.b * p.query.size[1] + tiles[i].head.h) * p.query.size[2];
+    attend_entmax_backward(
+        tiles[i], p.dropout, scale, range, dquery_features, gradients, p.delta != nullptr,
+        {centers ? centers + row : nullptr, dalpha ? dalpha + row : nullptr}, scratch);
+  }
 }
 
 }  // namespace hk::HK_LEVEL

@@ -1,9 +1,10 @@
 // Gated attention on the CPU: the assignment of tiles to threads. The tiles are those of attend.h.
 #pragma once
 
+#include <memory>
+
 #include "cpu/bias_backward.h"
 #include "cpu/decode.h"
-#include "cpu/entmax_backward.h"
 #include "cpu/forward.h"
 
 namespace hk::HK_LEVEL {
@@ -100,14 +101,15 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
            buffer_bytes<Real>(keys * row_stride<Real>(this->Dv));
   }
 
-  // Query tiles against keys `range`. `with_rows`: also computes dQ, dgate and dsinks of the tiles;
-  // `range` is then all keys.
+  // Query tiles against keys `range`. `with_rows`: also computes dQ, dgate, dsinks and dalpha of
+  // the tiles, and `centers` of entmax unless they are null; `range` is then all keys.
   void tiles_backward(const WorkItems::Tiles& places, const KeySpan& range, bool with_rows,
-                      const KeyGradients<Real>& keys, BackwardScratch<Real, Operand>& scratch,
-                      Workspace& workspace) const {
+                      const KeyGradients<Real>& keys, Real* centers,
+                      BackwardScratch<Real, Operand>& scratch, Workspace& workspace) const {
     const BackwardParams& p = backward;
     const bool with_dquery = with_rows && p.dquery;
-    const bool pairs = keys.dkey || keys.dvalue || keys.bias || with_dquery;
+    Real* const dalpha = with_rows ? static_cast<Real*>(p.dalpha.data) : nullptr;
+    const bool pairs = keys.dkey || keys.dvalue || keys.bias || with_dquery || centers || dalpha;
     const size_t mark = workspace.mark();
     auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(places.count());
     int64_t count = 0;
@@ -123,8 +125,8 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
       load_queries<Real>(tile, this->query_rows(at.b, at.h), nullptr, scratch);
       ++count;
     }
-    attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), range,
-                    Ranges{&this->features, with_dquery}, keys, scratch);
+    attend_all_backward(tiles, count, p, static_cast<Real>(p.scale), range,
+                        Ranges{&this->features, with_dquery}, keys, centers, dalpha, scratch);
     if (with_dquery)
       for (int64_t i = 0; i < count; ++i)
         store_dquery(head_rows(*this, p.dquery, tiles[i].head.b, tiles[i].head.h), tiles[i],
@@ -143,8 +145,8 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     if (backward.dvalue)
       keys.dvalue = zeros<Real>(workspace, range.count() * row_stride<Real>(this->Dv));
     for (int64_t part = 0; part < items.parts; ++part)
-      tiles_backward(items.tiles(index * items.parts + part), range, with_rows, keys, scratch,
-                     workspace);
+      tiles_backward(items.tiles(index * items.parts + part), range, with_rows, keys, nullptr,
+                     scratch, workspace);
     const int64_t b = index / this->Hk, hk = index % this->Hk;
     store_accumulator(rows_at(backward.dkey, b, hk), range.begin, range.end, this->D, keys.dkey);
     store_accumulator(rows_at(backward.dvalue, b, hk), range.begin, range.end, this->Dv,
@@ -164,13 +166,11 @@ inline bool divide_well(int64_t items, int threads) {
 // summed in the same loop if one thread can process all heads that share an entry, otherwise in a
 // separate pass.
 template <typename Real, typename Operand>
-void gated_attention_backward(const BackwardParams& params) {
+void gated_attention_backward(const BackwardParams& given) {
+  BackwardParams params(given);
   const GatedAttentionBackward<Real, Operand> op(params);
-  const bool of_scores = params.dquery || params.dkey || params.dbias || params.doffset_bias;
-  if (params.alpha && !params.delta && (of_scores || params.dalpha)) {
-    with_centers<Real, Operand>(op, params, gated_attention_backward<Real, Operand>);
-    return;
-  }
+  const int64_t rows = op.B * op.H * op.T;
+  if (params.dalpha) std::fill_n(static_cast<Real*>(params.dalpha.data), rows, Real(0));
   const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const WorkItems whole(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)), 1);
@@ -192,33 +192,37 @@ void gated_attention_backward(const BackwardParams& params) {
     return;
   }
   bias_backward<Real, Operand>(op, params);
-  const BackwardParams& p = params;
-  if (!p.dquery && !p.dkey && !p.dvalue && !p.dgate && !p.dsinks) return;
+  const bool of_keys = params.dkey || params.dvalue;
+  const bool of_rows = params.dquery || params.dgate || params.dsinks || params.dalpha;
+  if (!of_keys && !of_rows) return;
   if (op.S == 0 || divide_well(heads, params.threads)) {
     parallel_for(
         heads, params.threads, work, bytes + op.accumulator_bytes(op.S),
         [&](int64_t item, Workspace& w) { op.key_head(whole, item, {0, op.S}, true, {}, w); });
     return;
   }
-  if (params.dkey || params.dvalue) {
-    const int64_t windows = ceil_div(op.S, BLOCK_N);
-    const int64_t parts = std::min(windows, ceil_div(2 * params.threads, heads));
-    const int64_t keys = ceil_div(windows, parts) * BLOCK_N;
-    parallel_for(heads * parts, params.threads, work, bytes + op.accumulator_bytes(keys),
-                 [&](int64_t item, Workspace& w) {
-                   const int64_t begin = std::min(op.S, item % parts * keys);
-                   op.key_head(whole, item / parts, {begin, std::min(op.S, begin + keys)}, false,
-                               {}, w);
-                 });
-  }
-  if (params.dquery || params.dgate || params.dsinks) {
+  // A part of the keys does not suffice for the centers of entmax.
+  const std::unique_ptr<Real[]> centers(params.alpha && params.dkey ? new Real[rows]() : nullptr);
+  if (of_rows || centers) {
     const WorkItems items(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)),
                           kItemsPerThread * params.threads);
     parallel_for(items.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
       BackwardScratch<Real, Operand> scratch(w, op, op.Dv, items.size);
-      op.tiles_backward(items.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, scratch, w);
+      op.tiles_backward(items.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, centers.get(),
+                        scratch, w);
     });
   }
+  if (!of_keys) return;
+  params.delta = centers.get();
+  const int64_t windows = ceil_div(op.S, BLOCK_N);
+  const int64_t parts = std::min(windows, ceil_div(2 * params.threads, heads));
+  const int64_t keys = ceil_div(windows, parts) * BLOCK_N;
+  parallel_for(heads * parts, params.threads, work, bytes + op.accumulator_bytes(keys),
+               [&](int64_t item, Workspace& w) {
+                 const int64_t begin = std::min(op.S, item % parts * keys);
+                 op.key_head(whole, item / parts, {begin, std::min(op.S, begin + keys)}, false, {},
+                             w);
+               });
 }
 
 }  // namespace hk::HK_LEVEL

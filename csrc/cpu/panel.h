@@ -55,6 +55,9 @@ class Panel {
         width_(width),
         shared_(shared) {}
 
+  // Called where other rows are in the place of those of an earlier window.
+  void forget() { held_ = {}; }
+
   // Rows [tile.begin, tile.end), which are in [window.begin, window.end).
   Left<Real, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
     const bool same = source.dtype == kDTypeOf<Real>;
@@ -114,6 +117,8 @@ class Panel<Pair> {
         transposed_(workspace.take<Pair>(packed<Pair>(width) * BLOCK_N)),
         scratch_(workspace.take<Pair>(packed<Pair>(width) * BLOCK_N)),
         width_(width) {}
+
+  void forget() { held_ = {}; }
 
   Left<Pair, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
     if (!held_.replace(source, window)) {

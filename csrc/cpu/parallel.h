@@ -26,8 +26,7 @@ inline void parallel_for(int64_t items, int threads, int64_t work, int64_t bytes
   const int64_t turn = std::max<int64_t>(1, items / (16 * threads));
   std::atomic<int64_t> next{0};
   std::exception_ptr failure;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  const auto work_off = [&] {
     try {
       for (int64_t first = next.fetch_add(turn); first < items; first = next.fetch_add(turn))
         for (int64_t item = first; item < std::min(items, first + turn); ++item)
@@ -37,6 +36,12 @@ inline void parallel_for(int64_t items, int threads, int64_t work, int64_t bytes
       failure = std::current_exception();
     }
     Workspace::of_thread(0).release();
+  };
+  if (threads == 1) {  // libgomp makes a system call at the end of a region of one thread too
+    work_off();
+  } else {
+#pragma omp parallel num_threads(threads)
+    work_off();
   }
   if (failure) std::rethrow_exception(failure);
 }

@@ -127,6 +127,8 @@ template <typename Real>
 inline bool any_lane(IntVec<Real> mask) {
 #if HK_VECTOR_BYTES == 64
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif HK_VECTOR_BYTES == 32
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
   Int<Real> any = 0;
   for (int i = 0; i < kLanes<Real>; ++i) any |= mask[i];

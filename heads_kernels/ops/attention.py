@@ -151,13 +151,8 @@ def _backward(runs: bool, *arguments: Any) -> list[Tensor]:
     saved, (*fields, needs, backend) = Saved(*arguments[:_SAVED]), arguments[_SAVED:]
     call = Call(*fields)
     check_arguments(backend if runs else None, call, True, **saved._asdict())
-    return _run_backward(call, saved, needs, backend if runs else None)
-
-
-def _run_backward(call: Call, saved: Saved, needs: list[bool], backend: str | None) -> list[Tensor]:
-    """The gradients that are needed, or their partial sums; not filled without a backend."""
     gradients = allocate_gradients(call, needs)
-    if backend is not None:
+    if runs:
         load(backend).backward(call, saved, gradients)
     return [gradient for gradient, need in zip(gradients, needs, strict=True) if need]
 
@@ -234,7 +229,8 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
     `results` are those of the forward op if they have been computed without it (`direct.attend`).
     """
     given = [operand for operand in call.operands if operand is not None]
-    return _Attention.apply((call, backend, return_lse, results), *given)  # type: ignore[no-untyped-call]
+    apply = _Attention.apply if results is None else _apply_without_transforms
+    return apply((call, backend, return_lse, results), *given)
 
 
 class _Attention(torch.autograd.Function):
@@ -255,19 +251,19 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> Any:
         attended, lse, *tensors = ctx.saved_tensors
         call = Call(*tensors, *ctx.constants)
+        operands = call.operands
         of_given = iter(ctx.needs_input_grad[1:])
-        needs = [operand is not None and next(of_given) for operand in call.operands]
+        needs = [operand is not None and next(of_given) for operand in operands]
         if torch.is_grad_enabled() and ctx.backend == "eager":  # create_graph=True
             return None, *_gradients_of_formula(call, needs, dout, dlse)
         saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
-        if ctx.backend == "cpu" and direct.serves_backward(saved, call):
-            sums = _run_backward(call, saved, needs, "cpu")
-        else:
+        sums = direct.backward(call, saved, needs) if ctx.backend == "cpu" else None
+        if sums is None:
             sums = backward_op(*saved, *call, needs, ctx.backend)
         found = iter(sums)
         grads = [
             finish(name, next(found), call) if need else None
-            for name, operand, need in zip(OPERANDS, call.operands, needs, strict=True)
+            for name, operand, need in zip(OPERANDS, operands, needs, strict=True)
             if operand is not None
         ]
         return None, *_first_order_only(call, grads, dout, dlse)

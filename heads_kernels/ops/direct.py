@@ -41,9 +41,13 @@ def attend(call: Call, backend: str | None) -> Tensor | tuple[Tensor, Tensor | N
         return None
 
 
-def serves_backward(*tuples: tuple[object, ...]) -> bool:
-    """Whether a backward pass on `cpu` that reads these tensors may run without an op."""
-    return is_unobserved() and all(map(load("cpu")._cpu.are_plain, tuples))
+def backward(
+    call: Call, saved: tuple[Tensor | None, ...], needs: list[bool]
+) -> list[Tensor] | None:
+    """What `attention_backward` returns on `cpu`, or None if the pass has to run as an op."""
+    if not is_unobserved():
+        return None
+    return load("cpu")._cpu.backward(call, saved, needs, get_num_threads())  # type: ignore[no-any-return]
 
 
 def is_unobserved() -> bool:

@@ -28,16 +28,21 @@ NAME = "heads_kernels::attention"
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """For every call the way that it took, "direct" or "op"."""
+    """For every pass the way that it took, "direct" or "op"."""
     taken: list[str] = []
-    attend = direct.attend
 
-    def watched(*arguments: Any) -> Any:
-        found = attend(*arguments)
-        taken.append("op" if found is None else "direct")
-        return found
+    def watch(name: str) -> None:
+        function = getattr(direct, name)
 
-    monkeypatch.setattr(direct, "attend", watched)
+        def watched(*arguments: Any) -> Any:
+            found = function(*arguments)
+            taken.append("op" if found is None else "direct")
+            return found
+
+        monkeypatch.setattr(direct, name, watched)
+
+    watch("attend")
+    watch("backward")
     return taken
 
 
@@ -99,7 +104,7 @@ def test_same_bits_as_the_op(operator: str, case: str, dtype: torch.dtype, ways:
     results = run()
     with SeesOps() as seen:
         expected = run()
-    assert ways == ["direct", "direct", "op", "op"]
+    assert ways == ["direct"] * 3 + ["op"] * 3
     assert seen.names.count(NAME) == 2
     assert seen.names.count(f"{NAME}_backward") == 1
     for got, want in zip(results, expected, strict=True):
@@ -107,13 +112,29 @@ def test_same_bits_as_the_op(operator: str, case: str, dtype: torch.dtype, ways:
         assert got.stride() == want.stride()
 
 
-def test_memory_order_is_that_of_the_op() -> None:
-    operands = torch.randn(B, T, 3, H, D).permute(2, 0, 3, 1, 4)
-    out = hk.gated_attention(*operands)
+#: Query, key and value.
+VIEWS: dict[str, Callable[[], Tensor]] = {
+    "tokens first": lambda: torch.randn(B, T, 3, H, D).permute(2, 0, 3, 1, 4),
+    "overlapping rows": lambda: torch.randn(999).as_strided((3, B, H, T, D), (99, 20, 9, 1, 1)),
+    "width 1": lambda: torch.randn(3, B, T, H, 1).transpose(2, 3),
+    "one batch for all": lambda: torch.randn(3, 1, H, T, D).expand(3, B, H, T, D),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_memory_order_is_that_of_the_op(view: str) -> None:
+    operands = [each.requires_grad_() for each in VIEWS[view]().unbind()]
+
+    def run() -> list[Tensor]:
+        out = hk.gated_attention(*operands)
+        return [out, *torch.autograd.grad(out.sum(), operands)]
+
+    results = run()
     with SeesOps():
-        expected = hk.gated_attention(*operands)
-    assert out.stride() == expected.stride()
-    assert torch.equal(out, expected)
+        expected = run()
+    for got, want in zip(results, expected, strict=True):
+        assert torch.equal(got, want)
+        assert got.stride() == want.stride()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
