@@ -229,8 +229,7 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
     `results` are those of the forward op if they have been computed without it (`direct.attend`).
     """
     given = [operand for operand in call.operands if operand is not None]
-    apply = _Attention.apply if results is None else _apply_without_transforms
-    return apply((call, backend, return_lse, results), *given)
+    return _Attention.apply((call, backend, return_lse, results), *given)
 
 
 class _Attention(torch.autograd.Function):
