@@ -32,7 +32,7 @@ from heads_kernels.ops.triton import forward, gluon_backward, gluon_forward, spe
 from heads_kernels.ops.triton.gluon_tiles import place_of
 from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
-from heads_kernels.testing import CASES, GatedCase, check, masks
+from heads_kernels.testing import CASES, Case, CollaborativeCase, GatedCase, check, masks
 from tests.ops.calls import on_kind_of_gpu
 from tests.support.gluon_emulator import emulated
 from tests.support.gluon_machine import ORDERS
@@ -44,10 +44,18 @@ def tiles_of_forward(call: Any, out: torch.Tensor) -> Tiles | None:
     if not specialized.served(call, [call.query, call.key, call.value, out]):
         return None
     keys = 64 if call.S <= 256 or max(call.D, call.Dv) > 128 else 128
-    return Tiles(128, keys, num_warps=4, num_stages=2 if call.S % 2 else 3)
+    stages = 2 if call.S % 2 else 3
+    if call.mixing is None:
+        return Tiles(128, keys, num_warps=4, num_stages=stages)
+    width = 64 if call.Dv <= 64 else 128
+    return Tiles(
+        128, keys, block_d=width, block_slice=stages * width, num_warps=4, num_stages=stages
+    )
 
 
 def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
+    if call.mixing is not None:
+        return None
     narrow = max(call.D, call.Dv) <= 128 and not call.softcap and call.dense_mask is None
     served = narrow and specialized.served(call, [call.query, call.key, call.value, dout])
     return Tiles(64, 128, num_warps=8, num_stages=2) if served else None
@@ -59,7 +67,7 @@ KERNELS: dict[str, tuple[Any, ...]] = {
         tiles_of_forward,
         (forward, "specialized_forward", lambda call, results: tiles_of_forward(call, results.out)),
         gluon_forward,
-        3,
+        5,
     ),
     "backward": (
         tiles_of_backward,
@@ -93,19 +101,24 @@ OWN = (
     GatedCase("blocks", 2, 4, 150, 420, D=64, Dv=64, Hk=2, mask=masks.dense_blocks, gate="BHT"),
     GatedCase("softcap", 1, 2, 140, 200, D=64, Dv=64, softcap=2.0, sinks=True, is_causal=True),
     GatedCase("projected", 2, 4, 129, 129, D=64, Dv=64, layout="transposed", is_causal=True),
+    CollaborativeCase("shared", 1, 2, 140, 300, Ds=256, Dv=64, content_bias=True, is_causal=True, gate="H"),
+    CollaborativeCase("shared, wide", 1, 2, 130, 150, Ds=512, Dv=128, content_bias=True, mask=masks.holes, gate="BHT"),
+    CollaborativeCase("shared, few features", 2, 4, 130, 260, Ds=96, Dv=64, Hv=2, mixing="ragged", gate="BHTD",
+        content_bias=True, mask=masks.padded(260, 101, queries=False), sinks=True, softcap=2.0),
+    CollaborativeCase("shared, values wider", 1, 2, 130, 200, Ds=64, Dv=128, mixing="zero_head", gate="H", closed=0.5),
 )  # fmt: skip
 
 
 def rows() -> Iterator[Any]:
     """The named cases that a kernel serves, each in one order, and OWN in all; one of some outside of a release."""
-    cases = [c for c in CASES if isinstance(c, GatedCase) and not {"model", "long"} & {*c.tags}]
+    cases = [case for case in CASES if not {"model", "long"} & {*case.tags}]
     for case, dtype in itertools.product((*cases, *OWN), (torch.bfloat16, torch.float16)):
         call = case.make(dtype).parsed()
         out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
         for kernel, (tiles_of, *_, share) in KERNELS.items():
             if dtype not in case.dtypes or tiles_of(call, out) is None:
                 continue
-            name = f"{case}-{str(dtype).removeprefix('torch.')}"
+            name = f"{case.operator}-{case}-{str(dtype).removeprefix('torch.')}"
             number = zlib.crc32(name.encode())
             chosen = ORDERS[number // share % len(ORDERS)]
             for order in ORDERS if case in OWN else (chosen,):
@@ -114,11 +127,11 @@ def rows() -> Iterator[Any]:
                 yield pytest.param(kernel, case, dtype, order, id=f"{kernel}-{name}-{order}", marks=marks)  # fmt: skip
 
 
-@pytest.mark.parametrize(("kernel", "gated", "dtype", "order"), rows())
+@pytest.mark.parametrize(("kernel", "named", "dtype", "order"), rows())
 @pytest.mark.parametrize("backend", ["triton"])
-def test_cases(backend: str, kernel: str, gated: GatedCase, dtype: torch.dtype, order: str) -> None:
+def test_cases(backend: str, kernel: str, named: Case, dtype: torch.dtype, order: str) -> None:
     with in_gluon(kernel, order) as launched:
-        report = check(gated, dtype, backend, backward=kernel == "backward")
+        report = check(named, dtype, backend, backward=kernel == "backward")
     assert report.ok, str(report)
     assert launched.called
 
@@ -168,8 +181,9 @@ def chosen(
     kernel: str, kind: str = "sm_90", dtype: torch.dtype = torch.bfloat16, asked_for: int = 3, **changes: Any
 ) -> bool:  # fmt: skip
     """Whether the kernel is chosen on this kind of GPU for a call that differs by `changes` from one that it serves."""
-    options = {"T": 512, "S": 512, "D": 64, "Dv": 64} | changes
-    inputs = GatedCase("call", 1, 2, options.pop("T"), options.pop("S"), **options).make(dtype)
+    kind_of_case, width = (CollaborativeCase, "Ds") if "Ds" in changes else (GatedCase, "D")
+    options = {"T": 512, "S": 512, width: 64, "Dv": 64} | changes
+    inputs = kind_of_case("call", 1, 2, options.pop("T"), options.pop("S"), **options).make(dtype)
     call = inputs.parsed()
     if options.get("dropout_p"):
         call = call._replace(seed=torch.zeros(5, dtype=torch.int64))
@@ -202,6 +216,11 @@ def test_which_calls_the_forward_kernel_serves() -> None:
     )  # fmt: skip
     for changes in refused:
         assert not chosen("forward", **changes), changes
+    more |= {"content_bias": True, "mixing": "ragged", "Hv": 1}
+    for Ds, Dv in itertools.product((40, 200, 256, 384, 512), (40, 64, 128)):
+        assert chosen("forward", Ds=Ds, Dv=Dv, **more)
+    for changes in ({"Ds": 520}, {"Ds": 32}, {"Ds": 100}, {"Dv": 32}, {"Dv": 136}, *refused[-5:]):
+        assert not chosen("forward", **{"Ds": 256} | changes), changes
     with mock.patch.object(specialized, "_HAS_GLUON", False):
         assert not chosen("forward")
 
@@ -211,6 +230,7 @@ def test_which_calls_the_backward_kernel_serves() -> None:
     assert chosen("backward")
     assert chosen("backward", is_causal=True, gate="BHTD", sinks=True)
     assert chosen("backward", D=96, Dv=128, mask=masks.holes)
+    assert not chosen("backward", Ds=64)
     assert not chosen("backward", "sm_100")
     assert not chosen("backward", asked_for=2)
     refused: tuple[dict[str, Any], ...] = (

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,7 +23,7 @@ from heads_kernels.ops.triton import gluon_backward, gluon_forward, gluon_row_ti
 from heads_kernels.ops.triton.operands import RowLse, gate_kind, gate_of, operands_of, rows_of
 from heads_kernels.ops.triton.rows import FirstPass, Reads
 from heads_kernels.ops.triton.tiles import Tiles
-from heads_kernels.testing import GatedCase, masks
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, masks
 from tests.support.gluon_emulator import Pointer, emulated, rounded
 from tests.support.gluon_machine import ORDERS, Fault, Machine
 
@@ -30,6 +31,9 @@ pytestmark = pytest.mark.check
 
 #: One program with four full tiles of keys and three partial ones, and two places for tiles.
 FORWARD = GatedCase("lower_right", 1, 1, 65, 400, D=64, Dv=64, mask=masks.lower_right, gate="H")
+#: The same with 3 chunks of keys in each tile, and 2 places for chunks.
+COLLABORATIVE = CollaborativeCase("lower_right", 1, 1, 65, 400, Ds=160, Dv=64, mask=masks.lower_right, gate="H",
+    content_bias=True)  # fmt: skip
 #: Four programs of two heads, with full tiles of rows and masked ones; the last rows do not see the first keys.
 BACKWARD = GatedCase(
     "window", 1, 2, 200, 500, D=64, Dv=64, Hk=1, gate="H",
@@ -37,15 +41,25 @@ BACKWARD = GatedCase(
 )  # fmt: skip
 
 
-def run_forward(module: ModuleType, order: str, poisoned: bool = True) -> Results:
-    call = FORWARD.make(torch.bfloat16).parsed()
+def run_forward(
+    module: ModuleType, order: str, poisoned: bool = True, case: Case = FORWARD, chunks: int = 0
+) -> Results:
+    """`chunks` is the number of places for them."""
+    call = case.make(torch.bfloat16).parsed()
     if poisoned:  # a value of the last key, which only the last row sees
         call.value[..., -1, 3] = torch.nan
     out = torch.empty(*call.sizes[:3], call.Dv, dtype=torch.bfloat16)
     results = Results(out, torch.empty_like(out), torch.empty(call.sizes[:3]))
     with mock.patch.object(module, "launch", emulated(order)):
-        module.specialized_pass(call, results, Tiles(128, 64, num_warps=4, num_stages=2))
+        tiles = Tiles(128, 64, block_d=64, block_slice=64 * chunks, num_warps=4, num_stages=2)
+        module.specialized_pass(call, results, tiles)
     return results
+
+
+def run_collaborative(
+    module: ModuleType, order: str, poisoned: bool = True, chunks: int = 2
+) -> Results:
+    return run_forward(module, order, poisoned, COLLABORATIVE, chunks)
 
 
 def run_backward(module: ModuleType, order: str) -> Gradients:
@@ -69,6 +83,7 @@ def run_backward(module: ModuleType, order: str) -> Gradients:
 
 OF_PASS = {
     "forward": (run_forward, (gluon_tiles, gluon_forward)),
+    "collaborative": (run_collaborative, (gluon_tiles, gluon_forward)),
     "backward": (run_backward, (gluon_row_tiles, gluon_backward)),
 }
 
@@ -118,22 +133,22 @@ _UNSTORED = "has not waited for what another stored"
 
 OF_FORWARD: Faults = {
     "values are not waited for": (((_VALUES, "pass"),), _UNCOPIED),
-    "the next keys are not waited for": ((("pred=after < count", "pred=after < 0"),), _UNCOPIED),
+    "the next keys are not waited for": ((("index + 1 < count)", "index + 1 < 0)"),), _UNCOPIED),
     "an inspector does not wait": (((_LANDED, "pass"),), f"{_UNCOPIED}|{_UNSTORED}"),
     "values are free while a product reads them": (
         ((_PV_ENDS + _SPACE + _FREES_V, _FREES_V + _SPACE + _PV_ENDS),), "overwritten",
     ),
     "scores are used before they are waited for": (
-        ((_QK_ENDS, _QK_ENDS.replace("1, deps", "2, deps")),), "may still be under way",
+        ((_QK_ENDS, _QK_ENDS.replace("1, deps", "2, deps")),), "still under way",
     ),
     "the last product is not waited for": (
         (("acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))", "pass"),), "under way",
     ),
     "a place for tiles is used before it is free": (
-        (("free = (index // STAGES + 1) & 1", "free = (index // STAGES) & 1"),), "a deadlock",
+        (("(number // KEY_STAGES + 1) & 1", "(number // KEY_STAGES) & 1"),), "a deadlock",
     ),
     "one consumer frees keys for both": (
-        (("key_free = barriers(STAGES, 2)", "key_free = barriers(STAGES, 1)"),), "overwritten|a deadlock",
+        (("key_free = barriers(KEY_STAGES, 2)", "key_free = barriers(KEY_STAGES, 1)"),), "overwritten|a deadlock",
     ),
     "a turn is passed on twice": (
         (("shared.turns.index(1 - WHO), count=1", "shared.turns.index(1 - WHO), count=2"),), "arrivals, of 1",
@@ -165,7 +180,47 @@ OF_FORWARD: Faults = {
         "nobody waited|a deadlock|middle of a phase",
     ),
     "a barrier is not initialized": (
-        (("query_ready = barriers(2, 1)", "query_ready = barriers(2, 0)"),), "not initialized|arrivals, of 0",
+        (("query_ready = barriers(2 * CHUNKS, 1)", "query_ready = barriers(2 * CHUNKS, 0)"),),
+        "not initialized|arrivals, of 0",
+    ),
+}  # fmt: skip
+
+_FREES_CHUNK = "mbarrier.arrive(shared.key_free.index((number - 1) % KEY_STAGES), count=1)"
+_PLACE_WAITS = (
+    "            mbarrier.wait(shared.key_free.index(stage), (number // KEY_STAGES + 1) & 1)\n"
+)
+_STORES_CONTENT = """            if shared.content is not None:
+                shared.content.index(stage).store(content)
+"""
+_READS_CONTENT = """    if shared.content is not None:
+        scores += shared.content.index(stage).load(COLUMNS)[None, :]
+"""
+_FREES_LAST = "    mbarrier.arrive(shared.key_free.index(stage), count=1)\n"
+
+OF_COLLABORATIVE: Faults = {
+    "a chunk of the query is not waited for": (
+        (("mbarrier.wait(shared.query_ready.index(WHO * CHUNKS + chunk), 0)", "pass"),),
+        f"{_UNCOPIED}|{_UNSTORED}",
+    ),
+    "the mixed query is multiplied without a fence": (
+        (("    fence_async_shared()\n    barrier()", "    barrier()"),), "without a fence_async_shared",
+    ),
+    "a chunk of keys is not waited for": (
+        (("mbarrier.wait(shared.key_ready.index(number % KEY_STAGES), (number // KEY_STAGES) & 1)", "pass"),),
+        f"{_UNCOPIED}|overwritten",
+    ),
+    "a chunk is free while a product reads it": (
+        ((_FREES_CHUNK, _FREES_CHUNK.replace("number - 1", "number")),), "overwritten|arrivals, of 2|a deadlock",
+    ),
+    "chunks are not freed": (((_FREES_CHUNK, "pass"),), "a deadlock"),
+    "turns are taken where a tile has more chunks than the ring": (
+        (("in_turns = chunk_count(collaborative) <= shared.key.shape[0]", "in_turns = True"),), "a deadlock",
+    ),
+    "content bias is stored before its place is free": (
+        ((_PLACE_WAITS + _STORES_CONTENT, _STORES_CONTENT + _PLACE_WAITS),), "overwritten",
+    ),
+    "content bias is read after its place is free": (
+        ((_READS_CONTENT + _FREES_LAST, _FREES_LAST + _READS_CONTENT),), f"overwritten|{_UNSTORED}",
     ),
 }  # fmt: skip
 
@@ -188,11 +243,11 @@ OF_BACKWARD: Faults = {
         (("mbarrier.wait(shared.query_ready.index(stage), phase)\n                mbarrier", "mbarrier"),), _UNCOPIED,
     ),
     "scores are used before they are waited for": (
-        (("num_outstanding=1, deps=(scores,)", "num_outstanding=2, deps=(scores,)"),), "may still be under way",
+        (("num_outstanding=1, deps=(scores,)", "num_outstanding=2, deps=(scores,)"),), "still under way",
     ),
     "the sum for dvalue is not waited for": (
         (("dquery, dvalue = warpgroup_mma_wait(num_outstanding=1, deps=(dquery, dvalue))",
-          "dquery = warpgroup_mma_wait(num_outstanding=1, deps=(dquery,))"),), "still being computed|still under way",
+          "dquery = warpgroup_mma_wait(num_outstanding=1, deps=(dquery,))"),), "still under way",
     ),
     "a tile is free while the product for dkey reads it": (
         ((_DKEY_ENDS + _FREES, _FREES + _DKEY_ENDS),), "overwritten",
@@ -238,7 +293,11 @@ OF_BACKWARD: Faults = {
     ("of", "changes", "words"),
     [
         pytest.param(of, *row, id=f"{of}: {fault}")
-        for of, faults in (("forward", OF_FORWARD), ("backward", OF_BACKWARD))
+        for of, faults in (
+            ("forward", OF_FORWARD),
+            ("collaborative", OF_COLLABORATIVE),
+            ("backward", OF_BACKWARD),
+        )
         for fault, row in faults.items()
     ],
 )
@@ -250,10 +309,13 @@ def test_faults_are_found(
         run(mutated(tmp_path, *changes, modules=modules), order)
 
 
+@pytest.mark.parametrize(
+    ("run", "chunks"), [(run_forward, 0), (run_collaborative, 2), (run_collaborative, 3)]
+)
 @pytest.mark.parametrize("poisoned", [False, True])
-def test_the_forward_kernel_has_none(poisoned: bool) -> None:
+def test_the_forward_kernel_has_none(poisoned: bool, run: Any, chunks: int) -> None:
     """And the order of its partitions changes no bit."""
-    first, *others = (run_forward(gluon_forward, order, poisoned) for order in ORDERS)
+    first, *others = (run(gluon_forward, order, poisoned, chunks=chunks) for order in ORDERS)
     nan = first.out.isnan()
     assert nan[0, 0, -1].all() == poisoned
     assert not nan[0, 0, :-1].any()

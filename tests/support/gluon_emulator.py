@@ -3,7 +3,8 @@
 `emulated(order)` gives a `launch` to take the place of the package's. Functions of kernels, those of Triton's kernels
 among them, run as they are; the languages, barriers, copies and products of warpgroups are replaced. Tensors are those
 of the caller, on the CPU; tiles of 16 bits are float32 numbers rounded to them. An asynchronous product has no value
-until it is waited for. Layouts do nothing: the compiler checks them.
+until it is waited for; until then it may only be what the next product is added to. Layouts do nothing: the compiler
+checks them.
 """
 
 from __future__ import annotations
@@ -109,6 +110,10 @@ class Tiles:
 class Buffer(Shared):
     """Shared memory as kernels use it."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
     def load(self, layout: Any) -> Value:
         self.read()
         return value(self.array.copy())
@@ -121,8 +126,7 @@ class Product:
     """`a @ b + acc` of a warpgroup, under way."""
 
     def __init__(self, machine: Machine, a: Any, b: Shared, acc: Any, use_acc: bool) -> None:
-        if isinstance(acc, Product):
-            raise Fault("the accumulator of a product is still being computed")
+        self.value: Value | None = None
         self._a, self._b, self._acc, self._use_acc = a, b, acc, use_acc
         self._number = f"a product ({next(_NUMBERS)})"
         self._shared = [each for each in (a, b) if isinstance(each, Shared)]
@@ -135,10 +139,17 @@ class Product:
         a, b = (each.array if isinstance(each, Shared) else each for each in (self._a, self._b))
         # In float64, where sums of products of 16-bit numbers are exact: the order in which BLAS adds does not matter.
         product = (np.asarray(a, np.float64) @ np.asarray(b, np.float64)).astype(np.float32)
-        return value(product + np.asarray(self._acc) if self._use_acc else product)
+        acc = self._acc
+        if isinstance(acc, Product):  # it has ended before this one
+            acc = acc.value
+        self.value = value(product + np.asarray(acc) if self._use_acc else product)
+        return self.value
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise Fault("a product is used that is still under way")
+
+    def to(self, dtype: Any) -> Value:
+        return value(self)
 
 
 _NUMBERS = itertools.count()
@@ -182,7 +193,8 @@ class _Language:
     abs = staticmethod(_elementwise(np.abs))
     static_range = range = staticmethod(lambda *ends, **_: range(*map(int, ends)))
     cdiv = staticmethod(lambda a, b: -(-a // b))
-    sum = staticmethod(lambda x, axis: value(np.sum(x, axis, dtype=x.dtype)))
+    sum = staticmethod(lambda x, axis=None: value(np.sum(x, axis, dtype=x.dtype)))
+    cumsum = staticmethod(lambda x: value(np.cumsum(x)))
     arange = staticmethod(lambda start, end, layout=None: value(np.arange(start, end)))
     where = staticmethod(lambda c, a, b: value(np.where(c, a, b)))
     convert_layout = staticmethod(lambda x, layout: x)
@@ -289,12 +301,11 @@ def _hardware(machine: Machine) -> dict[str, Any]:
 
     def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = ()) -> Any:
         count = max(len(machine.queue) - num_outstanding, 0)
-        done = {id(each): each.ended() for each in machine.queue[:count]}
-        under_way = [id(each) for each in machine.queue[count:]]
+        for product in machine.queue[:count]:
+            product.ended()
         del machine.queue[:count]
-        if any(id(each) in under_way for each in deps):
-            raise Fault("a product is used that may still be under way")
-        results = [done.get(id(each), each) for each in deps]
+        done = [isinstance(each, Product) and each.value is not None for each in deps]
+        results = [each.value if ended else each for each, ended in zip(deps, done, strict=True)]
         return results[0] if len(results) == 1 else tuple(results)
 
     barriers = types.SimpleNamespace(
@@ -311,7 +322,7 @@ def _hardware(machine: Machine) -> dict[str, Any]:
         "mbarrier": barriers, "tma": copies, "async_load": async_load, "async_store": async_store,
         "async_copy_global_to_shared": async_load, "async_copy_shared_to_global": async_store,
         "fence_async_shared": fence_async_shared, "warpgroup_mma": warpgroup_mma,
-        "warpgroup_mma_wait": warpgroup_mma_wait,
+        "warpgroup_mma_wait": warpgroup_mma_wait, "barrier": lambda: None, "thread_barrier": lambda: None,
     }  # fmt: skip
 
 

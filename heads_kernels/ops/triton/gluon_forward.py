@@ -1,16 +1,23 @@
-"""Gated attention forward for sm_90 in Gluon: `out = act(gate) * softmax(scores under the mask) V`, specialized warps.
+"""The forward pass of both operators for sm_90 in Gluon, with specialized warps; formulas in `forward`.
 
 Grid     One program computes 128 query rows of one head. Heads are grouped so that their keys and values share the L2
          cache; in a group, the tiles with the last rows (the longest under a causal mask) come first. A closed head
          visits no tile.
 Warps    Two consumers of 4 warps have 64 rows each. A producer of 1 warp loads tiles through tensor descriptors. An
          inspector of 2 warps reads the values of partial tiles before consumers do (`gluon_tiles`).
-Rings    STAGES tiles each of keys and of values. A barrier `ready` completes when a tile has landed, `free` when both
-         consumers have read it. Values of partial tiles are `landed` first, and `ready` when they have been inspected.
+Rings    KEY_STAGES tiles of keys and STAGES of values. A barrier `ready` completes when a tile has landed, `free` when
+         both consumers have read it. Values of partial tiles are `landed` first, and `ready` when they have been
+         inspected.
 Overlap  A consumer issues Q K^T of a tile, then P V of the previous tile, and computes the softmax of the first product
          while the second runs. Consumers take `turns` to issue, so that the softmax of one runs during the products of
          the other.
-Memory   Shared: the query (later the output in its place), then two rings. Scores, probabilities and sums stay in
+Mixing   In collaborative attention, query and keys come in chunks as wide as the value, without those in which the
+         mixing vector of the head is 0. A consumer multiplies its query by the vector once. A place in the ring of keys
+         has a chunk and the content bias of its keys, and Q K^T is the sum over the chunks; a chunk is free when the
+         next one is being multiplied. If a tile has more chunks than the ring, both consumers must read a chunk before
+         a later one can be loaded, so they take no turns.
+Memory   Shared: the query (later the output in its place), then two rings. With 512 shared features the query has 128
+         KiB, which leaves 3 chunks of 128 keys and 2 tiles of 64 values each. Scores, probabilities and sums stay in
          registers: 232 per thread of a consumer and 40 of the others, 64,512 for 384 threads.
 
 `specialized` decides which calls run here. Functions of Triton's kernels that create no tiles run in Gluon unchanged; a
@@ -38,8 +45,12 @@ from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.gluon_tiles import (
     CACHED,
     CONSUMER_ROWS,
+    Collaborative,
     Shared,
+    barrier,
     barriers,
+    chunk_count,
+    first_column,
     first_key,
     inspector,
     place_of,
@@ -59,6 +70,7 @@ from heads_kernels.ops.triton.operands import (
     row_lse_of,
     sizes_of,
 )
+from heads_kernels.ops.triton.score_tiles import are_active, listed, load_mixing
 from heads_kernels.ops.triton.scores import finish, online_softmax, softmax_scale
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
 from heads_kernels.ops.triton.visible import (
@@ -73,10 +85,81 @@ _NARROWEST: Final = 64
 
 
 @gluon.jit
-def _scores(query, shared, stage, nothing, TILE: gl.constexpr):
-    """Issue Q K^T of a tile of keys, without waiting for it."""
-    keys = shared.key.index(stage).reshape([TILE.block_n, TILE.block_d]).permute((1, 0))
-    return warpgroup_mma(query, keys, nothing, use_acc=False, is_async=True)
+def _chunks_of(mixing, h, TILE: gl.constexpr):
+    """The list of chunks of head `h`."""
+    FEATURES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    PLAIN: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    chunks = gl.arange(0, TILE.chunks, layout=gl.SliceLayout(1, FEATURES))
+    features = gl.arange(0, TILE.block_d, layout=gl.SliceLayout(0, FEATURES))
+    active = gl.convert_layout(are_active(mixing, h, chunks, features, TILE), PLAIN)
+    return listed(active, gl.arange(0, TILE.chunks, layout=PLAIN))
+
+
+@gluon.jit
+def _mix(shared, collaborative, h, WHO: gl.constexpr, TILE: gl.constexpr):
+    """Multiply a consumer's rows of the shared query by the mixing vector of head `h`, chunk by chunk."""
+    CHUNKS: gl.constexpr = shared.query.shape[0] // 2
+    PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for chunk in range(chunk_count(collaborative)):
+        mbarrier.wait(shared.query_ready.index(WHO * CHUNKS + chunk), 0)
+        tile = shared.query.index(WHO * CHUNKS + chunk).reshape([CONSUMER_ROWS, TILE.block_d])
+        columns = gl.arange(0, TILE.block_d, layout=gl.SliceLayout(0, PART))
+        columns += first_column(collaborative, chunk, TILE)
+        factors = load_mixing(collaborative.mixing, h, columns, columns < TILE.d)
+        tile.store((tile.load(PART).to(gl.float32) * factors[None, :]).to(tile.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _product_of_chunk(
+    shared, chunk, number, acc, FIRST: gl.constexpr, WHO: gl.constexpr, TILE: gl.constexpr
+):
+    """Issue Q K^T of a chunk of keys, at `number` in their ring. It is added to `acc`, unless it is the FIRST."""
+    CHUNKS: gl.constexpr = shared.query.shape[0] // 2
+    query = shared.query.index(WHO * CHUNKS + chunk).reshape([CONSUMER_ROWS, TILE.block_d])
+    keys = shared.key.index(number % shared.key.shape[0]).reshape([TILE.block_n, TILE.block_d])
+    return warpgroup_mma(query, keys.permute((1, 0)), acc, use_acc=not FIRST, is_async=True)
+
+
+@gluon.jit
+def _scores(shared, index, nothing, collaborative, WHO: gl.constexpr, TILE: gl.constexpr):
+    """Issue Q K^T of a tile of keys, without waiting for the last chunk; the first one has been waited for."""
+    KEY_STAGES: gl.constexpr = shared.key.shape[0]
+    chunks = chunk_count(collaborative)
+    first = index * chunks
+    scores = _product_of_chunk(shared, 0, first, nothing, True, WHO, TILE)
+    if collaborative.chunks is not None:
+        scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+        for chunk in range(1, chunks):
+            number = first + chunk
+            mbarrier.wait(shared.key_ready.index(number % KEY_STAGES), (number // KEY_STAGES) & 1)
+            scores = _product_of_chunk(shared, chunk, number, scores, False, WHO, TILE)
+            scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+            mbarrier.arrive(shared.key_free.index((number - 1) % KEY_STAGES), count=1)
+    return scores
+
+
+@gluon.jit
+def _finished(scores, shared, index, collaborative, terms, sizes, COLUMNS: gl.constexpr):
+    """The scores of a tile whose products are done; its last chunk of keys becomes free."""
+    chunks = chunk_count(collaborative)
+    stage = (index * chunks + chunks - 1) % shared.key.shape[0]
+    if shared.content is not None:
+        scores += shared.content.index(stage).load(COLUMNS)[None, :]
+    mbarrier.arrive(shared.key_free.index(stage), count=1)
+    scores, _ = finish(scores, 0.0, terms, sizes.scale)
+    return scores
+
+
+@gluon.jit
+def _wait_for_keys(shared, index, collaborative, there):
+    """Wait for the first chunk of the tile of keys at `index`, if it is `there`."""
+    number = index * chunk_count(collaborative)
+    KEY_STAGES: gl.constexpr = shared.key.shape[0]
+    mbarrier.wait(
+        shared.key_ready.index(number % KEY_STAGES), (number // KEY_STAGES) & 1, pred=there
+    )
 
 
 @gluon.jit
@@ -104,7 +187,7 @@ def _masked(
 
 @gluon.jit
 def _consumer(
-    out_tiles, attended_tiles, shared, visible, terms, gate, lse, place, visits, taking_part, sizes,
+    out_tiles, attended_tiles, shared, visible, terms, collaborative, gate, lse, place, visits, taking_part, sizes,
     WHO: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute ROWS rows of a program over all of its tiles, and their output."""
@@ -132,39 +215,38 @@ def _consumer(
     row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
     row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    in_turns = chunk_count(collaborative) <= shared.key.shape[0]
     if count > 0:
-        mbarrier.wait(shared.query_ready.index(WHO), 0)
-        query = shared.query.index(WHO).reshape([ROWS, TILE.block_d])
+        if collaborative.chunks is None:
+            mbarrier.wait(shared.query_ready.index(WHO), 0)
+        else:
+            _mix(shared, collaborative, place.h, WHO, TILE)
         # Before the first tile there is none whose product could run meanwhile.
-        mbarrier.wait(shared.key_ready.index(0), 0)
-        scores = _scores(query, shared, 0, nothing, TILE)
+        _wait_for_keys(shared, 0, collaborative, True)
+        scores = _scores(shared, 0, nothing, collaborative, WHO, TILE)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        mbarrier.arrive(shared.key_free.index(0), count=1)
-        scores, _ = finish(scores, 0.0, terms, sizes.scale)
+        scores = _finished(scores, shared, 0, collaborative, terms, sizes, COLUMNS)
         if full == 0:
             scores = _masked(
                 scores, 0, lo, hi, own, shared, visible, terms, visits, sizes, COLUMNS, TILE, STAGES
             )
         p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, terms)
         weights = gl.convert_layout(p.to(dtype), WEIGHTS)
-        mbarrier.wait(shared.key_ready.index(1), 0, pred=count > 1)
+        _wait_for_keys(shared, 1, collaborative, count > 1)
         for part in gl.static_range(2):  # full tiles, then partial ones
             if part == 0:
                 start, end = 1, gl.maximum(full, 1)
             else:
                 start, end = gl.maximum(full, 1), count
             for index in range(start, end):
-                stage = index % STAGES
                 before = (index - 1) % STAGES
-                after = index + 1
-                mbarrier.wait(shared.turns.index(WHO), (index - 1) & 1)
-                scores = _scores(query, shared, stage, nothing, TILE)
+                mbarrier.wait(shared.turns.index(WHO), (index - 1) & 1, pred=in_turns)
+                scores = _scores(shared, index, nothing, collaborative, WHO, TILE)
                 mbarrier.wait(shared.value_ready.index(before), ((index - 1) // STAGES) & 1)
                 acc = _weighed(weights, shared, before, acc, TILE)
-                mbarrier.arrive(shared.turns.index(1 - WHO), count=1)
+                mbarrier.arrive(shared.turns.index(1 - WHO), count=1, pred=in_turns)
                 scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-                mbarrier.arrive(shared.key_free.index(stage), count=1)
-                scores, _ = finish(scores, 0.0, terms, sizes.scale)
+                scores = _finished(scores, shared, index, collaborative, terms, sizes, COLUMNS)
                 if part == 1:
                     scores = _masked(
                         scores, index, lo, hi, own, shared, visible, terms, visits, sizes, COLUMNS, TILE, STAGES
@@ -175,11 +257,7 @@ def _consumer(
                 weights = gl.convert_layout(p.to(dtype), WEIGHTS)
                 # ptxas moves the softmax behind the wait for P V, unless the wait includes the weights and comes after
                 # another wait (for the next keys).
-                mbarrier.wait(
-                    shared.key_ready.index(after % STAGES),
-                    (after // STAGES) & 1,
-                    pred=after < count,
-                )
+                _wait_for_keys(shared, index + 1, collaborative, index + 1 < count)
                 acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))
                 mbarrier.arrive(shared.value_free.index(before), count=1)
                 acc = acc * gl.convert_layout(alpha, SUM_ROW)[:, None]
@@ -194,7 +272,8 @@ def _consumer(
     own = Place(place.b, place.h, place.hk, first_row, at)
     opened = Sizes(sizes.H, taking_part, sizes.S, sizes.group, sizes.scale)
     attended = normalized(sums, terms, None, own, opened)
-    buffer = shared.query.index(WHO)
+    CHUNKS: gl.constexpr = shared.query.shape[0] // 2
+    buffer = shared.query.index(WHO * CHUNKS)
     _write(attended, out_tiles, attended_tiles, buffer, gate, lse, own, sizes, SUMS, TILE)
 
 
@@ -225,31 +304,36 @@ def _write(
 
 @gluon.jit
 def _specialized_kernel(
-    query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, terms, visible, gate, lse, sizes, together,
-    TILE: gl.constexpr, STAGES: gl.constexpr,
+    query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, terms, visible, mixing, content_bias, gate, lse,
+    sizes, together, TILE: gl.constexpr, CHUNKS: gl.constexpr, KEY_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A program computes 128 rows of `out` of one head. For a closed head it only writes zeros."""
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = query_tiles.dtype
     place = place_of(sizes, together, TILE, ROWS)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     visits = visits_of(visible, place, taking_part, sizes.S, TILE, ROWS)
+    collaborative = Collaborative(None, None, None)
+    if mixing is not None:
+        collaborative = Collaborative(_chunks_of(mixing, place.h, TILE), mixing, content_bias)
 
     query = gl.allocate_shared_memory(
-        dtype, [2, 1, 1, CONSUMER_ROWS, TILE.block_d], query_tiles.layout
+        dtype, [2 * CHUNKS, 1, 1, CONSUMER_ROWS, TILE.block_d], query_tiles.layout
     )
     key = gl.allocate_shared_memory(
-        dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout
+        dtype, [KEY_STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout
     )
+    content = None
+    if content_bias is not None:
+        content = gl.allocate_shared_memory(gl.float32, [KEY_STAGES, TILE.block_n], PLAIN)
     value = gl.allocate_shared_memory(
         dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_dv], value_tiles.layout
     )
-    poison = gl.allocate_shared_memory(
-        gl.float32, [STAGES, TILE.block_n], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    query_ready = barriers(2, 1)
-    key_ready = barriers(STAGES, 1)
-    key_free = barriers(STAGES, 2)
+    poison = gl.allocate_shared_memory(gl.float32, [STAGES, TILE.block_n], PLAIN)
+    query_ready = barriers(2 * CHUNKS, 1)
+    key_ready = barriers(KEY_STAGES, 1)
+    key_free = barriers(KEY_STAGES, 2)
     value_landed = barriers(STAGES, 1)
     value_ready = barriers(STAGES, 1)
     value_free = barriers(STAGES, 2)
@@ -257,21 +341,25 @@ def _specialized_kernel(
     fence_async_shared()
     mbarrier.arrive(turns.index(0), count=1)  # the first turn
     shared = Shared(
-        query, key, value, poison, query_ready, key_ready, key_free, value_landed, value_ready, value_free, turns
+        query, key, content, value, poison, query_ready, key_ready, key_free, value_landed, value_ready, value_free,
+        turns,
     )  # fmt: skip
     # The other partitions cannot take a tensor with the layout of this one.
     place = Place(place.b, place.h, place.hk, place.first, None)
     gl.warp_specialize(
         [
             (_consumer, (
-                out_tiles, attended_tiles, shared, visible, terms, gate, lse, place, visits, taking_part, sizes, 0,
-                TILE, STAGES,
+                out_tiles, attended_tiles, shared, visible, terms, collaborative, gate, lse, place, visits,
+                taking_part, sizes, 0, TILE, STAGES,
             )),
             (_consumer, (
-                out_tiles, attended_tiles, shared, visible, terms, gate, lse, place, visits, taking_part, sizes, 1,
-                TILE, STAGES,
+                out_tiles, attended_tiles, shared, visible, terms, collaborative, gate, lse, place, visits,
+                taking_part, sizes, 1, TILE, STAGES,
             )),
-            (producer, (query_tiles, key_tiles, value_tiles, shared, visible, place, visits, TILE, STAGES)),
+            (producer, (
+                query_tiles, key_tiles, value_tiles, shared, visible, collaborative, place, visits, sizes, TILE,
+                STAGES,
+            )),
             (inspector, (shared, visits, TILE, STAGES)),
         ],
         [4, 1, 2],
@@ -284,15 +372,22 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
     out, attended, lse = outputs
     B, H, T, S = call.sizes
     of, sizes = with_tile_lists(call, operands_of(call), tiles), sizes_of(call)
-    width = max(_NARROWEST, padded(max(call.D, call.Dv)))
     gate = gate_of(call.gate)
+    if call.mixing is None:
+        width = max(_NARROWEST, padded(max(call.D, call.Dv)))
+        chunks, key_stages = 1, tiles.num_stages
+        of_head = 2 * width  # features of the key and of the value
+    else:
+        of_head = width = tiles.block_d
+        chunks, key_stages = -(-call.D // width), tiles.block_slice // width
     constants = tile_constants(call, tiles, gate_kind(call.gate), width)
     queries, keys = ((block, width) for block in (CONSUMER_ROWS.value, tiles.block_n))
-    together = CACHED // (4 * max(S, 1) * width) * sizes.group
+    together = CACHED // (2 * max(S, 1) * of_head) * sizes.group
     launch(
         _specialized_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         tiles_of(call.query, *queries), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
         tiles_of(out, *queries), tiles_of(attended, *queries) if attended.numel() else None,
-        of.terms, of.visible, gate, row_lse_of(lse), sizes,
-        max(1, min(together, B * H)), TILE=constants, STAGES=tiles.num_stages,
+        of.terms, of.visible, of.mixing, of.content_bias, gate, row_lse_of(lse), sizes,
+        max(1, min(together, B * H)),
+        TILE=constants, CHUNKS=chunks, KEY_STAGES=key_stages, STAGES=tiles.num_stages,
     )  # fmt: skip

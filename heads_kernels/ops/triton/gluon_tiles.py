@@ -1,7 +1,8 @@
 """Tiles of keys of the forward kernel in Gluon: which ones a program visits, and the warps that load and inspect them.
 
 Consumers (`gluon_forward`) read rings of tiles of keys and values in shared memory, full tiles first, then partial
-ones. `producer` (one warp) loads them, and `inspector` (two warps) reads partial ones first.
+ones. `producer` (one warp) loads them, and `inspector` (two warps) reads partial ones first. In collaborative attention
+a tile of keys is as many tiles of the ring as its head has chunks of features.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from heads_kernels.ops.triton.load import described_strides
 from heads_kernels.ops.triton.operands import Place
+from heads_kernels.ops.triton.score_tiles import chunk_at, load_content_bias
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -34,6 +36,8 @@ load_tiles: Final = (
 store_tiles: Final = (
     tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 )
+# An older name until Triton 3.6.
+barrier: Final = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 #: Bytes that the heads that run at once may read: what other data leave of the 50 MiB of L2 (heuristic).
 CACHED: Final = 32 << 20
@@ -46,17 +50,26 @@ _SCAN: gl.constexpr = gl.constexpr(1024)
 class Shared(NamedTuple):
     """Shared memory, in a kernel: tiles, and barriers."""
 
-    query: Any  # [2, 1, 1, ROWS, BLOCK_D], a tile for each consumer; then its output
-    key: Any  # [STAGES, 1, 1, BLOCK_N, BLOCK_D]
+    query: Any  # [2 * CHUNKS, 1, 1, ROWS, BLOCK_D], CHUNKS tiles for each consumer; then its output
+    key: Any  # [KEY_STAGES, 1, 1, BLOCK_N, BLOCK_D]
+    content: Any  # float32 [KEY_STAGES, BLOCK_N], the content bias; None without one
     value: Any  # [STAGES, 1, 1, BLOCK_N, BLOCK_DV]
     poison: Any  # float32 [STAGES, BLOCK_N], of partial tiles
-    query_ready: Any  # [2]
-    key_ready: Any  # [STAGES], as the others
+    query_ready: Any  # [2 * CHUNKS]
+    key_ready: Any  # [KEY_STAGES]
     key_free: Any
-    value_landed: Any
+    value_landed: Any  # [STAGES]
     value_ready: Any
     value_free: Any
     turns: Any  # [2]
+
+
+class Collaborative(NamedTuple):
+    """What only collaborative attention has, in a kernel; None in gated attention."""
+
+    chunks: Any  # of the program's head
+    mixing: Any
+    content_bias: Any
 
 
 @gluon.jit
@@ -119,32 +132,68 @@ def first_key(visible, place, index, visits, TILE: gl.constexpr):
 
 
 @gluon.jit
+def chunk_count(collaborative):
+    """The number of tiles that the rows of a query, or of a tile of keys, are loaded in."""
+    count = 1
+    if collaborative.chunks is not None:
+        count = collaborative.chunks.length
+    return count
+
+
+@gluon.jit
+def first_column(collaborative, chunk, TILE: gl.constexpr):
+    """The first feature of a head's tile at `chunk`."""
+    column = 0
+    if collaborative.chunks is not None:
+        column = chunk_at(collaborative.chunks, chunk) * TILE.block_d
+    return column
+
+
+@gluon.jit
 def producer(
-    query_tiles, key_tiles, value_tiles, shared, visible, place, visits, TILE: gl.constexpr, STAGES: gl.constexpr
+    query_tiles, key_tiles, value_tiles, shared, visible, collaborative, place, visits, sizes, TILE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the query, and tiles of keys and values as their places become free."""
+    """Load the query, and tiles of keys and values as their places become free; of keys also the content bias."""
     ROWS: gl.constexpr = CONSUMER_ROWS
     KEY_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_d
     VALUE_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_dv
+    CHUNKS: gl.constexpr = shared.query.shape[0] // 2
+    KEY_STAGES: gl.constexpr = shared.key.shape[0]
+    KEYS: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     b, h, hk = place.b, place.h, place.hk
     full = visits.full_end - visits.full_start
     count = full + partial_count(visits)
+    chunks = chunk_count(collaborative)
+    of_query, of_key = h, hk
+    if collaborative.chunks is not None:
+        of_query, of_key = 0, 0
     if count > 0:
         for who in gl.static_range(2):
-            ready = shared.query_ready.index(who)
-            mbarrier.expect(ready, 2 * ROWS * TILE.block_d)
-            load_tiles(
-                query_tiles, [b, h, place.first + who * ROWS, 0], ready, shared.query.index(who)
-            )
+            first_row = place.first + who * ROWS
+            for chunk in range(chunks):
+                tile = who * CHUNKS + chunk
+                ready = shared.query_ready.index(tile)
+                mbarrier.expect(ready, 2 * ROWS * TILE.block_d)
+                at = [b, of_query, first_row, first_column(collaborative, chunk, TILE)]
+                load_tiles(query_tiles, at, ready, shared.query.index(tile))
     for index in range(count):
-        stage = index % STAGES
-        free = (index // STAGES + 1) & 1
         first = first_key(visible, place, index, visits, TILE)
-        mbarrier.wait(shared.key_free.index(stage), free)
-        ready = shared.key_ready.index(stage)
-        mbarrier.expect(ready, KEY_BYTES)
-        load_tiles(key_tiles, [b, hk, first, 0], ready, shared.key.index(stage))
-        mbarrier.wait(shared.value_free.index(stage), free)
+        if shared.content is not None:
+            keys = first + gl.arange(0, TILE.block_n, layout=KEYS)
+            content = load_content_bias(collaborative.content_bias, b, h, keys, sizes.S)
+        for chunk in range(chunks):
+            number = index * chunks + chunk
+            stage = number % KEY_STAGES
+            mbarrier.wait(shared.key_free.index(stage), (number // KEY_STAGES + 1) & 1)
+            if shared.content is not None:
+                shared.content.index(stage).store(content)
+            ready = shared.key_ready.index(stage)
+            mbarrier.expect(ready, KEY_BYTES)
+            at = [b, of_key, first, first_column(collaborative, chunk, TILE)]
+            load_tiles(key_tiles, at, ready, shared.key.index(stage))
+        stage = index % STAGES
+        mbarrier.wait(shared.value_free.index(stage), (index // STAGES + 1) & 1)
         if index < full:
             ready = shared.value_ready.index(stage)
             mbarrier.expect(ready, VALUE_BYTES)
@@ -193,7 +242,8 @@ def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
 
 
 def tiles_of(rows: Tensor, block: int, columns: int) -> TensorDescriptor:
-    """`load.tiles_in`, with the layout that products read."""
+    """`load.tiles_in`, with the layout that products read; rows that heads share are those of one head."""
+    rows = rows if rows.dim() == 4 else rows.unsqueeze(1)
     shape = [1, 1, block, columns]
     strides, layout = described_strides(rows), _layout(*shape, rows.dtype)
     return TensorDescriptor(rows, list(rows.shape), strides, shape, layout)

@@ -3,8 +3,8 @@
 On NVIDIA's sm_90 and newer, full tiles of keys and values are loaded through tensor descriptors: one thread requests a
 whole tile. The copy needs no addresses, registers or instructions of the other threads, which leaves registers for two
 tiles per step. Partial tiles, which would spill, and rows that no descriptor can describe are loaded through pointers.
-So are those of collaborative attention: heads gather features of the key, and descriptors of the value alone make two
-of its three loops longer.
+So are those of collaborative attention in Triton's kernels: heads gather features of the key, and descriptors of the
+value alone make two of three loops longer.
 
 Descriptors are made on the host for each call: both take 25 us, most of it in Triton's launcher. Descriptors made in a
 kernel would need `triton.set_allocator`, global state of the user's process. They are separate arguments, because
@@ -23,14 +23,14 @@ FEWEST_KEYS = 512
 
 
 def describable(rows: Tensor) -> bool:
-    """Whether a descriptor can describe rows `[B, H, L, W]` of 16 bits.
+    """Whether a descriptor can describe rows `[B, H, L, W]`, or `[B, L, W]` shared by the heads, of 16 bits.
 
     The first address and the strides must be multiples of 16 bytes, and strides below 2**40. Dimensions of stride 0
     are left to pointers: CUDA's documentation of `cuTensorMapEncodeTiled` does not say that they may be described.
     """
-    if rows.dim() != 4 or rows.dtype.itemsize != 2 or not rows.numel() or rows.data_ptr() % 16:
+    if rows.dtype.itemsize != 2 or not rows.numel() or rows.data_ptr() % 16:
         return False
-    outer = zip(rows.shape[:3], rows.stride()[:3], strict=True)
+    outer = list(zip(rows.shape, rows.stride(), strict=True))[:-1]
     return all(size == 1 or (0 < s < 1 << 39 and s % 8 == 0) for size, s in outer)
 
 

@@ -114,10 +114,21 @@ def active_chunks(mixing, h, TILE: tl.constexpr):
     A head without such chunks still takes one step per tile, over chunk 0: its scores are its content bias.
     """
     chunks = tl.arange(0, TILE.chunks)
-    d = chunks[:, None] * TILE.block_d + tl.arange(0, TILE.block_d)[None, :]  # [chunks, BLOCK_D]
+    return listed(are_active(mixing, h, chunks, tl.arange(0, TILE.block_d), TILE), chunks)
+
+
+@triton.jit
+def are_active(mixing, h, chunks, features, TILE: tl.constexpr):
+    """int32 `[chunks]`: 1 for each of the `chunks` with a number other than 0; `features` is 0 to BLOCK_D - 1."""
+    d = chunks[:, None] * TILE.block_d + features[None, :]  # [chunks, BLOCK_D]
     at = mixing.ptr + h.to(tl.int64) * mixing.stride_h + d.to(tl.int64) * mixing.stride_d
     used = tl.load(at, mask=d < TILE.d, other=0.0) != 0.0  # in the dtype of mixing
-    active = tl.max(used.to(tl.int32), 1)  # [chunks]
+    return tl.max(used.to(tl.int32), 1)
+
+
+@triton.jit
+def listed(active, chunks):
+    """The list of the chunks that are `active`, or of chunk 0 if none is; `chunks` is 0 to their number less 1."""
     place = (tl.cumsum(active) - active).to(tl.int64)
     numbers = tl.sum(tl.where(active != 0, chunks.to(tl.int64) << (4 * place), 0))
     return Chunks(tl.maximum(tl.sum(active), 1), numbers)

@@ -1,7 +1,8 @@
 """Which calls the kernels with specialized warps serve, on sm_90: `gluon_forward` and `gluon_backward`.
 
 All other calls run in Triton's kernels. So do calls whose tiles would be mostly padding: queries of a few rows, narrow
-heads, values of another width. There must be as many keys as for other descriptors (`load.FEWEST_KEYS`).
+heads, in gated attention values of another width. There must be as many keys as for other descriptors
+(`load.FEWEST_KEYS`). The backward kernel serves gated attention alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from heads_kernels.call import Call
 from heads_kernels.ops.attention import Gradients, Results
 from heads_kernels.ops.buffers import SHORT_QUERY
 from heads_kernels.ops.triton.load import FEWEST_KEYS, describable
+from heads_kernels.ops.triton.operands import operator_of
 from heads_kernels.ops.triton.tiles import Tiles, padded, warp_tiles
 
 _RELEASE: Final = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -23,6 +25,8 @@ _RELEASE: Final = tuple(map(int, triton.__version__.split(".")[:2]))
 _HAS_GLUON: Final = (3, 6) <= _RELEASE <= (3, 9)
 #: Whether Gluon has the copies that add to a tile, which the backward kernel needs.
 HAS_ADDING_COPIES: Final = _RELEASE >= (3, 8)
+#: Features that heads may share: 128 rows of them have 128 KiB, of the 227 that a program may have.
+_MOST_SHARED: Final = 512
 
 
 def specialized_forward(call: Call, outputs: Results) -> Tiles | None:
@@ -30,7 +34,7 @@ def specialized_forward(call: Call, outputs: Results) -> Tiles | None:
     tensors = [call.query, call.key, call.value, outputs.out]
     if outputs.attended.numel():
         tensors.append(outputs.attended)
-    return _tiles("gated_attention.forward", call, tensors)
+    return _tiles("forward", call, tensors)
 
 
 def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tiles | None:
@@ -42,22 +46,25 @@ def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tile
     asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
     if not (asked_for and HAS_ADDING_COPIES) or call.softcap or call.dense_mask is not None:
         return None
-    return _tiles("gated_attention.backward", call, [call.query, call.key, call.value, dout])
+    return _tiles("backward", call, [call.query, call.key, call.value, dout])
 
 
 def served(call: Call, tensors: Sequence[Tensor]) -> bool:
-    """Whether both kernels can serve the call.
+    """Whether the kernels can serve the call.
 
-    They support no biases, dropout, mixing, entmax or first keys, and descriptors must be able to describe all tensors.
+    They support no biases of pairs, dropout, entmax or first keys, and at most _MOST_SHARED features that heads share.
+    Descriptors must be able to describe all tensors.
     """
-    others = call.mixing, call.alpha, call.bias, call.offset_bias, call.first_keys
+    others = call.alpha, call.bias, call.offset_bias, call.first_keys
     plain = not call.dropout_p and all(part is None for part in others)
-    return plain and all(map(describable, tensors))
+    fits = call.mixing is None or call.D <= _MOST_SHARED
+    return plain and fits and all(map(describable, tensors))
 
 
-def _tiles(kernel: str, call: Call, tensors: Sequence[Tensor]) -> Tiles | None:
+def _tiles(part: str, call: Call, tensors: Sequence[Tensor]) -> Tiles | None:
     long = call.T > SHORT_QUERY and call.S >= FEWEST_KEYS
-    if not (long and padded(call.D) == padded(call.Dv) > 32 and _HAS_GLUON):
+    of_one_width = call.mixing is not None or padded(call.D) == padded(call.Dv)
+    if not (long and of_one_width and min(padded(call.D), padded(call.Dv)) > 32 and _HAS_GLUON):
         return None
-    tiles = warp_tiles(kernel, call.query, call.D)
+    tiles = warp_tiles(f"{operator_of(call)}.{part}", call.query, call.D, call.Dv)
     return tiles if tiles is not None and served(call, tensors) else None

@@ -123,15 +123,18 @@ def tiles_for(
     return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms, short, descriptors)
 
 
-def warp_tiles(kernel: str, like: Tensor, width: int) -> Tiles | None:
-    """The tiles of the Gluon kernel that replaces `kernel` for heads of this width; None if there is none.
+def warp_tiles(kernel: str, like: Tensor, D: int, Dv: int) -> Tiles | None:
+    """The tiles of the Gluon kernel that replaces `kernel` for a call of these widths; None if there is none.
 
-    `num_stages` is the number of tiles of keys, and of values, in shared memory; `num_warps` that of a consumer.
+    `num_stages` is the number of tiles of keys, and of values, in shared memory; `num_warps` that of a consumer. In
+    collaborative attention `block_slice` is the number of features of keys there.
     """
     if TRITON_INTERPRETED or like.dtype.itemsize != 2:
         return None
     kind = _named(like.device.index)[1] if like.is_cuda else _kind_of_target()
-    rows = _rows_of(_SPECIALIZED.get(kind, ()), kernel)
+    shared = "collaborative" in kernel
+    rows = _rows_of(_SPECIALIZED.get(kind, ()), kernel, "wide" if D > _MOST_RESIDENT else "")
+    width = Dv if shared else max(D, Dv)
     return next((row.tiles for row in rows if width <= row.widest), None)
 
 
@@ -368,16 +371,24 @@ _FLOAT: Final = (
 
 #: Gluon kernels that replace others (`gluon_forward`, `gluon_backward`), by kind of GPU. Their rings fit into shared
 #: memory. Without its row here, the kernel of the table above runs. A backward pass needs an even number of stages;
-#: with 128 rows it would spill.
+#: with 128 rows it would spill. In collaborative attention, a chunk of features is as wide as the value.
 _SPECIALIZED: Final = {
     "sm_90": (
         Row("gated_attention.forward", 64, Tiles(128, 128, num_warps=4, num_stages=3)),
         Row("gated_attention.forward", 128, Tiles(128, 128, num_warps=4, num_stages=2)),
         Row("gated_attention.forward", 256, Tiles(128, 64, num_warps=4, num_stages=2)),
+        Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, block_slice=384,
+            num_warps=4, num_stages=2)),
+        Row("collaborative_attention.forward", 128, Tiles(128, 128, block_d=128, block_slice=256,
+            num_warps=4, num_stages=2)),
+        Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, block_slice=192,
+            num_warps=4, num_stages=2), "wide"),
+        Row("collaborative_attention.forward", 128, Tiles(128, 64, block_d=128, block_slice=384,
+            num_warps=4, num_stages=2), "wide"),
         Row("gated_attention.backward", 64, Tiles(64, 128, num_warps=8, num_stages=4)),
         Row("gated_attention.backward", 128, Tiles(64, 128, num_warps=8, num_stages=2)),
     )
-}
+}  # fmt: skip
 
 
 def _rows_of(table: tuple[Row, ...], kernel: str, variant: str = "") -> list[Row]:
