@@ -84,7 +84,11 @@ OTHERS_IN_GLUON = works(
     "gate of heads, D 64", "gate of heads, D 96", "gate of heads, D 256", "softcap, sinks, D 128"
 )
 OTHERS_IN_GLUON += works(
-    ": plain, D 128", "gate of rows, sinks, D 128", "elements, D 128", "dense mask, D 128"
+    "softcap, sinks, D 64",
+    ": plain, D 128",
+    "gate of rows, sinks, D 128",
+    "elements, D 128",
+    "dense mask, D 128",
 )
 OTHERS_IN_GLUON += works("gate of heads, Ds 64", "gate of heads, Ds 512", "Dv 128, Ds 256")
 OTHERS_IN_GLUON += works("softcap, sinks, Ds 256", "gate of rows, sinks, Ds 256")
@@ -101,7 +105,8 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
     backward pass none does, but 7 of 456 instructions with Triton 3.9. Loops over chunks have no exponentials.
 
     ptxas may put the softmax behind the product that it should run beside: then none of the exponentials would be under
-    it. Of 66 for a tile of 128 keys two are those of a row's sums; the backward pass has no such sums.
+    it. Of 66 for a tile of 128 keys two are those of a row's sums; the backward pass has no such sums, and with a cap
+    one of 97 outside.
     """
     softmax = [work for work in works if not work.name.startswith("entmax")]
     found = ahead_of_time.compile_all(
@@ -119,8 +124,9 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
     for one in passes["backward"]:
         assert len(one.kernel.loops) == 2
         for loop in one.kernel.loops:
+            under_way, every = loop.overlap
             assert loop.spills <= (7 if triton.__version__.startswith("3.9") else 0)
-            assert loop.overlap == (32, 32)
+            assert under_way * 33 >= every * 32
     assert passes["forward"]
     for one in passes["forward"]:
         over_tiles = [loop for loop in one.kernel.loops if loop.overlap[1]]

@@ -56,7 +56,7 @@ def tiles_of_forward(call: Any, out: torch.Tensor) -> Tiles | None:
 def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
     if call.mixing is not None:
         return None
-    narrow = max(call.D, call.Dv) <= 128 and not call.softcap and call.dense_mask is None
+    narrow = max(call.D, call.Dv) <= (64 if call.softcap else 128) and call.dense_mask is None
     served = narrow and specialized.served(call, [call.query, call.key, call.value, dout])
     return Tiles(64, 128, num_warps=8, num_stages=2) if served else None
 
@@ -163,10 +163,12 @@ def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(
 @pytest.mark.parametrize(
     "bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.release)]
 )
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("backend", ["triton"])
-def test_hidden_values_reach_no_gradient(backend: str, bad: float) -> None:
+def test_hidden_values_reach_no_gradient(backend: str, softcap: float | None, bad: float) -> None:
     """Of keys that no row sees and rows that see no key, their gates and dout too."""
-    case = GatedCase("poison", 2, 1, 140, 140, D=64, Dv=64, gate="BHT", mask=masks.padded(140, 70))
+    case = GatedCase("poison", 2, 1, 140, 140, D=64, Dv=64, gate="BHT", mask=masks.padded(140, 70),
+        softcap=softcap)  # fmt: skip
     inputs = case.make(torch.bfloat16)
     poisoned, places = hide(inputs, bad)
     with in_gluon("backward", "greedy"):
@@ -226,15 +228,15 @@ def test_which_calls_the_forward_kernel_serves() -> None:
 
 
 def test_which_calls_the_backward_kernel_serves() -> None:
-    """Those of the forward kernel, but for caps, dense masks and wide heads, where all gradients are asked for."""
+    """Those of the forward kernel, but for dense masks and wide heads, where all gradients are asked for."""
     assert chosen("backward")
-    assert chosen("backward", is_causal=True, gate="BHTD", sinks=True)
+    assert chosen("backward", is_causal=True, gate="BHTD", sinks=True, softcap=30.0)
     assert chosen("backward", D=96, Dv=128, mask=masks.holes)
     assert not chosen("backward", Ds=64)
     assert not chosen("backward", "sm_100")
     assert not chosen("backward", asked_for=2)
     refused: tuple[dict[str, Any], ...] = (
-        {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256}, {"softcap": 30.0}, {"bias": "HTS"},
+        {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256}, {"D": 72, "Dv": 72, "softcap": 30.0}, {"bias": "HTS"},
         {"mask": masks.dense_blocks, "T": 600},
     )  # fmt: skip
     for changes in refused:

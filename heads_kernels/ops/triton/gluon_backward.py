@@ -1,6 +1,6 @@
 """Gated attention backward for sm_90 in Gluon: `dquery`, `dkey` and `dvalue` in five products per tile.
 
-    p = exp(scores - lse)        dp = dattended value^T        dscores = p * (g * dp - delta)
+    p = exp(scores - lse)        dp = dattended value^T        dscores = p * (g * dp - delta) * (slope of the cap)
     dvalue = (g * p)^T dattended        dkey = scale * dscores^T query        dquery = scale * dscores key
 
 Grid     One program owns 128 keys of a key head and sums their dkey and dvalue over all query heads that read it (or
@@ -61,7 +61,7 @@ from heads_kernels.ops.triton.operands import (
     sizes_of,
 )
 from heads_kernels.ops.triton.rows import FirstPass
-from heads_kernels.ops.triton.scores import probabilities
+from heads_kernels.ops.triton.scores import finish, probabilities
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
 from heads_kernels.ops.triton.visible import with_tile_lists
 
@@ -159,15 +159,19 @@ def _consumers(
                 )
                 lse = shared.lse.index(stage).load(ROW)
                 scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+                scores, cap = finish(scores, 0.0, terms, scale)
                 p = probabilities(scores, lse[None, :], scale, terms)
                 if masked == 1:
                     lo, hi = shared.lo.index(stage).load(ROW), shared.hi.index(stage).load(ROW)
-                    p = gl.where((at >= lo[None, :]) & (at < hi[None, :]), p, 0.0)
+                    seen = (at >= lo[None, :]) & (at < hi[None, :])
+                    p = gl.where(seen, p, 0.0)
+                    if terms.softcap is not None:  # it may be nan
+                        cap = gl.where(seen, cap, 0.0)
                 weights = gl.convert_layout((p * g).to(dtype), WEIGHTS)
                 dvalue = warpgroup_mma(weights, dout, dvalue, is_async=True)
                 dp = warpgroup_mma_wait(num_outstanding=1, deps=(dp,))
                 delta = shared.delta.index(stage).load(ROW)
-                dscores = (p * (dp * g - delta[None, :])).to(dtype)
+                dscores = (p * (dp * g - delta[None, :]) * cap).to(dtype)
                 shared.dscores.store(dscores)
                 fence_async_shared()
                 gl.barrier()

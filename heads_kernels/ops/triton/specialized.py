@@ -40,11 +40,13 @@ def specialized_forward(call: Call, outputs: Results) -> Tiles | None:
 def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tiles | None:
     """The tiles of the backward kernel, if it serves the call.
 
-    It requires that all of dquery, dkey and dvalue are requested. With a cap or a dense mask its loops would spill.
+    It requires that all of dquery, dkey and dvalue are requested. Its loops would spill with a dense mask, and with a
+    cap in heads of more than 64 features.
     """
     g = gradients
     asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
-    if not (asked_for and HAS_ADDING_COPIES) or call.softcap or call.dense_mask is not None:
+    spills = call.dense_mask is not None or (call.softcap and max(call.D, call.Dv) > 64)
+    if not (asked_for and HAS_ADDING_COPIES) or spills:
         return None
     return _tiles("backward", call, [call.query, call.key, call.value, dout])
 
