@@ -102,7 +102,8 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
     """Of specialized warps, in the loops over full and over partial tiles of each consumer.
 
     The first spills nothing, the second at most 5 instructions, of addresses beside the cells of a mask; in the
-    backward pass none does, but 7 of 456 instructions with Triton 3.9. Loops over chunks have no exponentials.
+    backward pass none does. With Triton 3.9 they spill 1 and 7 of 456 instructions. Loops over chunks have no
+    exponentials, and spill nothing.
 
     ptxas may put the softmax behind the product that it should run beside: then none of the exponentials would be under
     it. Of 66 for a tile of 128 keys two are those of a row's sums; the backward pass has no such sums, and with a cap
@@ -121,17 +122,18 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
         assert not one.kernel.serialized
         assert one.kernel.warps == 8
     assert bool(passes["backward"]) == HAS_ADDING_COPIES
+    newest = triton.__version__.startswith("3.9")
     for one in passes["backward"]:
         assert len(one.kernel.loops) == 2
         for loop in one.kernel.loops:
             under_way, every = loop.overlap
-            assert loop.spills <= (7 if triton.__version__.startswith("3.9") else 0)
+            assert loop.spills <= (7 if newest else 0)
             assert under_way * 33 >= every * 32
     assert passes["forward"]
     for one in passes["forward"]:
         over_tiles = [loop for loop in one.kernel.loops if loop.overlap[1]]
         over_chunks = [loop for loop in one.kernel.loops if not loop.overlap[1]]
-        for loop, most in zip(over_tiles, (0, 5) * 2, strict=True):
+        for loop, most in zip(over_tiles, (1 if newest else 0, 5) * 2, strict=True):
             under_way, every = loop.overlap
             assert loop.spills <= most, one
             assert under_way * 66 >= every * 60, one
