@@ -229,7 +229,7 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
     `results` are those of the forward op if they have been computed without it (`direct.attend`).
     """
     given = [operand for operand in call.operands if operand is not None]
-    return _Attention.apply((call, backend, return_lse, results), *given)
+    return _Attention.apply((call, backend, return_lse, results), *given)  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
