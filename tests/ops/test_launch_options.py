@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -118,6 +118,13 @@ class Kernel:
         return partial(self.run, grid=grid, warmup=False)
 
 
+class Outputs(NamedTuple):
+    sums: torch.Tensor
+
+
+NO_OUTPUT = Outputs(torch.empty(0))
+
+
 @pytest.mark.usefixtures("nothing_kept")
 class TestKernelsOfAStep:
     """They are compiled at the same time, at the first launch that needs one."""
@@ -136,12 +143,12 @@ class TestKernelsOfAStep:
         kernels = [Kernel(together.wait) for _ in range(3)]
         runs = []
 
-        def step() -> None:
+        def step(_: object) -> None:
             for kernel in kernels[:2]:
                 self.launch(kernel)
                 runs.append([each.launches for each in kernels])
 
-        compiled_together(step, lambda: self.launch(kernels[2]))
+        compiled_together(step, NO_OUTPUT, lambda: self.launch(kernels[2]))
         # Once to collect them, while the first launch waits; then as without that.
         assert runs == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 1, 0]]
         assert all(each.compiled is not None for each in kernels)
@@ -149,8 +156,26 @@ class TestKernelsOfAStep:
     def test_a_compiled_kernel_is_launched_at_once(self) -> None:
         kernel, runs = Kernel(), []
         kernel.compiled = object()
-        compiled_together(lambda: runs.append(self.launch(kernel)), lambda: runs.append(None))  # type: ignore[func-returns-value]
+        compiled_together(
+            lambda _: runs.append(self.launch(kernel)), NO_OUTPUT, lambda: runs.append(None)
+        )  # type: ignore[func-returns-value]
         assert (kernel.launches, len(runs)) == (1, 1)
+
+    def test_outputs_stay_as_launched_kernels_have_filled_them(self) -> None:
+        compiled, not_compiled = Kernel(), Kernel()
+        compiled.compiled = object()
+
+        def step(outputs: Outputs) -> None:
+            outputs.sums.zero_()
+            launches = compiled.launches
+            self.launch(compiled)
+            outputs.sums.add_(compiled.launches - launches)  # as the kernel would
+            self.launch(not_compiled)
+
+        outputs = Outputs(torch.empty(3))
+        compiled_together(step, outputs)
+        assert not_compiled.compiled is not None
+        assert outputs.sums.tolist() == [1, 1, 1]
 
     def test_an_error_is_raised_where_the_kernel_is_launched(self) -> None:
         good, bad, not_launched = kernels = Kernel(), Kernel(), Kernel()
@@ -158,7 +183,8 @@ class TestKernelsOfAStep:
         for _ in range(2):
             with pytest.raises(ValueError, match="no register left"):
                 compiled_together(
-                    lambda: [self.launch(each) for each in kernels[:2]],
+                    lambda _: [self.launch(each) for each in kernels[:2]],
+                    NO_OUTPUT,
                     lambda: self.launch(kernels[2]),
                 )  # type: ignore[func-returns-value]
         assert good.launches == 1
@@ -166,7 +192,7 @@ class TestKernelsOfAStep:
     def test_there_may_be_no_memory_for_what_follows(self) -> None:
         kernel = Kernel()
         follow = mock.Mock(side_effect=torch.OutOfMemoryError)
-        compiled_together(lambda: self.launch(kernel), follow)
+        compiled_together(lambda _: self.launch(kernel), NO_OUTPUT, follow)
         assert (kernel.launches, follow.call_count) == (1, 1)
 
     @pytest.mark.parametrize("captured", [False, True])
@@ -177,15 +203,15 @@ class TestKernelsOfAStep:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
         like = mock.Mock(is_cuda=True, device=torch.device("cuda", 0))
         kernel, step = Kernel(), mock.Mock()
-        step.side_effect = lambda: self.launch(kernel, like)
-        compiled_together(step)
+        step.side_effect = lambda _: self.launch(kernel, like)
+        compiled_together(step, NO_OUTPUT)
         assert (kernel.launches, step.call_count) == (1, 1 if captured else 2)
 
     def test_a_mode_of_the_user_compiles_as_it_likes(self) -> None:
         mode = mock.Mock(spec=AsyncCompileMode)
         token = _async_compile.active_mode.set(mode)
         try:
-            compiled_together(lambda: self.launch(Kernel()))
+            compiled_together(lambda _: self.launch(Kernel()), NO_OUTPUT)
         finally:
             _async_compile.active_mode.reset(token)
         assert mode.submit.call_count == 1
@@ -197,7 +223,9 @@ class TestKernelsOfAStep:
         monkeypatch.setattr(launching, "_SILENT", silent)
         logged = threading.Event()
         monkeypatch.setattr(launching._LOGGER, "warning", lambda *words: logged.set())
-        compiled_together(lambda: self.launch(Kernel(lambda: silent or logged.wait(60))))
+        compiled_together(
+            lambda _: self.launch(Kernel(lambda: silent or logged.wait(60))), NO_OUTPUT
+        )
         assert logged.is_set() == (silent == 0.0)
 
 

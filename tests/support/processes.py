@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, ProcessPoolExecutor, wait
 from types import ModuleType
 from typing import Any
 
@@ -39,10 +39,17 @@ class Processes:
             self._start()
         calls = [rank.submit(_call, function, *args) for rank in self._ranks]
         done, waiting = wait(calls, limit, FIRST_EXCEPTION)
-        for rank, call in enumerate(calls):
-            if call in done and (error := call.exception()):
-                self.close()
-                raise AssertionError(f"rank {rank} of {self.world}: {error}") from error
+        failed = [call for call in calls if call in done and call.exception()]
+        if (
+            failed and waiting
+        ):  # others lose their connection to a rank that dies before it is seen to be dead
+            done, _ = wait(calls, 5)
+            failed = [call for call in calls if call in done and call.exception()]
+        if failed:
+            self.close()
+            first = min(failed, key=lambda call: not isinstance(call.exception(), BrokenExecutor))
+            error = first.exception()
+            raise AssertionError(f"rank {calls.index(first)} of {self.world}: {error}") from error
         if waiting:
             self.close()
             raise TimeoutError(f"{len(waiting)} ranks did not end in {limit} s")

@@ -28,17 +28,17 @@ def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
     if call.alpha is not None and not call.alpha.is_cuda:  # on a GPU this would make the host wait
         check_alpha_values(call.alpha)
-    compiled_together(partial(forward_pass, call, results), partial(_backward_of, call, results))
+    compiled_together(partial(forward_pass, call), results, partial(_backward_of, call, results))
 
 
 def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill `gradients`, except empty ones."""
-    compiled_together(partial(_backward, call, saved, gradients))
+    compiled_together(partial(_backward, call, saved), gradients)
 
 
 def statistics(call: Call, results: Buffers) -> None:
     """Fill `results`."""
-    compiled_together(partial(statistics_passes, call, results))
+    compiled_together(partial(statistics_passes, call), results)
 
 
 def _backward_of(call: Call, results: Results) -> None:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ _KEPT: Final[dict[tuple[object, ...], tuple[Any, tuple[object, ...]] | None]] = 
 _MOST_KEPT: Final = 4096
 _PLAIN: Final = frozenset({type(None), int, float, bool})
 _POINTERS: Final = frozenset(POINTERS)
+
+#: A named tuple of tensors.
+T = TypeVar("T", bound=NamedTuple)
 
 _LOGGER: Final = logging.getLogger("heads_kernels")
 #: Seconds of compilation after which a line is logged: most kernels of gated attention take less.
@@ -59,7 +62,7 @@ class _Uncompiled(AsyncCompileMode):  # type: ignore[misc]
 class _Step(threading.local):
     """What this thread runs."""
 
-    #: The step that is running, then those that will follow it; see `compiled_together`.
+    #: They launch the kernels of the step that is running, and of those that will follow it; see `compiled_together`.
     launchers: Sequence[Callable[[], None]] = ()
     #: Not None: nothing is launched, kernels that are not compiled are collected here.
     uncompiled: _Uncompiled | None = None
@@ -68,15 +71,22 @@ class _Step(threading.local):
 _step: Final = _Step()
 
 
-def compiled_together(run: Callable[[], None], *to_follow: Callable[[], None]) -> None:
-    """`run()`. If Triton has not compiled a kernel of it, all of its kernels that are not compiled, and all of those of
-    `to_follow`, are compiled at the same time first.
+def compiled_together(
+    fill: Callable[[T], None], outputs: T, *to_follow: Callable[[], None]
+) -> None:
+    """`fill(outputs)`. If Triton has not compiled a kernel of it, all of its kernels that are not compiled, and all of
+    those of `to_follow`, are compiled at the same time first.
 
-    To find them, each function is called once while nothing is launched: its buffers have any content then.
+    To find them, each function is called once while nothing is launched, `fill` with other outputs like the given ones.
+    What kernels write has any content then, so the functions of `to_follow` may write to tensors of their own only.
     """
-    _step.launchers = run, *to_follow
+
+    def fill_others() -> None:
+        fill(outputs._make(map(torch.empty_like, outputs)))
+
+    _step.launchers = fill_others, *to_follow
     try:
-        run()
+        fill(outputs)
     finally:
         _step.launchers = ()
 
