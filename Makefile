@@ -25,7 +25,7 @@ QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-.PHONY: help test check check-suite check-cuda check-triton check-releases release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel test-cpu-wheel hub test-pure newest clean
+.PHONY: help test check check-suite check-cuda check-triton check-releases compile-triton release-check lint bench docs format selftest selftest-cuda test-aarch64 wheel test-wheel test-cpu-wheel hub test-pure newest clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # pip must not run twice at once in one environment; ninja builds in parallel by itself
 
@@ -56,8 +56,10 @@ check-triton: .venv/stamp-dev .venv/stamp-built ## Triton's kernels in its inter
 check-releases: .venv/stamp-dev .venv/stamp-built .venv/stamp-triton-$(OLDEST_TRITON) .venv/stamp-triton-$(OTHER_TRITON) .venv/stamp-transformers-$(OLDEST_TRANSFORMERS) ## other releases of transformers and Triton
 	PYTHONPATH=.venv/transformers-$(OLDEST_TRANSFORMERS) $(PYTEST) $(OF_TRANSFORMERS) -m "not check"
 	PYTHONPATH=.venv/triton-$(OLDEST_TRITON) $(PY) -m pytest tests/ops/test_launch_path.py & launched=$$!; \
-	PYTHONPATH=.venv/triton-$(OTHER_TRITON) $(PY) -m pytest tests/ops/test_ahead_of_time.py -m "not release" -k "within_their_bounds or under_products"; \
-	compiled=$$?; wait $$launched && exit $$compiled
+	$(MAKE) compile-triton; compiled=$$?; wait $$launched && exit $$compiled
+
+compile-triton: .venv/stamp-dev .venv/stamp-triton-$(OTHER_TRITON)
+	PYTHONPATH=.venv/triton-$(OTHER_TRITON) $(PY) -m pytest tests/ops/test_ahead_of_time.py -m "not release" -k "within_their_bounds or under_products"
 
 # What CI leaves out, for its time: the commands and the examples, all architectures of the GPU kernels, every case in
 # the interpreter and the emulator, every family of models, the CUDA kernels and all ISA levels under sanitizers, the
@@ -73,7 +75,7 @@ release-check: check lint selftest selftest-cuda test-aarch64 ## all that a rele
 	LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-sanitized \
 	$(PYTEST) tests/ops/test_cases.py -m "cuda and not slow" -k "bfloat16 and not length_1000 and not decode"
-	$(MAKE) check-releases OTHER_TRITON=3.7.1
+	$(MAKE) compile-triton OTHER_TRITON=3.7.1
 	$(MAKE) newest test-pure test-cpu-wheel wheel test-wheel
 
 lint: .venv/stamp-dev docs ## ruff, mypy, import-linter, clang-format, the workflows; the documentation site must build

@@ -9,8 +9,8 @@ whole kernels take: registers, spills and shared memory.
 The result is an upper limit, not a forecast: latencies, barriers and memory are not in it, and an inner loop counts as
 one iteration. FLOPs are those of the products that the kernel executes, recomputed ones included.
 
-On sm_90 the code shows a second limit: `alone` counts the instructions between the waits for products, while none is
-under way, and `serial` is the cycles of the products and of those instructions together. It holds for one program on a
+On sm_90 the code shows a second limit: `alone` counts the instructions while no product is under way, from a wait
+for one to the start of the next, and `serial` is the cycles of the products and of those instructions together. It holds for one program on a
 multiprocessor; products of a second one may run in that time.
 
 Without options it takes the calls and targets whose numbers are kept in `benchmarks/results/static-model.json`, and

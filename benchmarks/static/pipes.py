@@ -41,7 +41,7 @@ class Part:
     alu: int = 64  # results of integer, logic, compare, min, max, convert
     mufu: int = 16  # results of exp2 and the like
     bytes_shared: int = 128  # bytes from and to shared memory
-    triton: str = ""  # the target that Triton compiles for, where it has another name
+    triton: str = ""  # the target whose code stands for that of this GPU
     cuda: str = ""  # the target whose machine code of the CUDA kernels it runs
 
 

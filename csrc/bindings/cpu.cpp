@@ -165,7 +165,7 @@ py::object empty_gradient(py::handle tensor) {
 py::object backward(const py::tuple& call, const py::tuple& saved, const py::list& needs,
                     int threads) {
   if (!are_plain(call) || !are_plain(saved)) return py::none();
-  require(needs.size() == 10, "needs", "has not one entry for each operand");
+  require(needs.size() == 10, "needs", "does not have one entry for each operand");
   hk::BackwardParams params;
   const Sizes n = set_backward(params, call, saved);
   py::list results;

@@ -68,7 +68,8 @@ struct BackwardTile : QueryTile<Real, Operand> {
 };
 
 // The keys of a pair of tiles that have a probability with entmax, with their scores, relative to
-// the largest of the row, and with a cap its derivatives, both [count][64].
+// the largest of the row, and with a cap its derivatives, both [count][64]. Scores become
+// probabilities in place.
 template <typename Real>
 struct NearTile {
   KeySpan keys;  // of the tile
@@ -101,7 +102,12 @@ struct BackwardScratch : TileScratch<Real, Operand> {
            3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
            2 * buffer_bytes<Operand>(TileScratch<Real, Operand>::kWeights) +
            buffer_bytes<NearTile<Real>>(op.kept_tiles) +
-           buffer_bytes<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M) + Panel<Operand>::bytes(op.D);
+           buffer_bytes<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M) +
+           Panel<Operand>::bytes(near_width(op));
+  }
+  template <typename Operator>
+  static int64_t near_width(const Operator& op) {
+    return op.kept_tiles > 0 ? op.D : 0;
   }
   template <typename Operator>
   static int64_t capped_tiles(const Operator& op) {
@@ -118,7 +124,7 @@ struct BackwardScratch : TileScratch<Real, Operand> {
         dscores_packed(w.take<Operand>(this->kWeights)),
         near_tiles(w.take_objects<NearTile<Real>>(op.kept_tiles)),
         kept_slopes(w.take<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M)),
-        near_keys(w, op.D, false) {}
+        near_keys(w, near_width(op), false) {}
 };
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.

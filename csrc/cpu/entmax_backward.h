@@ -66,7 +66,8 @@ inline void multiply_near_values(const BackwardTile<Real, Operand>& tile,
            BLOCK_M, false);
 }
 
-// Dropout of near.scores, into scratch.dropped, and of scratch.dprobs, in place.
+// Dropout of near.scores, into scratch.dropped, and of scratch.dprobs, in place. While near.scores
+// are not probabilities yet, scratch.dropped is not read.
 template <typename Real, typename Operand>
 inline void drop_near(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
                       const NearTile<Real>& near, BackwardScratch<Real, Operand>& scratch) {

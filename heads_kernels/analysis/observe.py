@@ -50,11 +50,11 @@ def observe(
             transformers model is not this package's, now or in a forward pass; in the forward pass, a layer ran without
             calling its observer.
     """
-    there = attention_layers(model)
-    chosen = choose_layers(there, layers)
+    every = attention_layers(model)
+    chosen = choose_layers(every, layers)
 
     def see(layer: AttentionLayer, call: AttentionCall) -> None:
-        observer(layer, call)
+        observer(layer, call)  # what it returns is not a change of the outputs
 
-    with observed(there, chosen, see):
+    with observed(every, chosen, see):
         yield chosen

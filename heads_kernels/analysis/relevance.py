@@ -75,11 +75,11 @@ def relevance(
     r"""The share of each head in a model's output, by layer-wise relevance propagation (Voita et al. 2019).
 
     Relevance starts at an output, by default with 1 at its largest score (the top-1 logit), and is propagated function
-    by function: through linear maps, layer norms by their full Jacobian, sums of tensors by their signs; activations
-    and factors pass it on unchanged. A head's relevance is the sum over rows and features of its
-    output, after its gate: a closed head has exactly 0. It is divided by that of all heads of the layer and averaged
-    over examples, or over examples and positions if the output has positions: each position is a separate pass, like
-    the generation steps of the paper.
+    by function (`relevance_rules`): layer norms pass it on by their full Jacobian, sums of tensors by their signs,
+    activations and factors unchanged. A head's relevance is the sum over rows and features of its output, after its
+    gate: a closed head has exactly 0. It is divided by that of all heads of the layer and averaged over examples, or
+    over examples and positions if the output has positions: each position is a separate pass, like the generation
+    steps of the paper.
 
     No Jacobian and no map `[T, S]` is stored: a batch needs memory for its activations and for tiles of fixed size. A
     linear map from n to m features costs m * n multiplications per token; padded rows cost nothing, with relevance 0.

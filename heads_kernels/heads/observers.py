@@ -31,16 +31,16 @@ _LOCK: Final = threading.Lock()
 
 @contextmanager
 def observed(
-    there: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver
+    every: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver
 ) -> Iterator[None]:
     """In this block and thread, `observer` sees the calls of the chosen layers that have heads.
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
-    gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size, which
-    is observed too.
+    gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size in the
+    block, which is observed too.
 
     Args:
-        there: all layers of the model.
+        every: all layers of the model.
         chosen: some of them.
 
     Raises:
@@ -48,9 +48,9 @@ def observed(
             observer that was set by hand; in a forward pass, the module has another number of heads than the layer,
             does not call its observer, drops the change that it returns, or is a replica of `nn.DataParallel`.
     """
-    knowing = _knowing(there)
-    is_asked = any(layer.kind == "cross" for layer in chosen)
-    beside = [layer for layer in knowing if is_asked and layer not in chosen]
+    asks_cross = any(layer.kind == "cross" for layer in chosen)
+    decoders = _decoders(every) if asks_cross else []
+    also = [layer for layer in decoders if layer not in chosen]
     rows: dict[tuple[int, int], Tensor] = {}
 
     def see(layer: AttentionLayer, call: AttentionCall) -> Change | None:
@@ -60,13 +60,13 @@ def observed(
         if not isinstance(layer.module, Multihead):  # those know it themselves
             call = replace(call, self_attention=layer.kind != "cross")
         if call.self_attention:
-            if layer in knowing:
+            if layer in decoders:
                 rows[call.B, call.T] = call.real_queries
         elif (call.B, call.T) in rows:
             call = replace(call, rows=rows[call.B, call.T])
-        return None if layer in beside else observer(layer, call)
+        return None if layer in also else observer(layer, call)
 
-    layers = chosen + beside
+    layers = chosen + also
     for layer in layers:
         check_runs_operators(layer)
     with ExitStack() as block:
@@ -78,15 +78,15 @@ def observed(
         yield
 
 
-def _knowing(there: list[AttentionLayer]) -> list[AttentionLayer]:
-    """Those whose rows encoder-decoder attention has: the decoder's, where the model has one."""
-    runs = [layer for layer in there if layer.runs_operators]
+def _decoders(every: list[AttentionLayer]) -> list[AttentionLayer]:
+    """The self-attention layers whose real rows encoder-decoder attention uses: the decoder's, if the model has one."""
+    runs = [layer for layer in every if layer.runs_operators]
     decoder = [layer for layer in runs if layer.kind == "decoder"]
     return decoder or [layer for layer in runs if layer.kind != "cross"]
 
 
 class _Slot:
-    """The attribute `observer` of a module, there as long as a thread observes it; copies of the module have none."""
+    """The attribute `observer` of a module while a thread observes it; deep copies and pickles have none."""
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer, self._users = layer, 0

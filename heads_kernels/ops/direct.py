@@ -2,7 +2,7 @@
 
 In small calls it takes less than half of the time of an op. It is used only if the result is the same: no mode,
 transform, tracer or profiler of PyTorch, which act on ops, is active, and every tensor is plain. The extension checks
-what `parse.check` checks for these calls; calls that it refuses run as ops, which raise the errors.
+what `parse.check` checks for these calls; forward calls that it refuses run as ops, which raise the errors.
 """
 
 from __future__ import annotations

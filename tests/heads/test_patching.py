@@ -71,7 +71,7 @@ def test_zero_is_a_closed_head_of_a_pruned_model_too(family: str) -> None:
     ("name", "layer"), [("bert", 0), ("bart", "decoder.layers.1.encoder_attn")]
 )
 def test_the_mean_is_that_of_real_rows(name: str, layer: Any) -> None:
-    """In encoder-decoder attention of those of the decoder."""
+    """For encoder-decoder attention they are the decoder's rows."""
     model = hk.integrations.transformers.use(build(name))
     given = batch(model)
     real = given.get("decoder_attention_mask", given["attention_mask"]).bool()

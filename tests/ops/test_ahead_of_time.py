@@ -78,7 +78,7 @@ def test_kernels_compile_within_their_bounds(
     assert not broken, "\n".join(broken)
 
 
-#: One work in CI, of the kernel in Gluon; every width and feature before a release.
+#: One work of each operator in CI; every width and feature before a release.
 IN_GLUON = works("gate of heads, D 128")[:1] + works("gate of heads, Ds 256")
 OTHERS_IN_GLUON = works(
     "gate of heads, D 64", "gate of heads, D 96", "gate of heads, D 256", "softcap, sinks, D 128"
@@ -102,7 +102,8 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
     """Of specialized warps, in the loops over full and over partial tiles of each consumer.
 
     The first spills nothing, the second at most 5 instructions, of addresses beside the cells of a mask; in the
-    backward pass none does. With Triton 3.9 they spill 1 and 7 of 456 instructions. Loops over chunks have no
+    backward pass none does. With Triton 3.9 forward loops over full tiles spill 1 and backward
+    loops 7 of 456 instructions. Loops over chunks have no
     exponentials, and spill nothing.
 
     ptxas may put the softmax behind the product that it should run beside: then none of the exponentials would be under

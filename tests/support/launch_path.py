@@ -3,8 +3,9 @@
 Every work runs twice: the second time `launch` has the compiled kernels, and Triton does not look for them.
 
 LIBRARY is `stub_driver.c`, which stands in for libcuda and keeps what each launch passed. Every argument is held
-against the parameter of the kernel's PTX that it belongs to. Prints the kernels that were launched, one a line; exit
-status 1, with what differs, where an argument did not arrive. TRITON_LIBCUDA_PATH names the folder of LIBRARY.
+against the parameter of the kernel's PTX that it belongs to. Prints the kernels that were launched, one a line. The
+exit status is 1, with the reasons, if an argument did not arrive, if a kernel was searched for twice, or if the kernels
+of a step were not compiled together. TRITON_LIBCUDA_PATH names the folder of LIBRARY.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ def main(path: str, names: list[str]) -> int:
     searched: list[str] = []
     kept: list[str] = []
     groups: list[bool] = []  # True: the launch for which a group was compiled
+    grouped = 0  # of all works
     run = JITFunction.run
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -238,6 +240,9 @@ def main(path: str, names: list[str]) -> int:
             failures.append(f"{name}: kept {sorted(kept)} of {every}, not {searched}")
         if sum(groups) > (most := groups_of(work)):
             failures.append(f"{name}: kernels were compiled in {sum(groups)} groups, of {most}")
+        grouped += sum(groups)
+    if not grouped:
+        failures.append("no kernels were compiled together")
     print(*failures, sep="\n", file=sys.stderr)
     return int(bool(failures))
 

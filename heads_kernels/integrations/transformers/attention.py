@@ -23,9 +23,9 @@ from heads_kernels.integrations.transformers.head_masks import (
     requests_statistics,
 )
 from heads_kernels.integrations.transformers.masks import (
-    COMPUTE_WITH_MASKS,
     PreparedMask,
     RelativeBias,
+    computes_with_masks,
     whole_mask,
 )
 from heads_kernels.mask import Mask
@@ -154,7 +154,7 @@ def attention_forward(
 
 def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
     """Refuse arguments that nothing reads, such as sinks by row and keys chosen by index, and masks that are lost."""
-    if (what := COMPUTE_WITH_MASKS.get(type(module).__name__)) is not None:
+    if (what := computes_with_masks(type(module))) is not None:
         was = f"is given to {type(module).__name__}, which {what}"
         refuse("attention_mask", was, "load the model with attn_implementation='eager' or 'sdpa'")
     for name, each in arguments.items():

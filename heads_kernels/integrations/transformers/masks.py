@@ -32,13 +32,21 @@ MaskFunction = Callable[..., Any]
 Shape = tuple[int, int, int, int]
 
 #: Modules that compute with the masks of a pass, which are no tensors, and what they do.
-COMPUTE_WITH_MASKS: Final = {
+_COMPUTE_WITH_MASKS: Final = {
     "BigBirdPegasusEncoderAttention": "adds masks to its scores",
     "DogeAttention": "makes masks of its own and drops those of flex attention",
     "GitSelfAttention": "adds masks to its scores",
     "InformerProbSparseAttention": "adds masks to its scores",
     "T5Gemma2MergedAttention": "is given two masks concatenated",
 }
+
+
+def computes_with_masks(kind: type) -> str | None:
+    """What modules of this class, or of a class that it is made of, compute with the masks of a pass."""
+    names = (base.__name__ for base in kind.__mro__)
+    return next((_COMPUTE_WITH_MASKS[name] for name in names if name in _COMPUTE_WITH_MASKS), None)
+
+
 _BLOCKS: Final = (
     "attention_mask has blocks of tokens that see one another, in compiled code or in chunks: "
     "use attn_implementation='eager' or 'sdpa'"

@@ -125,6 +125,7 @@ def _begin(
     outer = pass_state()
     if (interrupted := _state_of(own, outer)) is not None:
         outer = interrupted.outer
+        set_pass_state(outer)
     is_outermost = outer is None or own not in outer.owner.parts
     if is_outermost:
         for layer in own.layers:

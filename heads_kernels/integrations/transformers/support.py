@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layouts import calls_interface, class_calls_interface
 from heads_kernels.integrations.transformers.biased import BIASED
-from heads_kernels.integrations.transformers.masks import COMPUTE_WITH_MASKS
+from heads_kernels.integrations.transformers.masks import computes_with_masks
 from heads_kernels.integrations.transformers.output_gated import OUTPUT_GATED
 from heads_kernels.integrations.transformers.replacement import Replacement, subclass
 from heads_kernels.integrations.transformers.tested import TESTED
@@ -69,7 +69,7 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def _unsharded(kind: Any) -> Any:
-    """The class of a module before `fully_shard` or `replicate`, which make a subclass of an `FSDPModule` and of it."""
+    """The class of a module before `fully_shard`, which makes a subclass of it and of an `FSDPModule`."""
     first, *rest = kind.__bases__
     is_made = rest and any(base.__name__ == "FSDPModule" for base in first.__mro__)
     return rest[0] if is_made else kind
@@ -116,7 +116,7 @@ def check_model(model: PreTrainedModel) -> None:
             was = f"is an argument of {name!r}, a {type(module).__name__}, and is not supported"
             other = "use 'eager' or 'sdpa', if necessary for this part of the model alone"
             refuse(unknown[0], was, other)
-        if (what := COMPUTE_WITH_MASKS.get(_unsharded(type(module)).__name__)) is not None:
+        if (what := computes_with_masks(type(module))) is not None:
             was = f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}"
             refuse("model", was, instead)
     if not any(calls_interface(each) or replacement(type(each)) for each in model.modules()):

@@ -17,8 +17,9 @@ Mixing   In collaborative attention, query and keys come in chunks as wide as th
          next one is being multiplied. If a tile has more chunks than the ring, both consumers must read a chunk before
          a later one can be loaded, so they take no turns.
 Memory   Shared: the query (later the output in its place), then two rings. With 512 shared features the query has 128
-         KiB, which leaves 3 chunks of 128 keys and 2 tiles of 64 values each. Scores, probabilities and sums stay in
-         registers: 232 per thread of a consumer and 40 of the others, 64,512 for 384 threads.
+         KiB, which leaves 3 chunks of keys and 2 tiles of values: of 128 keys with 64 features, of 64 keys with 128.
+         Scores, probabilities and sums stay in registers: 232 per thread of a consumer and 40 of the others, 64,512 for
+         384 threads.
 
 `specialized` decides which calls run here. Functions of Triton's kernels that create no tiles run in Gluon unchanged; a
 tile that is created here needs a layout. `tests/support/gluon_emulator.py` runs both files without a GPU.
