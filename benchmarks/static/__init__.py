@@ -7,7 +7,7 @@ hot      instructions of one warp on the hot path: a full tile with aligned copi
 inner    loops inside of it; those with tensor-core instructions have a line of their own, others count as one iteration
 cycles   of one multiprocessor for one iteration of one block, for each pipe alone (see `pipes`)
 TFLOP/s  the rate if the slowest pipe alone took time: an upper limit, without latencies, barriers and memory
-alone    on sm_90, instructions of the hot path while no product is under way: from a wait for one to the start of the next
+alone    on sm_90, instructions of the hot path while no product is under way: from a wait to the start of the next
 serial   cycles of the products and of those instructions, which run one after the other if a multiprocessor has one
          program
 #1, #2   other kernels with the same name, such as the one for closed heads

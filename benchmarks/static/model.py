@@ -9,13 +9,9 @@ whole kernels take: registers, spills and shared memory.
 The result is an upper limit, not a forecast: latencies, barriers and memory are not in it, and an inner loop counts as
 one iteration. FLOPs are those of the products that the kernel executes, recomputed ones included.
 
-On sm_90 the code shows a second limit: `alone` counts the instructions while no product is under way, from a wait
-for one to the start of the next, and `serial` is the cycles of the products and of those instructions together. It holds for one program on a
-multiprocessor; products of a second one may run in that time.
-
-Without options it takes the calls and targets whose numbers are kept in `benchmarks/results/static-model.json`, and
-compares them if the compilers are the same; `--keep` rewrites them. Exit status: 0; 1 if a loop takes more per product
-than the kept one; 2 for a bad option, a missing module or a missing tool.
+On sm_90 the code shows a second limit: `alone` counts the instructions while no product is under way, from a wait for
+one to the start of the next, and `serial` is the cycles of the products and of those instructions together. It holds
+for one program on a multiprocessor; products of a second one may run in that time.
 """
 
 from __future__ import annotations

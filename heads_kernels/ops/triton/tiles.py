@@ -126,8 +126,8 @@ def tiles_for(
 def warp_tiles(kernel: str, like: Tensor, D: int, Dv: int) -> Tiles | None:
     """The tiles of the Gluon kernel that replaces `kernel` for a call of these widths; None if there is none.
 
-    `num_stages` is the number of tiles of keys, and of values, in shared memory; `num_warps` that of a consumer. In
-    collaborative attention `block_slice` is the number of features of keys there.
+    `num_stages` is the number of tiles of values in shared memory, and in gated attention of keys; `num_warps` that of
+    a consumer. In collaborative attention `block_slice` is the number of features of keys in shared memory.
     """
     if TRITON_INTERPRETED or like.dtype.itemsize != 2:
         return None
