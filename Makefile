@@ -58,7 +58,7 @@ check-releases: .venv/stamp-dev .venv/stamp-built .venv/stamp-triton-$(OLDEST_TR
 	PYTHONPATH=.venv/triton-$(OLDEST_TRITON) $(PY) -m pytest tests/ops/test_launch_path.py & launched=$$!; \
 	$(MAKE) compile-triton; compiled=$$?; wait $$launched && exit $$compiled
 
-compile-triton: .venv/stamp-dev .venv/stamp-triton-$(OTHER_TRITON)
+compile-triton: .venv/stamp-dev .venv/stamp-triton-$(OTHER_TRITON) ## Triton's kernels, compiled by another release of it
 	PYTHONPATH=.venv/triton-$(OTHER_TRITON) $(PY) -m pytest tests/ops/test_ahead_of_time.py -m "not release" -k "within_their_bounds or under_products"
 
 # What CI leaves out, for its time: the commands and the examples, all architectures of the GPU kernels, every case in
