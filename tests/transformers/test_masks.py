@@ -16,7 +16,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils as stock
 
 import heads_kernels as hk
-from heads_kernels.integrations.transformers.masks import PreparedMask, prepare_mask
+from heads_kernels.integrations.transformers.masks import (
+    PreparedMask,
+    computes_with_masks,
+    prepare_mask,
+)
 from tests.support.tiny_models import build, outputs
 
 B = 3
@@ -249,6 +253,15 @@ def test_it_survives_copies_and_pickles() -> None:
         assert torch.equal(found.to_dense(), dense)
     assert repr(mask) == str(mask)
     assert "key_mask=bool[3, 5]" in repr(mask)
+
+
+def test_classes_that_compute_with_masks() -> None:
+    """Those that `fully_shard` makes of them too, by other names."""
+    from transformers.models.git.modeling_git import GitSelfAttention
+
+    sharded = type("FSDPGitSelfAttention", (GitSelfAttention,), {})
+    assert computes_with_masks(sharded) == computes_with_masks(GitSelfAttention) is not None
+    assert computes_with_masks(nn.Linear) is None
 
 
 def test_a_mask_stays_as_it_was_made() -> None:
