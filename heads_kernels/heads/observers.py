@@ -17,13 +17,13 @@ from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
-from heads_kernels.nn.multihead import Change, Multihead, Observer
+from heads_kernels.nn.multihead import CallObserver, Change, Multihead
 
 #: Called with a layer and its call before the operator runs; returns a change of the outputs, or None.
 LayerObserver: TypeAlias = Callable[[AttentionLayer, AttentionCall], Change | None]
 
 #: The observers of this thread, in the order of their blocks.
-_ACTIVE: Final[ContextVar[tuple[tuple[nn.Module, Observer], ...]]] = ContextVar(
+_ACTIVE: Final[ContextVar[tuple[tuple[nn.Module, CallObserver], ...]]] = ContextVar(
     "observers", default=()
 )
 _LOCK: Final = threading.Lock()
@@ -143,7 +143,7 @@ class _Slot:
 
         return change_in_turn
 
-    def _own(self) -> list[Observer]:
+    def _own(self) -> list[CallObserver]:
         """The observers of this thread."""
         return [observer for module, observer in _ACTIVE.get() if module is self._layer.module]
 

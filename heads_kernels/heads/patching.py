@@ -67,8 +67,9 @@ def patch(
     there = attention_layers(model)
     _check_computed_once(model)
     heads_of_layers(there, heads)  # refuses what does not exist
-    edits: dict[int, Edit] = {}
-    ran: set[int] = set()  # indices of layers
+    by_layer: dict[
+        int, dict[int, Replacement]
+    ] = {}  # one that is named twice, by index and name, has both
     for key, chosen in heads.items():
         layer = find_layer(there, key, "heads")
         if not isinstance(chosen, Mapping):
@@ -77,7 +78,11 @@ def patch(
         for head, replacement in chosen.items():
             _check_replacement(f"heads[{key!r}][{head!r}]", replacement)
         if chosen:
-            edits[layer.index] = _replacing(layer, dict(chosen), rows, ran)
+            by_layer.setdefault(layer.index, {}).update(chosen)
+    ran: set[int] = set()  # indices of layers
+    edits = {
+        index: _replacing(there[index], chosen, rows, ran) for index, chosen in by_layer.items()
+    }
     with edited(there, edits):
         yield
     for index in edits:

@@ -299,7 +299,7 @@ def check_one_noise(head_gate: HeadGate) -> None:
 
 
 def hard_concrete_gates(model: nn.Module) -> list[HardConcrete]:
-    """The `HardConcrete` gates of a model, which has some; one that several layers share counts once."""
+    """The `HardConcrete` gates of a model, each once; a model without any is refused."""
     gates = [module for module in model.modules() if isinstance(module, HardConcrete)]
     if not gates:
         was = f"is a {type(model).__name__} without HardConcrete gates"

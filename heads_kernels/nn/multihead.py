@@ -25,7 +25,7 @@ from heads_kernels.ops.gate import activate, as_4d
 #: Takes the outputs of the heads `[B, T, H, Dv]`, after their gates, and returns what the output projection takes.
 Change: TypeAlias = Callable[[Tensor], Tensor]
 #: Called with a call before its operator runs; returns a change of the outputs, or None.
-Observer: TypeAlias = Callable[[AttentionCall], Change | None]
+CallObserver: TypeAlias = Callable[[AttentionCall], Change | None]
 
 
 class _OwnForward:
@@ -74,7 +74,7 @@ class Multihead(nn.Module, ABC):
     operator: Callable[..., Tensor]
     gate_proj: nn.Linear | None
     head_gate: HeadGate | None
-    observer: Observer | None = None
+    observer: CallObserver | None = None
     context: Context | None = None
     computes_padded_rows: bool = False
     #: Read by the layers of `torch.nn`.

@@ -56,6 +56,15 @@ def test_it_is_what_a_hook_by_hand_gives(family: str) -> None:
         assert_alike(outputs(model), whole)
 
 
+def test_a_layer_may_be_named_by_index_and_by_name() -> None:
+    model = hk.integrations.transformers.use(build("bert"))
+    name = hk.heads.attention_layers(model)[0].name
+    with hk.heads.patch(model, {0: {1: "zero", 2: "zero"}}):
+        expected = outputs(model)
+    with hk.heads.patch(model, {0: {1: "zero"}, name: {2: "zero"}}):
+        assert_alike(outputs(model), expected)
+
+
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_zero_is_a_closed_head_of_a_pruned_model_too(family: str) -> None:
     model = hk.integrations.transformers.use(build(family))

@@ -46,11 +46,9 @@ def tiles_of_forward(call: Any, out: torch.Tensor) -> Tiles | None:
     keys = 64 if call.S <= 256 or max(call.D, call.Dv) > 128 else 128
     stages = 2 if call.S % 2 else 3
     if call.mixing is None:
-        return Tiles(128, keys, num_warps=4, num_stages=stages)
+        return Tiles(128, keys, num_warps=4, num_stages=stages, key_stages=stages)
     width = 64 if call.Dv <= 64 else 128
-    return Tiles(
-        128, keys, block_d=width, block_slice=stages * width, num_warps=4, num_stages=stages
-    )
+    return Tiles(128, keys, block_d=width, num_warps=4, num_stages=stages, key_stages=stages)
 
 
 def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:

@@ -40,9 +40,8 @@ class Processes:
         calls = [rank.submit(_call, function, *args) for rank in self._ranks]
         done, waiting = wait(calls, limit, FIRST_EXCEPTION)
         failed = [call for call in calls if call in done and call.exception()]
-        if (
-            failed and waiting
-        ):  # others lose their connection to a rank that dies before it is seen to be dead
+        if failed and waiting:
+            # When a rank dies, the others may report a lost connection before its own error arrives.
             done, _ = wait(calls, 5)
             failed = [call for call in calls if call in done and call.exception()]
         if failed:

@@ -49,10 +49,10 @@ def replace_forwards(model: nn.Module) -> None:
         if "forward" in vars(module) or isinstance(module, Replacement):
             continue
         kind: Any = type(module)
-        made: Any = replacement(kind)
-        if made is not None:
+        found: Any = replacement(kind)
+        if found is not None:
             stock = _unsharded(kind)
-            set_class(module, _with_base(kind, stock, subclass(made, stock)))
+            set_class(module, _with_base(kind, stock, subclass(found, stock)))
 
 
 def restore_forward(module: nn.Module) -> None:
@@ -111,8 +111,8 @@ def check_model(model: PreTrainedModel) -> None:
             where = f"model{'.' if name else ''}{name}"
             refuse(where, f"is a {family(part)}, which {_ITSELF}", instead)
     for name, module in model.named_modules():
-        kind = replacement(type(module))
-        if kind is not None and (unknown := kind.unknown_arguments(type(module))):
+        found = replacement(type(module))
+        if found is not None and (unknown := found.unknown_arguments(type(module))):
             was = f"is an argument of {name!r}, a {type(module).__name__}, and is not supported"
             other = "use 'eager' or 'sdpa', if necessary for this part of the model alone"
             refuse(unknown[0], was, other)

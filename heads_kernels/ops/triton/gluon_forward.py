@@ -376,11 +376,11 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
     gate = gate_of(call.gate)
     if call.mixing is None:
         width = max(_NARROWEST, padded(max(call.D, call.Dv)))
-        chunks, key_stages = 1, tiles.num_stages
+        chunks = 1
         of_head = 2 * width  # features of the key and of the value
     else:
         of_head = width = tiles.block_d
-        chunks, key_stages = -(-call.D // width), tiles.block_slice // width
+        chunks = -(-call.D // width)
     constants = tile_constants(call, tiles, gate_kind(call.gate), width)
     queries, keys = ((block, width) for block in (CONSUMER_ROWS.value, tiles.block_n))
     together = CACHED // (2 * max(S, 1) * of_head) * sizes.group
@@ -390,5 +390,5 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
         tiles_of(out, *queries), tiles_of(attended, *queries) if attended.numel() else None,
         of.terms, of.visible, of.mixing, of.content_bias, gate, row_lse_of(lse), sizes,
         max(1, min(together, B * H)),
-        TILE=constants, CHUNKS=chunks, KEY_STAGES=key_stages, STAGES=tiles.num_stages,
+        TILE=constants, CHUNKS=chunks, KEY_STAGES=tiles.key_stages, STAGES=tiles.num_stages,
     )  # fmt: skip

@@ -49,7 +49,8 @@ class Tiles:
     block_d: int = 0  # features of a step of collaborative attention
     block_slice: int = 0  # the most features of a head that stay on chip there
     num_warps: int
-    num_stages: int  # of loops over full tiles
+    num_stages: int  # of loops over full tiles; in Gluon, of the ring of values
+    key_stages: int = 0  # of the ring of keys, of Gluon's forward kernel
     partial_stages: int = (
         1  # of those over partial ones, whose mask takes registers that loads in flight need too
     )
@@ -126,8 +127,7 @@ def tiles_for(
 def warp_tiles(kernel: str, like: Tensor, D: int, Dv: int) -> Tiles | None:
     """The tiles of the Gluon kernel that replaces `kernel` for a call of these widths; None if there is none.
 
-    `num_stages` is the number of tiles of values in shared memory, and in gated attention of keys; `num_warps` that of
-    a consumer. In collaborative attention `block_slice` is the number of features of keys in shared memory.
+    Its `num_warps` are those of a consumer.
     """
     if TRITON_INTERPRETED or like.dtype.itemsize != 2:
         return None
@@ -374,17 +374,17 @@ _FLOAT: Final = (
 #: with 128 rows it would spill. In collaborative attention, a chunk of features is as wide as the value.
 _SPECIALIZED: Final = {
     "sm_90": (
-        Row("gated_attention.forward", 64, Tiles(128, 128, num_warps=4, num_stages=3)),
-        Row("gated_attention.forward", 128, Tiles(128, 128, num_warps=4, num_stages=2)),
-        Row("gated_attention.forward", 256, Tiles(128, 64, num_warps=4, num_stages=2)),
-        Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, block_slice=384,
-            num_warps=4, num_stages=2)),
-        Row("collaborative_attention.forward", 128, Tiles(128, 128, block_d=128, block_slice=256,
-            num_warps=4, num_stages=2)),
-        Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, block_slice=192,
-            num_warps=4, num_stages=2), "wide"),
-        Row("collaborative_attention.forward", 128, Tiles(128, 64, block_d=128, block_slice=384,
-            num_warps=4, num_stages=2), "wide"),
+        Row("gated_attention.forward", 64, Tiles(128, 128, num_warps=4, num_stages=3, key_stages=3)),
+        Row("gated_attention.forward", 128, Tiles(128, 128, num_warps=4, num_stages=2, key_stages=2)),
+        Row("gated_attention.forward", 256, Tiles(128, 64, num_warps=4, num_stages=2, key_stages=2)),
+        Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, num_warps=4,
+            num_stages=2, key_stages=6)),
+        Row("collaborative_attention.forward", 128, Tiles(128, 128, block_d=128, num_warps=4,
+            num_stages=2, key_stages=2)),
+        Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, num_warps=4,
+            num_stages=2, key_stages=3), "wide"),
+        Row("collaborative_attention.forward", 128, Tiles(128, 64, block_d=128, num_warps=4,
+            num_stages=2, key_stages=3), "wide"),
         Row("gated_attention.backward", 64, Tiles(64, 128, num_warps=8, num_stages=4)),
         Row("gated_attention.backward", 128, Tiles(64, 128, num_warps=8, num_stages=2)),
     )
