@@ -30,7 +30,7 @@ PIPES: Final = ("tensor", "shared", "issue", "alu", "fma", "mufu")
 
 @dataclass(frozen=True)
 class Part:
-    """A GPU, the one that stands for a target: what it has, and what a multiprocessor does per clock."""
+    """A GPU: what it has, and what a multiprocessor does per clock. One stands for each target."""
 
     gpu: str
     multiprocessors: int
