@@ -42,24 +42,27 @@ BACKWARD = GatedCase(
 
 
 def run_forward(
-    module: ModuleType, order: str, poisoned: bool = True, case: Case = FORWARD, chunks: int = 0
+    module: ModuleType,
+    order: str,
+    poisoned: bool = True,
+    case: Case = FORWARD,
+    key_stages: int = 2,
 ) -> Results:
-    """`chunks` is the number of places for them."""
     call = case.make(torch.bfloat16).parsed()
     if poisoned:  # a value of the last key, which only the last row sees
         call.value[..., -1, 3] = torch.nan
     out = torch.empty(*call.sizes[:3], call.Dv, dtype=torch.bfloat16)
     results = Results(out, torch.empty_like(out), torch.empty(call.sizes[:3]))
     with mock.patch.object(module, "launch", emulated(order)):
-        tiles = Tiles(128, 64, block_d=64, block_slice=64 * chunks, num_warps=4, num_stages=2)
+        tiles = Tiles(128, 64, block_d=64, num_warps=4, num_stages=2, key_stages=key_stages)
         module.specialized_pass(call, results, tiles)
     return results
 
 
 def run_collaborative(
-    module: ModuleType, order: str, poisoned: bool = True, chunks: int = 2
+    module: ModuleType, order: str, poisoned: bool = True, key_stages: int = 2
 ) -> Results:
-    return run_forward(module, order, poisoned, COLLABORATIVE, chunks)
+    return run_forward(module, order, poisoned, COLLABORATIVE, key_stages)
 
 
 def run_backward(module: ModuleType, order: str) -> Gradients:
@@ -310,12 +313,14 @@ def test_faults_are_found(
 
 
 @pytest.mark.parametrize(
-    ("run", "chunks"), [(run_forward, 0), (run_collaborative, 2), (run_collaborative, 3)]
+    ("run", "key_stages"), [(run_forward, 2), (run_collaborative, 2), (run_collaborative, 3)]
 )
 @pytest.mark.parametrize("poisoned", [False, True])
-def test_the_forward_kernel_has_none(poisoned: bool, run: Any, chunks: int) -> None:
+def test_the_forward_kernel_has_none(poisoned: bool, run: Any, key_stages: int) -> None:
     """And the order of its partitions changes no bit."""
-    first, *others = (run(gluon_forward, order, poisoned, chunks=chunks) for order in ORDERS)
+    first, *others = (
+        run(gluon_forward, order, poisoned, key_stages=key_stages) for order in ORDERS
+    )
     nan = first.out.isnan()
     assert nan[0, 0, -1].all() == poisoned
     assert not nan[0, 0, :-1].any()
