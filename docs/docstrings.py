@@ -1,7 +1,7 @@
-"""What the API reference needs beyond mkdocstrings: formulas and tables in docstrings, functions named as their module.
+"""What the API reference needs beyond mkdocstrings: tables in docstrings, functions named as their module.
 
-Docstrings are written for `help()`: formulas as `.. math::` in LaTeX, tables aligned with spaces. HTML would run their
-lines together, so both become code blocks.
+Docstrings are written for `help()`, with tables aligned by spaces. HTML would run their lines together, so they become
+code blocks.
 
 `heads_kernels.analysis.importance` is a function, imported from the module of the same name. mkdocstrings reads the
 sources without importing them and would take that path for the module.
@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 import griffe
 
-_MATH = re.compile(r"^( *)\.\. math::(.*)\n((?:\1 +\S.*\n)*)", re.MULTILINE)
-_INLINE_MATH = re.compile(r":math:`([^`]+)`")
 _TABLE = re.compile(
     r"^ *={3,}(?: +={3,})+\n(?:.*\n)*? *={3,}(?: +={3,})+\n(?=\s*\n|\Z)"  # ruled
     r"|^(?:\S+ {2,}\S.*\n(?: {4,}\S.*\n)*){2,}",  # aligned with spaces alone
@@ -24,22 +22,12 @@ _TABLE = re.compile(
 
 
 def markdown(docstring: str) -> str:
-    """`docstring` with its formulas and tables as code blocks."""
-    text = _MATH.sub(_formula, docstring.rstrip() + "\n")
-    text = _INLINE_MATH.sub(r"`\1`", text)
-    return _TABLE.sub(_fenced, text).rstrip()
-
-
-def _formula(found: re.Match[str]) -> str:
-    indent, first, rest = found.groups()
-    lines = [line for line in (first.strip(), *map(str.strip, rest.splitlines())) if line]
-    return (
-        f"\n{indent}```latex\n" + "".join(f"{indent}{line}\n" for line in lines) + f"{indent}```\n"
-    )
+    """`docstring` with its tables as code blocks, in which backticks mean nothing."""
+    return _TABLE.sub(_fenced, docstring.rstrip() + "\n").rstrip()
 
 
 def _fenced(found: re.Match[str]) -> str:
-    return f"\n```text\n{found[0].rstrip()}\n```\n"
+    return "\n```text\n" + found[0].rstrip().replace("`", "") + "\n```\n"
 
 
 class Docstrings(griffe.Extension):
