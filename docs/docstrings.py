@@ -1,7 +1,8 @@
-"""What the API reference needs beyond mkdocstrings: tables in docstrings, functions named as their module.
+"""What the API reference needs beyond mkdocstrings: tables and joint entries, functions named as their module.
 
 Docstrings are written for `help()`, with tables aligned by spaces. HTML would run their lines together, so they become
-code blocks.
+code blocks. Of attributes that share an entry ("layer, kind: ..."), griffe would take the second for the type of the
+first: it splits at a space, so a no-break space stands there.
 
 `heads_kernels.analysis.importance` is a function, imported from the module of the same name. mkdocstrings reads the
 sources without importing them and would take that path for the module.
@@ -19,11 +20,13 @@ _TABLE = re.compile(
     r"|^(?:\S+ {2,}\S.*\n(?: {4,}\S.*\n)*){2,}",  # aligned with spaces alone
     re.MULTILINE,
 )
+_JOINT = re.compile(r"^ +\w+(?:, \w+)+: ", re.MULTILINE)
 
 
 def markdown(docstring: str) -> str:
-    """`docstring` with its tables as code blocks, in which backticks mean nothing."""
-    return _TABLE.sub(_fenced, docstring.rstrip() + "\n").rstrip()
+    """`docstring` with its tables as code blocks, in which backticks mean nothing, and joint entries as one name."""
+    text = _JOINT.sub(lambda entry: entry[0].replace(", ", ",\N{NO-BREAK SPACE}"), docstring)
+    return _TABLE.sub(_fenced, text.rstrip() + "\n").rstrip()
 
 
 def _fenced(found: re.Match[str]) -> str:
