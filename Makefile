@@ -91,8 +91,9 @@ lint: .venv/stamp-dev docs ## ruff, mypy, import-linter, clang-format, the workf
 bench: .venv/stamp-dev .venv/stamp-built ## accuracy and FLOPs, then time and memory against PyTorch (4 minutes)
 	$(PY) -m benchmarks
 
+# Clean: the cache does not notice a docstring that changed.
 docs: .venv/stamp-docs ## the documentation site, in build/site; a broken link fails the build
-	$(PY) -m zensical build --strict --config-file mkdocs.yml
+	$(PY) -m zensical build --clean --strict --config-file mkdocs.yml
 
 format: .venv/stamp-dev ## what ruff and clang-format can fix
 	$(PY) -m ruff check --fix .

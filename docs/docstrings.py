@@ -1,7 +1,8 @@
-"""What the API reference needs beyond mkdocstrings: formulas and tables in docstrings, functions named as their module.
+"""What the API reference needs beyond mkdocstrings: tables and joint entries, functions named as their module.
 
-Docstrings are written for `help()`: formulas as `.. math::` in LaTeX, tables aligned with spaces. HTML would run their
-lines together, so both become code blocks.
+Docstrings are written for `help()`, with tables aligned by spaces. HTML would run their lines together, so they become
+code blocks. Of attributes that share an entry ("layer, kind: ..."), griffe would take the second for the type of the
+first: it splits at a space, so a no-break space stands there.
 
 `heads_kernels.analysis.importance` is a function, imported from the module of the same name. mkdocstrings reads the
 sources without importing them and would take that path for the module.
@@ -14,32 +15,22 @@ from collections.abc import Iterator
 
 import griffe
 
-_MATH = re.compile(r"^( *)\.\. math::(.*)\n((?:\1 +\S.*\n)*)", re.MULTILINE)
-_INLINE_MATH = re.compile(r":math:`([^`]+)`")
 _TABLE = re.compile(
     r"^ *={3,}(?: +={3,})+\n(?:.*\n)*? *={3,}(?: +={3,})+\n(?=\s*\n|\Z)"  # ruled
     r"|^(?:\S+ {2,}\S.*\n(?: {4,}\S.*\n)*){2,}",  # aligned with spaces alone
     re.MULTILINE,
 )
+_JOINT = re.compile(r"^ +\w+(?:, \w+)+: ", re.MULTILINE)
 
 
 def markdown(docstring: str) -> str:
-    """`docstring` with its formulas and tables as code blocks."""
-    text = _MATH.sub(_formula, docstring.rstrip() + "\n")
-    text = _INLINE_MATH.sub(r"`\1`", text)
-    return _TABLE.sub(_fenced, text).rstrip()
-
-
-def _formula(found: re.Match[str]) -> str:
-    indent, first, rest = found.groups()
-    lines = [line for line in (first.strip(), *map(str.strip, rest.splitlines())) if line]
-    return (
-        f"\n{indent}```latex\n" + "".join(f"{indent}{line}\n" for line in lines) + f"{indent}```\n"
-    )
+    """`docstring` with its tables as code blocks, in which backticks mean nothing, and joint entries as one name."""
+    text = _JOINT.sub(lambda entry: entry[0].replace(", ", ",\N{NO-BREAK SPACE}"), docstring)
+    return _TABLE.sub(_fenced, text.rstrip() + "\n").rstrip()
 
 
 def _fenced(found: re.Match[str]) -> str:
-    return f"\n```text\n{found[0].rstrip()}\n```\n"
+    return "\n```text\n" + found[0].rstrip().replace("`", "") + "\n```\n"
 
 
 class Docstrings(griffe.Extension):

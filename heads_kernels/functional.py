@@ -81,12 +81,11 @@ def gated_attention(  # type: ignore[misc]  # whose second signature is open
     return_lse: bool = False,
     backend: BackendName | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Scaled dot product attention whose heads can be gated and closed, in one fused pass.
+    """Scaled dot product attention whose heads can be gated and closed, in one fused pass.
 
-    .. math::
-        out_h = act(gate_h) \cdot P_h V_h, \quad
-        P_{hij} = \frac{\exp(s_{hij})}{\sum_{visible\ k} \exp(s_{hik}) + \exp(sink_h)}, \quad
-        s_h = softcap(scale \cdot Q_h K_h^T) + bias_h
+        out_h = act(gate_h) * P_h V_h
+        P_hij = exp(s_hij) / (sum over visible k of exp(s_hik) + exp(sink_h))
+        s_hij = softcap(scale * q_hi . k_hj) + bias_hij
 
     Without `sinks` the last term of the denominator is absent. Positional arguments are those of
     `torch.nn.functional.scaled_dot_product_attention`, in its order. Gates per head follow Voita et al. 2019 (eq. 5,
@@ -198,11 +197,10 @@ def collaborative_attention(  # type: ignore[misc]  # whose second signature is 
     return_lse: bool = False,
     backend: BackendName | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention whose heads share one query and one key, each with its own mixing vector.
+    """Attention whose heads share one query and one key, each with its own mixing vector.
 
-    .. math::
-        out_h = act(gate_h) \cdot softmax(score_h) V_h, \quad
-        score_h = softcap(scale \cdot ((Q \circ m_h) K^T + 1 \, content\_bias_h^T)) + bias_h
+        out_h = act(gate_h) * softmax(score_h) V_h
+        score_hij = softcap(scale * ((q_i * mixing_h) . k_j + content_bias_hj)) + bias_hij
 
     (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12.) The softmax is that of `gated_attention`, with mask and sinks. The
     mixed query is computed tile by tile and never stored. With block-indicator mixing this is ordinary multi-head
@@ -268,11 +266,10 @@ def entmax_attention(
     enable_gqa: bool = True,
     backend: BackendName | None = None,
 ) -> Tensor:
-    r"""Attention with alpha-entmax instead of softmax: probabilities can be exactly 0; each head can learn its alpha.
+    """Attention with alpha-entmax instead of softmax: probabilities can be exactly 0; each head can learn its alpha.
 
-    .. math::
-        out_h = act(gate_h) \cdot entmax_{\alpha_h}(score_h) V_h, \quad
-        entmax_\alpha(s)_j = [(\alpha - 1) s_j - \tau]_+^{1 / (\alpha - 1)}
+        out_h = act(gate_h) * entmax(score_h, alpha_h) V_h
+        entmax(s, alpha)_j = max((alpha - 1) * s_j - tau, 0) ** (1 / (alpha - 1))
 
     (Correia, Niculae, Martins 2019.) The threshold `tau` of a row makes its probabilities add up to 1; `score_h` is
     that of `gated_attention`. The CPU kernels store the scores of 64 rows per thread, the eager backend stores all

@@ -14,9 +14,10 @@ _NEG_INF: Final = float("-inf")
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    r"""Combine attention over disjoint sets of keys, computed with `return_lse=True`, into attention over all of them.
+    """Combine attention over disjoint sets of keys, computed with `return_lse=True`, into attention over all of them.
 
-    .. math:: lse = \log \sum_n e^{lse_n}, \quad out = \sum_n e^{lse_n - lse} \, out_n
+        lse = log(sum_n exp(lse_n))
+        out = sum_n exp(lse_n - lse) * out_n
 
     Apply a gate to each part or to the result. Pass `sinks` to one of the calls only, or add a part whose output is 0
     and whose `lse` is the sink. Differentiable.

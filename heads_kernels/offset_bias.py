@@ -23,9 +23,9 @@ _MAX_DISTANCE: Final = 1 << 24
 
 
 class OffsetBias:
-    r"""A bias on the scores that depends only on the offset `j - i` of key j from query row i.
+    """A bias on the scores that depends only on the offset `j - i` of key j from query row i.
 
-    .. math:: bias_{hij} = table_h[clamp(j - i - first,\ 0,\ n - 1)]
+        bias_hij = table[h, clamp(j - i - first, 0, n - 1)]
 
     Offsets beyond the table use its first or last column. Kernels read the table and never build `[T, S]`, forward or
     backward; memory is linear in T + S.

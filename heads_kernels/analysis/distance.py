@@ -83,10 +83,10 @@ def distance(
     kind: str | None = None,
     layers: Iterable[int | str] | None = None,
 ) -> HeadDistance:
-    r"""The Jensen-Shannon divergence between the attention of all pairs of heads, across layers.
+    """The Jensen-Shannon divergence between the attention of all pairs of heads, across layers.
 
-    .. math:: JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2
-              = \ln 2 + \tfrac12 \sum_j \left(p_j \ln p_j + q_j \ln q_j - (p_j + q_j) \ln (p_j + q_j)\right)
+        JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2
+                 = ln 2 + sum_j (p_j ln p_j + q_j ln q_j - (p_j + q_j) ln(p_j + q_j)) / 2
 
     compares the probabilities of two heads in one row; the distance is its mean over all real rows of the data. The
     code of Clark et al. 2019 sums over all rows and mixes `0.001 / S` into the probabilities first.

@@ -70,9 +70,9 @@ class Band(NamedTuple):
 @formula.without_autocast
 @torch.no_grad()
 def attended(call: AttentionCall, lse: Tensor, band: Band) -> Tensor:
-    r"""Mean features of the keys that each row attends to within a band, `[B, H, T, F]`.
+    """Mean features of the keys that each row attends to within a band, `[B, H, T, F]`.
 
-    .. math:: \sum_{lo_i \le j < hi_i} p_{ij} f_j
+        sum over lo_i <= j < hi_i of p_ij * f_j
 
     The operator of the call computes it with the features of keys as values: within a band its output is the mean of
     features weighted by the probabilities of the band, which add up to exp(lse of the band - lse).

@@ -38,9 +38,9 @@ def received(
     *,
     last_rows: int | None = None,
 ) -> HeadReceived:
-    r"""The mean attention that each token of each example receives, computed while the model runs without storing maps.
+    """The mean attention that each token of each example receives, computed while the model runs without storing maps.
 
-    .. math:: r_j = \frac{1}{n} \sum_i p_{ij}
+        r_j = sum_i p_ij / n
 
     over the n query rows i of the example, for each layer and head, by `hk.attention_statistics(..., received=)`. Such
     scores choose the tokens that a cache keeps, by all rows (H2O: Zhang et al. 2023; FastV: Chen et al. 2024) or by the

@@ -1,13 +1,12 @@
-r"""Layer-wise relevance propagation: how one function distributes the relevance of its outputs over its inputs.
+"""Layer-wise relevance propagation: how one function distributes the relevance of its outputs over its inputs.
 
 For a function f with n inputs x, input i contributes to output j
 
-.. math:: z_{ji} = \partial f_j / \partial x_i \cdot x_i + f(0)_j / n
+    z_ji = df_j/dx_i * x_i + f(0)_j / n
 
 and the relevance R of the outputs is distributed in proportion to positive and to negative z separately:
 
-.. math:: R_i \propto \sum_j R_j \left(\frac{z^+_{ji}}{\sum_i z^+_{ji} + \epsilon}
-    + \frac{z^-_{ji}}{\sum_i z^-_{ji} - \epsilon}\right), \qquad \sum_i R_i = \sum_j R_j
+    R_i ~ sum_j R_j * (z+_ji / (sum_i z+_ji + epsilon) + z-_ji / (sum_i z-_ji - epsilon)), sum_i R_i = sum_j R_j
 
 These are the rules of the code of Voita et al. 2019 ("Analyzing Multi-Head Self-Attention", corrected in 2021), after
 Ding et al. 2017 and Bach et al. 2015 (eq. 60 with both factors 1/2, which cancel): epsilon 1e-5, the sum kept for every
@@ -190,9 +189,8 @@ def module_rule(module: nn.Module, input: Tensor, output: Tensor) -> Step | None
 
 
 def rms_norm(input: Tensor, output: Tensor, eps: float) -> Step:
-    r"""By its full Jacobian: with :math:`w_i = x_i^2 / (\sum x^2 + n \cdot eps)` it has
-    :math:`z_{ji} = f_j (\delta_{ji} - w_i)` for any weights: z has the sign of :math:`f_j` for i = j, and the opposite
-    sign for all other inputs.
+    """By its full Jacobian: with `w_i = x_i^2 / (sum x^2 + n * eps)` it has `z_ji = f_j * ((i == j) - w_i)` for any
+    weights: z has the sign of `f_j` for i = j, and the opposite sign for all other inputs.
     """
 
     def back(relevance: Tensor) -> Sequence[Tensor]:
@@ -377,12 +375,11 @@ def attention(
     blocks: Sequence[slice],
     features: Sequence[slice],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Relevance of query, key and value in attention, by its full Jacobian.
+    """Relevance of query, key and value in attention, by its full Jacobian.
 
-    With :math:`u_{tsd} = p_{ts} (v_{sd} - out_{td})`, z of output td is
-    :math:`q_{te} \sum_s u_{tsd} k_{se}` for feature e of query t and :math:`u_{tsd} q_{te} k_{se}` for that of key s.
-    The sign of the latter is that of u times that of :math:`q k`, so that sums over e are matrix products. The largest
-    tensor is u, which is computed in tiles.
+    With `u_tsd = p_ts * (v_sd - out_td)`, z of output td is `q_te * sum_s u_tsd * k_se` for feature e of query t and
+    `u_tsd * q_te * k_se` for that of key s. The sign of the latter is that of u times that of `q * k`, so that sums
+    over e are matrix products. The largest tensor is u, which is computed in tiles.
 
     Args:
         query: `[B, H, T, D]`, times the scale of the scores; other terms of the scores are not inputs.

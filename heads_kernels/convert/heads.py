@@ -29,9 +29,9 @@ _NOISE = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    r"""The query and key weights of the heads of one attention layer, in float64.
+    """The query and key weights of the heads of one attention layer, in float64.
 
-    .. math:: score_h(x, y) = scale \cdot (W_Q^h x + b_Q^h) \cdot (W_K^h y)
+        score_h(x, y) = scale * (W_Q^h x + b_Q^h) . (W_K^h y)
 
     A key bias adds the same number to every score of a query, which does not change the softmax, so it is left out.
     Keys that several heads share are repeated for each of them.
@@ -94,9 +94,9 @@ class Heads:
         multiple: int = 1,
         spectrum: HeadSpectrum | None = None,
     ) -> Factors:
-        r"""The projections of `dim` features for all heads, with the smallest error that the method finds.
+        """The projections of `dim` features for all heads, with the smallest error that the method finds.
 
-        .. math:: W_Q^{hT} W_K^h \approx \sum_r mixing_{hr} \, query_r \, key_r^T
+            W_Q^hT W_K^h ~ sum_r mixing_hr * query_r key_r^T
 
         `"ragged"` keeps the `dim` largest singular values of all heads, so heads may have different numbers of
         features; mixing is 1 for a head's own features and 0 elsewhere. No other choice of disjoint features has a
@@ -216,9 +216,9 @@ class HeadSpectrum(Spectrum):
 
 @dataclass(frozen=True, eq=False)
 class Factors(SharedFeatures):
-    r"""The projections of a collaborative layer, float64 (Cordonnier et al. 2020, eq. 7 and 12).
+    """The projections of a collaborative layer, float64 (Cordonnier et al. 2020, eq. 7 and 12).
 
-    .. math:: score_h(x, y) = scale \cdot ((query \, x \circ mixing_h) \cdot (key \, y) + content_h \cdot y)
+        score_h(x, y) = scale * ((mixing_h * query x) . (key y) + content_h . y)
 
     Attributes:
         query: `[Ds, D_in]`, shared by all heads, without bias.

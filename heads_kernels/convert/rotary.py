@@ -28,12 +28,12 @@ from heads_kernels.convert.moments import Moments, Sums, causal_covariance, cova
 
 @dataclass(frozen=True, eq=False)
 class RotaryHeads:
-    r"""The query and key weights of heads whose features rotate in pairs (Su et al. 2021), in float64.
+    """The query and key weights of heads whose features rotate in pairs (Su et al. 2021), in float64.
 
     A pair of features is one complex number, and position t turns that of frequency f by `theta_f t`:
 
-    .. math:: score_h(x_t, y_s) = scale \cdot Re \sum_f (W_Q^{hf} x_t + b_Q^{hf})
-              \overline{(W_K^{hf} y_s + b_K^{hf})} e^{i \theta_f (t - s)}
+        score_h(x_t, y_s) = scale * Re sum_f query_hf(x_t) * conj(key_hf(y_s)) * exp(i * theta_f * (t - s))
+        query_hf(x) = W_Q^hf x + b_Q^hf, key_hf(y) = W_K^hf y + b_K^hf
 
     Keys that several heads share are repeated for each of them.
 
@@ -243,10 +243,9 @@ class RotaryMoments(Sums):
 
 @dataclass(frozen=True, eq=False)
 class RotaryFactors(SharedFeatures):
-    r"""The projections of a collaborative layer whose shared features rotate in pairs, float64.
+    """The projections of a collaborative layer whose shared features rotate in pairs, float64.
 
-    .. math:: score_h(x_t, y_s) = scale \cdot Re \sum_r mixing_{hr} \, query_r(x_t)
-              \overline{key_r(y_s)} e^{i \theta_{f_r} (t - s)}
+        score_h(x_t, y_s) = scale * Re sum_r mixing_hr * query_r(x_t) * conj(key_r(y_s)) * exp(i * theta_r * (t - s))
 
     Attributes:
         query: `[2 R, D_in + 1]`, the two features of each pair one after the other; the last column is the bias.

@@ -14,12 +14,12 @@ from heads_kernels.nn.gates import HardConcrete, hard_concrete_gates
 
 
 class GateSchedule(nn.Module):
-    r"""Trains the `HardConcrete` gates of a model to exactly k open heads, instead of with a fixed lambda.
+    """Trains the `HardConcrete` gates of a model to exactly k open heads, instead of with a fixed lambda.
 
     With n the expected number of open heads (`hk.nn.expected_open`), the penalty is the augmented Lagrangian of Wang,
     Wohlwend and Lei 2020 ("Structured Pruning of Large Language Models"), counted in heads:
 
-    .. math:: \lambda_1 (n - target) + \lambda_2 (n - target)^2
+        lambda_1 * (n - target) + lambda_2 * (n - target)^2
 
     `target` falls linearly from all heads to k over the warm-up. The multipliers start at 0 and after every step grow
     by `rate * (n - target) / heads` and `rate * ((n - target) / heads)^2`, so that lambda_1 approaches the weight of an

@@ -15,9 +15,9 @@ from heads_kernels.nn.multihead import Multihead, head_width
 
 
 class GatedMultiheadAttention(Multihead):
-    r"""Multi-head attention (Vaswani et al. 2017) whose heads can be gated, closed and pruned.
+    """Multi-head attention (Vaswani et al. 2017) whose heads can be gated, closed and pruned.
 
-    .. math:: \sum_h g_h \cdot softmax(scale \cdot X W_Q^h (Y W_K^h)^T + bias_h) Y W_V^h W_O^h + b_O
+        out = sum_h g_h * softmax(scale * X W_Q^h (Y W_K^h)^T + bias_h) Y W_V^h W_O^h + b_O
 
     It serves encoders (`layer(x, key_padding_mask=...)`), decoders (`layer(x, is_causal=True)`) and encoder-decoder
     attention (`layer(x, memory, key_padding_mask=...)`). `hk.nn.replace_attention_(model)` replaces all attention in

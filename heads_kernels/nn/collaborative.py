@@ -13,9 +13,9 @@ from heads_kernels.nn.multihead import Multihead, head_width
 
 
 class CollaborativeMultiheadAttention(Multihead):
-    r"""Heads that share a query and a key and mix their features (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12).
+    """Heads that share a query and a key and mix their features (Cordonnier, Loukas, Jaggi 2020, eq. 7 and 12).
 
-    .. math:: \sum_h g_h \cdot softmax(scale \cdot (X W_Q\, diag(m_h)\, (Y W_K)^T + 1 (Y v_h)^T)) Y W_V^h W_O^h + b_O
+        out = sum_h g_h * softmax(scale * (X W_Q diag(m_h) (Y W_K)^T + 1 (Y v_h)^T)) Y W_V^h W_O^h + b_O
 
     `m_h` are the rows of `mixing`, `v_h` those of `content_proj`. With biases of query and key, X W_Q is `q_proj(X)`
     and Y W_K is `k_proj(Y)`. Use, masks, gates and cache are those of `GatedMultiheadAttention`; the cache holds one

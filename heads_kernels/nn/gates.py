@@ -89,16 +89,17 @@ class FixedGate(HeadGate):
 
 # ---------------------------------------------------------------------- Hard Concrete
 class HardConcrete(HeadGate):
-    r"""Gates that are exactly 0 or exactly 1 with differentiable probabilities.
+    """Gates that are exactly 0 or exactly 1 with differentiable probabilities.
 
     In training a gate is a sample (Louizos et al. 2018, eq. 10 and 11; Voita et al. 2019, section 4):
 
-    .. math:: s = \sigma((\ln u - \ln(1 - u) + log\_alpha) / temperature), \quad u \sim U(10^{-6}, 1 - 10^{-6})
-    .. math:: gate = \min(1, \max(0, s \cdot (high - low) + low)), \quad (low, high) = stretch
+        s = sigmoid((ln u - ln(1 - u) + log_alpha) / temperature), u from U(1e-6, 1 - 1e-6)
+        gate = clip(s * (high - low) + low, 0, 1), (low, high) = stretch
 
     and with `c = temperature * ln(-low / high)` and `d = temperature * ln((1 - low) / (high - 1))`
 
-    .. math:: P(gate \ne 0) = \sigma(log\_alpha - c), \quad P(gate = 1) = \sigma(log\_alpha - d)
+        P(gate != 0) = sigmoid(log_alpha - c)
+        P(gate = 1) = sigmoid(log_alpha - d)
 
     A sample of exactly 0 or 1 is clamped, and its gradient for `log_alpha` is 0: the operator may skip closed heads
     in the backward pass too (`closed_grad=False`). At inference gates are not sampled, but follow one of two rules:

@@ -49,16 +49,16 @@ def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
 
 @torch.no_grad()
 def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
-    r"""Depth-scaled initialisation (Zhang, Titov, Sennrich 2019), in place: deeper layers start with smaller weights.
+    """Depth-scaled initialisation (Zhang, Titov, Sennrich 2019), in place: deeper layers start with smaller weights.
 
-    .. math:: W \sim U(-\gamma \alpha / \sqrt{l}, \gamma \alpha / \sqrt{l}), \quad \gamma = \sqrt{6 / (d_i + d_o)}
+        W from U(-bound, bound), bound = alpha * sqrt(6 / (d_in + d_out)) / sqrt(layer)
 
     The variance is that of Xavier times `alpha**2 / layer`. Biases become 0.
 
     Args:
         module: a layer of a Transformer. Initialises every `nn.Linear`, and each projection of every
             `nn.MultiheadAttention`; norms, embeddings and mixing vectors do not change.
-        layer: l, the depth of the layer, counted from 1.
+        layer: the depth of the layer, counted from 1.
         alpha: in (0, 1] in the paper.
 
     Returns:

@@ -15,13 +15,13 @@ from heads_kernels.nn.cache import KeyValueCache
 
 
 class MergedAttention(GatedMultiheadAttention):
-    r"""Self-attention and encoder-decoder attention of a decoder in one layer (Zhang, Titov, Sennrich 2019, MAtt).
+    """Self-attention and encoder-decoder attention of a decoder in one layer (Zhang, Titov, Sennrich 2019, MAtt).
 
     Self-attention is replaced by the average of the rows up to each row, which shares the values' projection with
     encoder-decoder attention, and both share the output projection:
 
-    .. math:: \sum_h g_h \cdot \left( softmax(scale \cdot X W_Q^h (Y W_K^h)^T) Y W_V^h
-              + \bar X W_V^h \right) W_O^h + b_O, \quad \bar x_t = \frac{1}{t} \sum_{s \le t} x_s
+        out = sum_h g_h * (softmax(scale * X W_Q^h (Y W_K^h)^T) Y W_V^h + mean(X) W_V^h) W_O^h + b_O
+        mean(X)_t = (x_1 + ... + x_t) / t
 
     Call it as `layer(x, memory, key_padding_mask=...)`. A gate multiplies both parts of a head, so that a closed head
     can be pruned. The average is over real rows: those that the `query_mask` or `query_lengths` of `mask` hides are

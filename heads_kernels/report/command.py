@@ -15,8 +15,8 @@ from heads_kernels.report.panels import LEFT_OUT, measure
 
 DESCRIPTION = """\
 What the heads of a transformers model do on a text: which of them matter, what they attend to, how alike they are,
-how many dimensions they use, and how many can be closed. FILE is a page that needs no other file, written when all of
-it is there.
+how many dimensions they use, and how many can be closed. FILE is one self-contained page, which is written when it is
+complete.
 """
 
 
