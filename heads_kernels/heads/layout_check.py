@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from itertools import product
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -251,32 +252,38 @@ _SOURCES: Final = (
 
 def _inputs(trial: Any, layer: ProjectedLayer) -> Iterator[Mapping[str, Any]]:
     """Candidate arguments of a forward pass, from the names of its parameters; the first that run are used."""
-    T = _TOKENS
     arguments = stock_arguments(type(trial))
     names = list(arguments)
     needed = [n for n, each in arguments.items() if each.default is each.empty and each.kind < 2]
-    positions = (
-        list(_positions(trial, layer.head_dim)) if "position_embeddings" in names else [None]
-    )
-    for batch, turns, cross in product(((1,), ()), positions, (False, True)):
-        inputs: dict[str, Any] = dict.fromkeys(needed)
-        inputs[names[0]] = torch.randn(*batch, T, layer.query.inputs)
-        for name in _SOURCES:
-            width = (layer.value if name.startswith("value") else layer.key).inputs
-            if name in names and (name in needed or cross or width != layer.query.inputs):
-                inputs[name] = torch.randn(*batch, T, width)
-        if turns is not None:
-            inputs["position_embeddings"] = turns
-        if "position_ids" in needed:
-            inputs["position_ids"] = torch.arange(T)[None]
-        if "cu_seqlens" in needed:
-            inputs["cu_seqlens"] = torch.tensor([0, T], dtype=torch.int32)
-        yield inputs
+    for T in _lengths(trial):
+        positions = [None]
+        if "position_embeddings" in names:
+            positions = list(_positions(trial, layer.head_dim, T))
+        for batch, turns, cross in product(((1,), ()), positions, (False, True)):
+            inputs: dict[str, Any] = dict.fromkeys(needed)
+            inputs[names[0]] = torch.randn(*batch, T, layer.query.inputs)
+            for name in _SOURCES:
+                width = (layer.value if name.startswith("value") else layer.key).inputs
+                if name in names and (name in needed or cross or width != layer.query.inputs):
+                    inputs[name] = torch.randn(*batch, T, width)
+            if turns is not None:
+                inputs["position_embeddings"] = turns
+            if "position_ids" in needed:
+                inputs["position_ids"] = torch.arange(T)[None]
+            if "cu_seqlens" in needed:
+                inputs["cu_seqlens"] = torch.tensor([0, T], dtype=torch.int32)
+            yield inputs
 
 
-def _positions(trial: Any, D: int) -> Iterator[Any]:
+def _lengths(trial: nn.Module) -> Iterator[int]:
+    """Numbers of tokens; a bias for the pairs of a window needs all of its tokens."""
+    yield _TOKENS
+    sizes = (getattr(module, "window_size", None) for module in trial.modules())
+    yield from (prod(size) for size in sizes if isinstance(size, tuple))
+
+
+def _positions(trial: Any, D: int, T: int) -> Iterator[Any]:
     """Rotary positions as models pass them: cosine and sine of some features of a head, complex numbers, or none."""
-    T = _TOKENS
     widths = dict.fromkeys((D, getattr(trial, "rotary_ndims", D), D // 2, D // 4, D * 3 // 4))
     for shape in ((1, T), (T,)):
         yield from (tuple(torch.randn(2, *shape, width).unbind()) for width in widths)

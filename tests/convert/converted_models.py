@@ -26,8 +26,9 @@ _CONVERTED = {
 CONVERTIBLE = [name for name, layout in _CONVERTED.items() if not layout.rotary]
 #: Families whose queries and keys are rotated by halves.
 ROTARY = [name for name, layout in _CONVERTED.items() if layout.rotary]
-#: BEiT has no rotary positions; it is of a form that conversion is not tested with.
-TURNED = [name for name in WITH_HEADS if name not in (*_CONVERTED, "beit")]
+#: These have no rotary positions; they are of a form that conversion is not tested with.
+_OTHERS = ("beit", "layoutlmv3", "swin")
+TURNED = [name for name in WITH_HEADS if name not in (*_CONVERTED, *_OTHERS)]
 
 
 def torch_encoder(layers: int = 2, **options: Any) -> Any:

@@ -43,7 +43,7 @@ BIASES: list[tuple[str, dict[str, Any], bool]] = [
     ("beit", {OWN: True}, False),
     ("beit", {OWN: False, SHARED: True}, False),
     ("layoutlmv3", {f"has_{each}_attention_bias": False for each in ("relative", "spatial")}, True),
-    ("swin", {"window_size": 2}, False),
+    ("swin", {}, False),
     ("t5", {}, False),
 ]
 

@@ -66,7 +66,7 @@ POOLED = {
 #: Families whose stock maps are without the share of the sinks, which scale outputs instead.
 SINKS_APART = {"granite_swa", "granitemoe_swa"}
 #: Position biases of all heads, which transformers' own attention adds to those that are left.
-BIASED = {"beit", "mt5", "switch_transformers", "t5"}
+BIASED = {"beit", "layoutlmv3", "mt5", "swin", "switch_transformers", "t5"}
 
 
 class Family(NamedTuple):
