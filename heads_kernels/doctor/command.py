@@ -88,7 +88,7 @@ def _print_device(each: Examined) -> None:
     for name, verdict in each.verdicts.items():
         print(f"  {name:8} {verdict}")
     if each.speed:
-        print("  forward and backward, and how much faster than SDPA that is")
+        print("  time of forward and backward (speed relative to SDPA)")
     for row in each.speed:
         sdpa = row["seconds"]["sdpa"]
         times = [f"{n} {1e3 * s:.3g} ms ({sdpa / s:.2f}x)" for n, s in row["seconds"].items()]
