@@ -55,14 +55,14 @@ def ids(values: tuple[Any, ...]) -> str:
 def rows(
     cases: list[Case], dtypes: tuple[torch.dtype, ...], but: tuple[str, ...] = ()
 ) -> list[Any]:
-    """Case x dtype x backend, backends innermost: they share the oracle of `check`."""
+    """Case x dtype x backend, backends innermost: they share the oracle of `check`, which is eager in float64."""
     return [
         pytest.param(case, dtype, name, id=ids((case.operator, case, dtype, name)))
         for case in cases
         for dtype in dtypes
         if dtype in case.dtypes
         for name in NAMES
-        if name not in but
+        if name not in but and (name, dtype) != ("eager", torch.float64)
     ]
 
 
