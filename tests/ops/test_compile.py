@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import heads_kernels as hk
 from tests.ops.calls import (
     FUSED,
     NAMES,
+    OPERATORS,
     B,
     Dv,
     H,
@@ -75,9 +77,16 @@ def compiled_arguments(
 EAGER = ("gated_attention", "eager")
 
 
+#: Each case with one operator, and at a release with the other.
+DYNAMIC = [
+    pytest.param(*row, case, marks=[] if row[0] == operator else pytest.mark.release)
+    for case, operator in zip(COMPILED, itertools.cycle(OPERATORS), strict=False)
+    for row in FUSED
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", COMPILED)
-@pytest.mark.parametrize(("operator", "backend"), FUSED)
+@pytest.mark.parametrize(("operator", "backend", "case"), DYNAMIC)
 def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
     """One graph, without a break, serves every length: the second call does not compile again."""
     gate, options = COMPILED[case]
