@@ -1,7 +1,8 @@
 # `make` lists the targets: those with a ## comment.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-# nvcc takes minutes, and only `make check` looks at what it made: `make HEADS_KERNELS_CUDA=1 ...` has it in all others too.
+# nvcc takes minutes, and only tests/ops/test_cuda_build.py looks at what it made: `make HEADS_KERNELS_CUDA=1 ...` has it in
+# all others too.
 export HEADS_KERNELS_CUDA ?= 0
 # For one architecture; those of a wheel are in csrc/build.py.
 export HEADS_KERNELS_CUDA_ARCHITECTURES ?= sm_90
@@ -19,7 +20,7 @@ OTHER_TRITON ?= 3.9.0
 OLDEST_TRANSFORMERS := 5.23.0
 OF_TRANSFORMERS := $(addprefix tests/transformers/, test_families.py test_generation.py test_head_masks.py test_masks.py test_score_terms.py test_use.py)
 TINY := tests/ops/test_cases.py tests/ops/test_statistics.py
-PYTEST := $(PY) -m pytest -n 2 --dist worksteal
+PYTEST := $(PY) -m pytest -n 2 --dist worksteal $(if $(CI),--durations 10)
 CROSS := aarch64-linux-gnu-g++
 QEMU  := qemu-aarch64
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu')
@@ -35,14 +36,17 @@ help: ## this list
 
 test: .venv/stamp-test .venv/stamp-built ## every subsystem once, in minutes, on a machine without a GPU
 	$(PYTEST) -m "not check and not cuda and not triton"
-	TRITON_INTERPRET=1 $(PYTEST) $(TINY) -m "triton and tiny"
 	$(PY) setup.py -q emulator --dtype float --into build/emulator-float
-	HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-float $(PYTEST) $(TINY) -m "cuda and tiny"
+	TRITON_INTERPRET=1 $(PY) -m pytest --threads 1 $(TINY) -m "triton and tiny" & triton=$$!; \
+	HEADS_KERNELS_EMULATE_CUDA=1 HK_EMULATED=build/emulator-float \
+	$(PY) -m pytest --threads 1 $(TINY) -m "cuda and tiny"; cuda=$$?; wait $$triton && exit $$cuda
 
 check: test check-suite check-cuda check-triton check-releases ## the tests of CI
 
-check-suite: .venv/stamp-dev .venv/stamp-cuda ## what `make test` leaves out: what takes long, most families of models
-	$(PYTEST) -m "check and not release and not cuda and not triton"
+# Where there is nvcc, the CUDA kernels of one dtype: all of them at a release.
+check-suite: .venv/stamp-dev .venv/stamp-built ## what `make test` leaves out: what takes long, most families of models
+	HEADS_KERNELS_CUDA= $(PY) setup.py -q cuda --dtype bf16 --into build/cuda-bf16
+	HK_CUDA=build/cuda-bf16/_cuda.so $(PYTEST) -m "check and not release and not cuda and not triton"
 
 # The cases of bfloat16 in another order of threads than the rest.
 check-cuda: .venv/stamp-test .venv/stamp-emulator ## the CUDA kernels in an emulator
@@ -168,7 +172,7 @@ newest: .venv/stamp-built ## the tests of `make test` with the newest PyTorch, T
 	build/newest/bin/python -m pytest -n 2 --dist worksteal -m "not check and not cuda and not triton"
 
 clean: ## remove build outputs
-	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-cuda .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .cache
+	rm -rf build dist *.egg-info heads_kernels/*.so heads_kernels/build.json .venv/stamp-built .venv/stamp-emulator .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .cache
 
 # The last command of a recipe creates its stamp, so an interrupted install leaves none.
 .venv/stamp-base: constraints.txt
@@ -210,11 +214,6 @@ clean: ## remove build outputs
 
 .venv/stamp-built: .venv/stamp-test setup.py csrc/build.py $(CPP)
 	$(PY) setup.py -q build_ext --inplace
-	touch $@
-
-# The CUDA kernels where there is nvcc, in place.
-.venv/stamp-cuda: .venv/stamp-dev setup.py csrc/build.py $(CPP)
-	HEADS_KERNELS_CUDA= $(PY) setup.py -q build_ext --inplace
 	touch $@
 
 # The CUDA kernels for the emulator, in place.

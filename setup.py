@@ -157,6 +157,19 @@ class Emulator(Command):
         install(module, Path(self.into or PACKAGE, name))
 
 
+class Cuda(Emulator):
+    """`setup.py cuda --into FOLDER`: what nvcc makes of the CUDA kernels, for tests; nothing where there is none."""
+
+    description = "build the CUDA kernels in a folder, where there is nvcc"
+
+    def run(self) -> None:
+        nvcc, missing = build.find_nvcc()
+        if nvcc is None:
+            print(f"no CUDA kernels in {self.into}: {missing}", file=sys.stderr)
+        else:
+            build.cuda_module(Path(self.into), nvcc, self.dtype)
+
+
 class Hub(Command):
     """`setup.py hub`: the operators as a kernel for Hugging Face's Kernel Hub."""
 
@@ -190,6 +203,7 @@ setup(
         "build_ext": BuildModules,
         "selftest": SelfTest,
         "emulator": Emulator,
+        "cuda": Cuda,
         "hub": Hub,
     },
 )

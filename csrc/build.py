@@ -220,14 +220,23 @@ def cuda_kernels(compiler: list[str], checks: bool = False) -> list[Unit]:
     return [Unit(Path(source).stem, source, compiler) for source in sources]
 
 
-def cuda_module(folder: Path, nvcc: Path) -> Path:
-    """`heads_kernels._cuda`. HEADS_KERNELS_CUDA_CHECKS=1 adds the checks of the wrappers, for tests on a GPU."""
+def one_dtype(dtype: str) -> list[str]:
+    """The flag for CUDA kernels of this dtype alone (bf16, fp16 or float), for tests; none for all."""
+    return [f"-DHK_ONLY={dtype}"] if dtype else []
+
+
+def cuda_module(folder: Path, nvcc: Path, dtype: str = "") -> Path:
+    """`heads_kernels._cuda`. HEADS_KERNELS_CUDA_CHECKS=1 adds the checks of the wrappers, for tests on a GPU.
+
+    With `dtype` the kernels of this dtype alone.
+    """
     target = ["-ccbin", cxx()[0], f"-gencode=arch={PTX},code=[{','.join(architectures())}]"]
     compiler = [*cxx(), *COMMON, "-O2", *cxx_flags(), *python_includes()]
     checks = os.environ.get("HEADS_KERNELS_CUDA_CHECKS") == "1"
+    only = one_dtype(dtype)
     units = [
-        Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *CHECKS * checks]),
-        *cuda_kernels([str(nvcc), *NVCC, *target], checks=checks),
+        Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *only, *CHECKS * checks]),
+        *cuda_kernels([str(nvcc), *NVCC, *target, *only], checks=checks),
     ]
     return build(folder, "_cuda.so", units, [f"-L{runtime_of(nvcc)}", *LINK_CUDA])
 
@@ -245,8 +254,7 @@ def emulated_module(folder: Path, dtype: str = "") -> Path:
     With `dtype` those of this dtype alone.
     """
     compiler, units = emulator()
-    if dtype:
-        compiler = [*compiler, f"-DHK_ONLY={dtype}"]
+    compiler = [*compiler, *one_dtype(dtype)]
     bindings = Unit("bindings", "csrc/bindings/cuda.cpp", [*compiler, *CHECKS, *python_includes()])
     kernels = cuda_kernels([*compiler, "-x", "c++"], checks=True)
     return build(folder, "_cuda_emulated.so", [*units, bindings, *kernels], ["-shared"])

@@ -17,7 +17,7 @@ def ranks() -> Iterator[Callable[[int], Processes]]:
     made: dict[int, Processes] = {}
     yield lambda world: made.setdefault(world, Processes(world))
     for processes in made.values():
-        processes.close()
+        processes.end()
 
 
 @pytest.fixture

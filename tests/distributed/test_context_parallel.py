@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes
+from tests.support.processes import Processes, mesh_of
 
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 distributed = pytest.importorskip("heads_kernels.integrations.distributed")
@@ -69,7 +69,7 @@ def operands(operator: str, gate: str, Hk: int, length: int) -> dict[str, Tensor
 # ---------------------------------------------------------------------- in every rank
 def context_of(method: str = "all_gather", **options: Any) -> Any:
     """Of all processes."""
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of(torch.distributed.get_world_size())
     return distributed.ContextParallel(mesh, method, **options)
 
 
@@ -220,7 +220,7 @@ def check_death() -> None:
 
 def check_layers(shape: tuple[int, int], how: dict[str, Any], dropout: float) -> None:
     """Sequences and, of two processes each, heads are split: outputs, and gradients summed over sequences."""
-    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("tp", "cp"))
+    mesh = mesh_of(*shape, names=("tp", "cp"))
     results = []
     x = torch.randn(B, T, 16, dtype=torch.float64)
     for split in (False, True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes
+from tests.support.processes import Processes, mesh_of
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
@@ -62,9 +62,7 @@ def output(model: nn.Module, x: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- in every rank
 def check_training(shape: tuple[int, ...]) -> None:
     """Steps with both penalties, and `finish`: the gates and the weights are those of one process."""
-    mesh = torch.distributed.init_device_mesh(
-        "cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)]
-    )
+    mesh = mesh_of(*shape, names=("dp", "tp")[: len(shape)])
     plain, model = (made(lambda H: hk.nn.HardConcrete(H, log_alpha="voita")) for _ in range(2))
     if len(shape) == 2:
         sharded(model, mesh["tp"], "tensor parallel")
@@ -92,7 +90,7 @@ def check_training(shape: tuple[int, ...]) -> None:
 
 
 def check_pruning(how: str) -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     x = torch.randn(2, 5, E)
     plain = settled()
     expected = output(plain, x).detach()
@@ -107,7 +105,7 @@ def check_pruning(how: str) -> None:
 
 def check_checkpoint(folder: str) -> None:
     """Saved by two processes of FSDP, loaded by two of tensor parallelism."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     x = torch.randn(2, 5, E)
     model = settled()
     hk.heads.prune(model, hk.heads.closed(model))
@@ -128,7 +126,7 @@ def check_checkpoint(folder: str) -> None:
 
 
 def check_refusals() -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     model = sharded(made(), mesh, "FSDP")
     wide = nn.Sequential(hk.nn.GatedMultiheadAttention(E, H, head_dim=8), made()[1])
     hk.heads.gate(wide[:1], hk.nn.HardConcrete)

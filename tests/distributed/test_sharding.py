@@ -13,7 +13,7 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.testing import CASES, Inputs
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes, whole
+from tests.support.processes import Processes, mesh_of, whole
 
 tensor = pytest.importorskip("torch.distributed.tensor", reason="PyTorch without distributed")
 
@@ -50,9 +50,10 @@ def distributed(inputs: Inputs, mesh: Any, splits: str, plain: bool) -> dict[str
     return result
 
 
-def check_cases(operator: str, shape: tuple[int, ...], splits: str) -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", shape)
-    for number, case in enumerate(case for case in SMALL if case.operator == operator):
+def check_cases(operator: str, shape: tuple[int, ...], splits: str, third: int) -> None:
+    mesh = mesh_of(*shape)
+    numbered = list(enumerate(case for case in SMALL if case.operator == operator))
+    for number, case in numbered[third::3]:
         inputs = case.make(torch.float32)
         expected, gradients = inputs.backward()
         sharded = distributed(inputs, mesh, splits, plain=number % 2 == 0)
@@ -75,7 +76,7 @@ def operands(operator: str, B: int = 4, H: int = 4, Hk: int = 4) -> dict[str, Te
 
 
 def check_compiled(operator: str) -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     given = operands(operator)
     expected = getattr(hk, operator)(**given, gate=torch.ones(4))
     placements = {"value": tensor.Shard(1)}
@@ -99,7 +100,7 @@ def check_compiled(operator: str) -> None:
 
 def check_partial() -> None:
     """A sum that no process has yet is reduced."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     given = operands("gated_attention")
     split = {
         name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]) for name, t in given.items()
@@ -112,7 +113,7 @@ def check_partial() -> None:
 
 def check_call(call: Callable[..., Any], given: dict[str, Tensor], dim: int) -> None:
     """Results and gradients, of processes whose generators differ."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     results = []
     for split in (False, True):
         torch.manual_seed(7 + split * torch.distributed.get_rank())
@@ -144,7 +145,7 @@ def check_other_calls() -> None:
 
 def check_received() -> None:
     """Of query rows that processes share, each adds what its rows give; weights are split with them."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     torch.manual_seed(7)
     query, key = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 9, 8)
     weights = torch.rand(2, 1, 7)
@@ -158,11 +159,19 @@ def check_received() -> None:
 
 
 # ---------------------------------------------------------------------- tests
-@pytest.mark.parametrize("splits", ["B", "H", "T", "BH", "HB", "HH", "HT"])
+#: Each with every third case, and before a release with the others.
+SPLITS = [
+    pytest.param(splits, third, marks=[] if third == number % 3 else pytest.mark.release)
+    for number, splits in enumerate(("B", "H", "T", "BH", "HB", "HH", "HT"))
+    for third in range(3)
+]
+
+
+@pytest.mark.parametrize(("splits", "third"), SPLITS)
 @pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
-def test_cases(operator: str, splits: str, ranks: Callable[[int], Processes]) -> None:
+def test_cases(operator: str, splits: str, third: int, ranks: Callable[[int], Processes]) -> None:
     shape = (2,) * len(splits)
-    ranks(2 ** len(splits)).run(check_cases, operator, shape, splits)
+    ranks(2 ** len(splits)).run(check_cases, operator, shape, splits, third)
 
 
 @pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])

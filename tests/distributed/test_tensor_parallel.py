@@ -12,7 +12,7 @@ from torch import nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes, whole
+from tests.support.processes import Processes, mesh_of, whole
 
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 distributed = pytest.importorskip("heads_kernels.integrations.distributed")
@@ -35,7 +35,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 # ---------------------------------------------------------------------- in every rank
 def check_layer(name: str, gates: str | None) -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     plain = nn.Sequential(LAYERS[name]())
     if gates:
         hk.heads.gate(plain, lambda H: hk.nn.HardConcrete(H, per_sample=gates == "per sample"))
@@ -57,7 +57,7 @@ def check_layer(name: str, gates: str | None) -> None:
 
 
 def check_decoding(name: str) -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     layer = LAYERS[name]().eval()
     x = torch.randn(B, T, E)
     with torch.no_grad():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.support.processes import Processes
+from tests.support.processes import Processes, mesh_of
 
 debug = pytest.importorskip("torch.distributed.tensor.debug")
 fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -98,7 +98,7 @@ def received(do: Callable[[], object], W: int) -> int:
 
 def check_traffic() -> None:
     W = torch.distributed.get_world_size()
-    mesh = torch.distributed.init_device_mesh("cpu", (W,))
+    mesh = mesh_of(W)
     for how, numbers in NUMBERS.items():
         make = pass_of_call if "," in how else pass_of_layer
         assert received(make(how, mesh), W) == 4 * numbers * (W - 1) // W, how

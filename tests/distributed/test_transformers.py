@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes, whole
+from tests.support.processes import Processes, mesh_of, whole
 from tests.support.tiny_models import build, packed_layers, small, with_gradients
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -42,7 +42,7 @@ def set_gates(model: Any, gates: str) -> dict[str, Tensor]:
 
 
 def check(gates: str, order: str) -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     tokens = torch.arange(12).view(2, 6)
     results: list[dict[str, Tensor]] = []
     for parts in (False, True):
@@ -74,7 +74,7 @@ def test_gates(gates: str, order: str, ranks: Callable[[int], Processes]) -> Non
 
 
 def check_converted(family: str, gates: str) -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     results = []
     for parts in (False, True):
         model = small(family, "heads_kernels")
@@ -129,7 +129,7 @@ def inputs(padding: str, length: int = T) -> dict[str, Tensor]:
 
 
 def check_parts(family: str, padding: str, how: dict[str, Any], gates: bool, length: int) -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = mesh_of(torch.distributed.get_world_size())
     results: list[dict[str, Tensor]] = []
     whole = inputs(padding, length)
     real = whole.get("attention_mask", torch.ones(2, length))[..., None]
@@ -176,7 +176,7 @@ def test_parts_are_parts_of_the_whole(case: Any, ranks: Callable[[int], Processe
 
 
 def check_refusals() -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     use = hk.integrations.transformers.use
     split = distributed.context_parallel
     for model, words in (
@@ -190,7 +190,7 @@ def check_refusals() -> None:
             split(model, mesh)
         assert not any(getattr(each, "context", None) for each in model.modules())
     model = model_of("llama")
-    both = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "cp"))
+    both = mesh_of(1, 2, names=("tp", "cp"))
     with pytest.raises(ValueError, match="two dimensions"):
         split(model, both)
     split(model, mesh)
@@ -250,7 +250,7 @@ def test_data_parallel(name: str, checkpointing: bool, ranks: Callable[[int], Pr
 # ---------------------------------------------------------------------- sharded weights
 def check_sharded(family: str, first: str) -> None:
     """Attention modules are sharded by themselves, which changes their classes."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = mesh_of(2)
     use, release = hk.integrations.transformers.use, hk.integrations.transformers.release
     stock, model, plain = (small(family, "eager") for _ in range(3))
     tokens, mask = torch.arange(12).view(2, 6), torch.rand(stock.config.num_attention_heads)

@@ -36,7 +36,11 @@ NAMES = [row.name for row in BACKENDS]
 #: Every (operator, backend) of them: their results have a gradient.
 DIFFERENTIABLE = [(operator, name) for operator in OPERATORS for name in NAMES]
 
-#: The same and statistics of rows.
+#: Those with a fused kernel. A graph of PyTorch holds an op, whatever backend that names, so that eager is compiled and
+#: exported with one operator.
+FUSED = [row for row in DIFFERENTIABLE if row[1] != "eager"]
+
+#: All of them, and statistics of rows.
 EVERY = [*DIFFERENTIABLE, *(("attention_statistics", name) for name in NAMES)]
 
 

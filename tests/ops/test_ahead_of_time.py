@@ -20,8 +20,6 @@ if TRITON_INTERPRETED:
 from benchmarks.static import ahead_of_time  # noqa: E402 (needs triton)
 from heads_kernels.ops.triton.specialized import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
 
-pytestmark = pytest.mark.check
-
 PINNED = triton.__version__.startswith(ahead_of_time.RELEASE)
 
 
@@ -65,6 +63,7 @@ if PINNED:
     ]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("target", "works", "dtype"),
     [*COMPILED, *(pytest.param(*each, marks=pytest.mark.release) for each in RELEASED)],
@@ -95,6 +94,7 @@ OTHERS_IN_GLUON += works("softcap, sinks, Ds 256", "gate of rows, sinks, Ds 256"
 OTHERS_IN_GLUON += works("holes, gate of elements, Ds 256", "dense mask, Ds 256")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "works", [IN_GLUON, pytest.param(OTHERS_IN_GLUON, marks=pytest.mark.release)]
 )

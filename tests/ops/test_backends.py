@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import runpy
 import sys
 import types
 import warnings
@@ -19,7 +20,6 @@ from heads_kernels import backends, dispatch
 from heads_kernels.call import Call
 from heads_kernels.ops import buffers
 from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, parsed, tensors
-from tests.support.commands import python
 
 Unsupported = Callable[[Call], list[str]]
 
@@ -279,24 +279,28 @@ def test_names_that_are_not_those_of_backends(value: str) -> None:
         dispatch._read(value)
 
 
-def test_the_variable_is_read_at_import() -> None:
-    """Compiled calls take the order as a constant."""
-    code = """
-import torch
-import heads_kernels as hk
+def test_the_variable_is_read_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.VARIABLE, "eager,cuda")
+    named = runpy.run_path(dispatch.__file__)["_NAMED"]
+    assert [row.name for row in named] == ["eager", "cuda"]
+    monkeypatch.setenv(dispatch.VARIABLE, "tritn")
+    with pytest.raises(ValueError, match=f"{dispatch.VARIABLE} is 'tritn'"):
+        runpy.run_path(dispatch.__file__)
 
-def run(x):
-    out = hk.gated_attention(x, 2 * x, x - 1) + hk.gated_attention(x, 2 * x, x - 1, backend="cpu")
-    return out.sum() + hk.attention_statistics(x, 2 * x)[0].sum()
 
-x = torch.randn(1, 2, 3, 4, requires_grad=True)
-torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
-print(hk.explain("gated_attention", x, x, x))
-"""
-    run = python("-c", code, **{dispatch.VARIABLE: "eager,cuda"})
-    assert "runs on 'eager'" in run.stdout
-    run = python("-c", code, status=1, **{dispatch.VARIABLE: "tritn"})
-    assert "ValueError: HEADS_KERNELS_" in run.stderr
+def test_compiled_calls_take_the_order_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("eager,cuda"))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        operands = x, 2 * x, x - 1
+        out = hk.gated_attention(*operands) + hk.gated_attention(*operands, backend="cpu")
+        return out.sum() + hk.attention_statistics(x, 2 * x)[0].sum()
+
+    x = torch.randn(1, 2, 3, 4, requires_grad=True)
+    assert hk.explain("gated_attention", x, x, x).backend == "eager"
+    torch.compiler.reset()
+    torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("ask", ["_unsupported_by_cuda", "_unsupported_by_triton"])

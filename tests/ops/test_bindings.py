@@ -20,8 +20,6 @@ try:
 except ImportError:  # python setup.py emulator
     cuda = None
 
-pytestmark = pytest.mark.check
-
 Hk = 2
 HERE = (0, 0)
 needs_emulator = pytest.mark.skipif(cuda is None, reason="python setup.py emulator")
@@ -207,8 +205,11 @@ CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
     ),
     cells: ("dense_mask", "dense_cells"),
 }  # fmt: skip
-if cuda is not None:
-    PASSES |= CUDA_PASSES
+RUNS = [
+    *PASSES,
+    *(pytest.param(run, marks=[pytest.mark.check, needs_emulator]) for run in CUDA_PASSES),
+]
+PASSES |= CUDA_PASSES
 
 #: What may be absent.
 OPTIONAL = {
@@ -275,7 +276,7 @@ def is_served(run: Pass, name: str, how: str) -> bool:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("run", PASSES, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_every_tensor_of_a_pass(run: Pass, shared: bool) -> None:
     """A valid call runs; one tensor spoiled, it is served or refused by name."""
     good = made(run, shared)
@@ -353,6 +354,7 @@ def test_rows_that_are_not_contiguous() -> None:
             run(spoiled)
 
 
+@pytest.mark.check
 @needs_emulator
 @pytest.mark.parametrize("shared", [False, True])
 def test_parts_of_split_keys(shared: bool) -> None:
@@ -375,6 +377,7 @@ def test_parts_of_split_keys(shared: bool) -> None:
             run(c, **{name: wrong})
 
 
+@pytest.mark.check
 @needs_emulator
 def test_parts_are_as_many_as_splits_and_float() -> None:
     for wrong in (rows(B, Hk, S, D), empty(2 * B, Hk, S, D)):
@@ -386,6 +389,7 @@ def test_parts_are_as_many_as_splits_and_float() -> None:
         queries({**call(shared=True), "dmixing": rows(B, 2, H, D)})
 
 
+@pytest.mark.check
 @needs_emulator
 def test_tiles_of_a_kernel_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="no kernel"):

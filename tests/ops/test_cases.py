@@ -38,14 +38,18 @@ from tests.support.plain import plain
 EAGER_PART = 0.4
 
 QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
-#: Of 32 heads 8, in groups of as many: heads are computed alike.
-SLOW = [
-    replace(case, H=8, Hk=2)
-    if isinstance(case, GatedCase) and (case.H, case.Hk) == (32, 8)
-    else case
-    for case in CASES
-    if "model" in case.tags and "long" not in case.tags
-]
+
+
+def of_a_model(case: Case) -> Case:
+    """Heads and sequences are computed alike: of 32 heads 8, in groups of as many; of two long sequences one."""
+    if isinstance(case, GatedCase) and (case.H, case.Hk) == (32, 8):
+        return replace(case, H=8, Hk=2)
+    if (case.B, case.T) == (2, 512) and case.mask is None:
+        return replace(case, B=1)
+    return case
+
+
+SLOW = [of_a_model(case) for case in CASES if "model" in case.tags and "long" not in case.tags]
 
 
 def ids(values: tuple[Any, ...]) -> str:
@@ -55,14 +59,14 @@ def ids(values: tuple[Any, ...]) -> str:
 def rows(
     cases: list[Case], dtypes: tuple[torch.dtype, ...], but: tuple[str, ...] = ()
 ) -> list[Any]:
-    """Case x dtype x backend, backends innermost: they share the oracle of `check`."""
+    """Case x dtype x backend, backends innermost: they share the oracle of `check`, which is eager in float64."""
     return [
         pytest.param(case, dtype, name, id=ids((case.operator, case, dtype, name)))
         for case in cases
         for dtype in dtypes
         if dtype in case.dtypes
         for name in NAMES
-        if name not in but
+        if name not in but and (name, dtype) != ("eager", torch.float64)
     ]
 
 

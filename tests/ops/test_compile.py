@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 
 import heads_kernels as hk
 from tests.ops.calls import (
-    DIFFERENTIABLE,
+    FUSED,
     NAMES,
+    OPERATORS,
     B,
     Dv,
     H,
@@ -72,13 +74,19 @@ def compiled_arguments(
     return arguments
 
 
-#: A graph holds the op, whatever backend it names: `eager` is compiled with masks and exported, and not in every case.
-FUSED = [(operator, backend) for operator, backend in DIFFERENTIABLE if backend != "eager"]
+EAGER = ("gated_attention", "eager")
+
+
+#: Each case with one operator, and at a release with the other.
+DYNAMIC = [
+    pytest.param(*row, case, marks=[] if row[0] == operator else pytest.mark.release)
+    for case, operator in zip(COMPILED, itertools.cycle(OPERATORS), strict=False)
+    for row in FUSED
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", COMPILED)
-@pytest.mark.parametrize(("operator", "backend"), FUSED)
+@pytest.mark.parametrize(("operator", "backend", "case"), DYNAMIC)
 def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
     """One graph, without a break, serves every length: the second call does not compile again."""
     gate, options = COMPILED[case]
@@ -96,7 +104,7 @@ def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
             compare_compiled(run, compiled, values)
 
 
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@pytest.mark.parametrize(("operator", "backend"), [*FUSED, EAGER])
 def test_compile_masks(operator: str, backend: str) -> None:
     """A mask made of tensors of the batch, in the graph: other lengths do not compile again."""
     torch.compiler.reset()
@@ -142,10 +150,12 @@ def test_compile_with_what_was_made_outside(name: str) -> None:
     assert_alike(compiled(*values, made), run(*values, made))
 
 
-def test_compile_before_any_call() -> None:
-    """The first call of a process is compiled: nothing on its way is made lazily in a way that is not traced."""
+def test_first_calls_of_a_process() -> None:
+    """They are compiled: nothing on their way is made lazily in a way that is not traced. Then they are counted, by a
+    counter that was imported before the package."""
     code = """
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 import heads_kernels as hk
 
 def both(x):
@@ -163,6 +173,16 @@ collaborative = hk.nn.CollaborativeMultiheadAttention(8, 2, shared_dim=8)
 for run, shape in ((both, (2, 2, 5, 8)), (layers, (2, 5, 8))):
     x = torch.randn(shape, requires_grad=True)
     torch.compile(run, fullgraph=True, backend="aot_eager")(x).backward()
+
+x = torch.ones(1, 2, 4, 8)
+for call, operands in (
+    (hk.gated_attention, (x, x, x)),
+    (hk.collaborative_attention, (x[:, 0], x[:, 0], x, x[0, :, 0])),
+    (hk.attention_statistics, (x, x)),
+):
+    with FlopCounterMode(display=False) as counter:
+        call(*operands)
+    assert counter.get_total_flops() > 0, call
 """
     python("-c", code)
 
@@ -189,7 +209,7 @@ def test_compile_inductor(operator: str, backend: str, dynamic: bool) -> None:
         compare_compiled(run, compiled, [weight, *values])
 
 
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@pytest.mark.parametrize(("operator", "backend"), [*FUSED, EAGER])
 def test_export(operator: str, backend: str) -> None:
     """An exported program holds the op itself, and serves other lengths and masks."""
     names = list(tensors(operator))

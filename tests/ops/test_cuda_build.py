@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 from pathlib import Path
 
@@ -26,13 +27,30 @@ pytestmark = pytest.mark.check
 
 # ---------------------------------------------------------------------- resources
 @pytest.fixture(scope="module")
-def kernels() -> list[Kernel]:
-    path, tool = cuda_resources.module(), cuda_resources.cuobjdump()
-    if path is None:
-        pytest.skip(f"heads_kernels._cuda is not built: {hk.build_info().get('cuda')}")
+def module() -> Path:
+    """The file that HK_CUDA names, which may have the kernels of one dtype; else the extension of the package."""
+    named = os.environ.get("HK_CUDA")
+    path = Path(named) if named else cuda_resources.module()
+    if path is None or not path.is_file():
+        pytest.skip(f"no CUDA kernels were built: {build.find_nvcc()[1]}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def kernels(module: Path) -> list[Kernel]:
+    tool = cuda_resources.cuobjdump()
     if tool is None:
         pytest.skip("no cuobjdump: pip install triton")
-    return cuda_resources.read(path, tool)
+    return cuda_resources.read(module, tool)
+
+
+def test_it_is_imported_without_a_driver(module: Path) -> None:
+    spec = importlib.util.spec_from_file_location("heads_kernels._cuda", module)
+    assert spec is not None
+    assert spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    assert extension.unsupported_device(999)
 
 
 def test_every_kernel_keeps_to_its_bounds(kernels: list[Kernel]) -> None:
@@ -44,7 +62,8 @@ def test_every_part_has_every_kernel(kernels: list[Kernel]) -> None:
     by_part: dict[str, set[tuple[object, ...]]] = {}
     for kernel in kernels:
         by_part.setdefault(kernel.part, set()).add((kernel.name, kernel.dtype, kernel.numbers))
-    stated = hk.build_info()["cuda"]["architectures"]
+    in_place = "HK_CUDA" not in os.environ
+    stated = hk.build_info()["cuda"]["architectures"] if in_place else build.architectures()
     assert sorted(by_part) == sorted(part for part in stated if part.startswith("sm_"))
     assert len(set(map(frozenset, by_part.values()))) == 1
     assert {name for name, _, _ in next(iter(by_part.values()))} == {

@@ -12,7 +12,6 @@ import heads_kernels as hk
 from heads_kernels.call import Call, backward_flops, forward_flops
 from heads_kernels.testing import CASES, Case, Inputs, find
 from tests.ops.calls import DIFFERENTIABLE, call, parsed
-from tests.support.commands import python
 from tests.support.plain import plain
 
 QUICK = [case for case in CASES if "model" not in case.tags]
@@ -62,29 +61,17 @@ def test_the_ops_are_counted(operator: str, backend: str) -> None:
     assert both - forward == problem.flops(backward=True, dense=True)
 
 
-COUNT = """
-q = torch.ones(1, 2, 4, 8)
-with FlopCounterMode(display=False) as counter:
-    hk.gated_attention(q, q, q)
-    hk.collaborative_attention(q[:, 0], q[:, 0], q, torch.ones(2, 8))
-    hk.attention_statistics(q, q)
-print(counter.get_total_flops())
-"""
+def test_every_operator_is_counted() -> None:
+    """In processes that import the counter before the package too: tests/ops/test_compile.py."""
+    query = torch.ones(1, 2, 4, 8)
 
+    def run() -> None:
+        hk.gated_attention(query, query, query)
+        hk.collaborative_attention(query[:, 0], query[:, 0], query, torch.ones(2, 8))
+        hk.attention_statistics(query, query)
 
-@pytest.mark.parametrize("counter_first", [False, True])
-def test_the_counter_may_be_imported_first_or_last(
-    counter_first: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Last here, where the package is imported by conftest.py."""
     pairs = 2 * 4 * 4
-    if counter_first:
-        imports = "import torch; from torch.utils.flop_counter import FlopCounterMode; "
-        printed = python("-c", f"{imports}import heads_kernels as hk\n{COUNT}").stdout
-    else:
-        exec(COUNT, {"torch": torch, "hk": hk, "FlopCounterMode": FlopCounterMode})
-        printed = capsys.readouterr().out
-    assert int(printed) == 2 * forward_flops(pairs, 8, 8) + forward_flops(pairs, 8, 0)
+    assert counted(run) == 2 * forward_flops(pairs, 8, 8) + forward_flops(pairs, 8, 0)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -26,8 +27,6 @@ from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, masks
 from tests.support.gluon_emulator import Pointer, emulated, rounded
 from tests.support.gluon_machine import ORDERS, Fault, Machine
-
-pytestmark = pytest.mark.check
 
 #: One program with four full tiles of keys and three partial ones, and two places for tiles.
 FORWARD = GatedCase("lower_right", 1, 1, 65, 400, D=64, Dv=64, mask=masks.lower_right, gate="H")
@@ -291,19 +290,15 @@ OF_BACKWARD: Faults = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    ("of", "changes", "words"),
-    [
-        pytest.param(of, *row, id=f"{of}: {fault}")
-        for of, faults in (
-            ("forward", OF_FORWARD),
-            ("collaborative", OF_COLLABORATIVE),
-            ("backward", OF_BACKWARD),
-        )
-        for fault, row in faults.items()
-    ],
-)
+#: `make test` runs the first fault of each kernel in one order.
+FAULTS = [
+    pytest.param(of, *row, order, id=f"{of}: {fault}-{order}", marks=pytest.mark.check if more else ())
+    for of, faults in (("forward", OF_FORWARD), ("collaborative", OF_COLLABORATIVE), ("backward", OF_BACKWARD))
+    for more, (order, (fault, row)) in enumerate(itertools.product(ORDERS, faults.items()))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("of", "changes", "words", "order"), FAULTS)
 def test_faults_are_found(
     of: str, changes: tuple[tuple[str, str], ...], words: str, order: str, tmp_path: Path
 ) -> None:
@@ -313,9 +308,14 @@ def test_faults_are_found(
 
 
 @pytest.mark.parametrize(
-    ("run", "key_stages"), [(run_forward, 2), (run_collaborative, 2), (run_collaborative, 3)]
+    ("run", "key_stages"),
+    [
+        (run_forward, 2),
+        (run_collaborative, 3),
+        pytest.param(run_collaborative, 2, marks=pytest.mark.check),
+    ],
 )
-@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize("poisoned", [True, pytest.param(False, marks=pytest.mark.check)])
 def test_the_forward_kernel_has_none(poisoned: bool, run: Any, key_stages: int) -> None:
     """And the order of its partitions changes no bit."""
     first, *others = (
@@ -338,6 +338,7 @@ def test_the_backward_kernel_has_none() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.check
 def test_values_that_hidden_keys_have_matter_without_inspection(tmp_path: Path) -> None:
     """That is why there is an inspector: rows that do not see the last key are NaN then."""
     _, modules = OF_PASS["forward"]

@@ -12,13 +12,13 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.call import OPERANDS
 from heads_kernels.ops.attention import attention_op, backward_op
-from tests.ops.calls import DIFFERENTIABLE, OPERATORS, call, parsed, serve, tensors
+from tests.ops.calls import DIFFERENTIABLE, FUSED, OPERATORS, call, parsed, serve, tensors
 from tests.support.alike import assert_alike
 
 B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
 
 
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@pytest.mark.parametrize(("operator", "backend"), FUSED)
 def test_in_torch(operator: str, backend: str) -> None:
     """The backward op with a gradient of lse under opcheck, and both passes in one graph of torch.compile."""
     arguments = tensors(operator, dtype=torch.float32, grad=True)

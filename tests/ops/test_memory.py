@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from benchmarks.peak import peak_memory
-from tests.ops.calls import DIFFERENTIABLE, NAMES, call, run, tensors, with_offsets
+from tests.ops.calls import FUSED, NAMES, call, run, tensors, with_offsets
 
 pytestmark = pytest.mark.slow
 
 T = 4096
 MATRIX = 4 * T * T  # bytes of one head's scores in float32: 64 MiB
-FUSED = [row for row in DIFFERENTIABLE if row[1] != "eager"]
 
 
 @pytest.mark.parametrize("offsets", [False, True])

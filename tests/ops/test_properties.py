@@ -19,7 +19,7 @@ from heads_kernels.dispatch import choose
 from heads_kernels.mask import as_mask
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, compare, reference
 from heads_kernels.testing.masks import MaskBuilder, Sizes, padded
-from tests.ops.calls import DIFFERENTIABLE, OPERATORS
+from tests.ops.calls import DIFFERENTIABLE, OPERATORS, threads
 from tests.support.alike import assert_alike
 
 LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 96, 130]))
@@ -183,17 +183,18 @@ def test_few_rows_are_accurate(
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_few_rows_with_tokens_first(operator: str, dtype: torch.dtype) -> None:
     """A cache whose heads are next to each other, some of them closed; a task reads several of its heads."""
-    sizes: Any = (4, 10, 3, 900)
+    sizes: Any = (2, 10, 3, 600)
     options: Any = {
         "Dv": 256,
         "gate": "H",
         "closed": 0.3,
-        "mask": padded(900, 255, 513, 1, queries=False),
+        "mask": padded(600, 255, queries=False),
     }
     case: Case = GatedCase("cache", *sizes, D=256, Hk=5, layout="transposed", **options)
     if operator == "collaborative_attention":
         case = CollaborativeCase("cache", *sizes, Ds=96, layout="transposed", **options)
-    report = compare(reference(case.make(dtype), backward=False), "cpu")
+    with threads(1):  # several have a head each
+        report = compare(reference(case.make(dtype), backward=False), "cpu")
     assert report.ok, str(report)
 
 

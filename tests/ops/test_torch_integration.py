@@ -13,6 +13,7 @@ from heads_kernels.ops.philox import seed_of
 from heads_kernels.ops.statistics import statistics_op
 from tests.ops.calls import (
     DIFFERENTIABLE,
+    FUSED,
     NAMES,
     OPERATORS,
     B,
@@ -196,9 +197,7 @@ def test_meta_tensors_give_shapes(operator: str) -> None:
     assert hk.explain(operator, **arguments).backend == "eager"
 
 
-@pytest.mark.parametrize(
-    ("operator", "backend"), [row for row in DIFFERENTIABLE if row[1] != "eager"]
-)
+@pytest.mark.parametrize(("operator", "backend"), FUSED)
 def test_derivatives_that_are_not_there_are_refused(operator: str, backend: str) -> None:
     arguments = tensors(operator, dtype=torch.float32)
     serve(operator, backend, **arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import multiprocessing
 import os
 import sys
@@ -15,11 +16,17 @@ from typing import Any
 import torch
 from torch import distributed
 
-#: Imported once, by the server that ranks are forked from.
+#: Imported once, by the server that ranks are forked from, where it is installed.
 _PRELOADED = [
+    "pytest",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
+    "functorch.compile",
     "heads_kernels.testing",
+    "heads_kernels.integrations.distributed",
+    "heads_kernels.integrations.transformers",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
 ]
 
 
@@ -53,6 +60,12 @@ class Processes:
             self.close()
             raise TimeoutError(f"{len(waiting)} ranks did not end in {limit} s")
 
+    def end(self) -> None:
+        """As `close`, of ranks that wait for the next test: their groups, and the threads of gloo, end before them."""
+        if self._ranks:
+            self.run(distributed.destroy_process_group)
+        self.close()
+
     def close(self) -> None:
         for rank in self._ranks:
             for process in rank._processes.values():
@@ -70,6 +83,12 @@ class Processes:
             ProcessPoolExecutor(1, context, _join, (rank, self.world, store))
             for rank in range(self.world)
         ]
+
+
+@functools.cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    """A mesh of all ranks, called in each of them: one for every shape, whose groups all tests share."""
+    return distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def whole(tensor: Any) -> Any:
