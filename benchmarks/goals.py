@@ -208,7 +208,8 @@ def outcomes(speed: list[dict[str, Any]], parts: dict[str, list[dict[str, Any]]]
             got = row["times_stock"]
             found.append(Outcome(f"MiniLM unpadded, {row['batch']}, {row['use']}", "stock SDPA",
                 f"{least:.2f}x", f"{got:.2f}x", got >= least))  # fmt: skip
-    ours = [row["us"] for row in parts.get("overhead", []) if "_attention" in row["call"]]
+    calls = {row["call"]: row["us"] for row in parts.get("overhead", [])}
+    ours = [us for call, us in calls.items() if "_attention" in call and "gradients" not in call]
     if ours and not any(row["threads"] is None for row in speed):  # goals of a CPU
         us = max(ours)
         found.append(Outcome("overhead of a forward call, the slowest of ours", "",

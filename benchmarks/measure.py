@@ -132,7 +132,7 @@ def explain(inputs: Inputs) -> hk.Choice:
 
 
 def overhead(settings: Settings) -> Iterator[Found]:
-    """Microseconds of a call without gradients on tensors that are too small to matter, B1 H2 T4 D8."""
+    """Microseconds of a call on tensors that are too small to matter, B1 H2 T4 D8, and of a call and its gradients."""
     place = settings.place
     query, key, value = torch.randn(3, 1, 2, 4, 8, device=place)
     shared_query, shared_key = torch.randn(2, 1, 4, 8, device=place)
@@ -140,6 +140,12 @@ def overhead(settings: Settings) -> Iterator[Found]:
     real = torch.arange(4, device=place)[None] < 3
     mask = hk.Mask(key_mask=real)
     sdpa = torch.nn.functional.scaled_dot_product_attention
+    trained = tuple(each.clone().requires_grad_() for each in (query, key, value))
+    dout = torch.randn_like(query)
+
+    def with_gradients(attend: Callable[..., torch.Tensor], **mask: Any) -> Call:
+        return lambda: torch.autograd.grad(attend(*trained, **mask), trained, dout)
+
     calls: dict[str, Call] = {
         "gated_attention": lambda: hk.gated_attention(query, key, value),
         "gated_attention with a gate": lambda: hk.gated_attention(query, key, value, gate=gate),
@@ -153,10 +159,16 @@ def overhead(settings: Settings) -> Iterator[Found]:
         "eager times gate": lambda: (
             (query @ key.mT * 8**-0.5).softmax(-1) @ value * gate[:, None, None]
         ),
+        "gated_attention and gradients": with_gradients(hk.gated_attention),
+        "gated_attention with a kept Mask and gradients": with_gradients(
+            hk.gated_attention, attn_mask=mask
+        ),
+        "SDPA and gradients": with_gradients(sdpa),
+        "SDPA with a mask and gradients": with_gradients(sdpa, attn_mask=real[:, None, None]),
     }
     budget = settings.effort().budget_s
     times = time_in_turn(calls, device=place, budget_s=budget, least=20, warmup=20)
-    found = Found("overhead", "Overhead of a call without gradients",
+    found = Found("overhead", "Overhead of a call",
         {"B1 H2 T4 D8": "{call}", "microseconds": "{us:.1f}"})  # fmt: skip
     found.rows = [{"call": name, "us": timing.median * 1e6} for name, timing in times.items()]
     yield found

@@ -190,7 +190,7 @@ def check_value_heads(value: Tensor, H: int, S: int) -> int:
 def check_sizes(B: int, H: int, T: int, S: int) -> None:
     """Rows, keys, heads and batches fit int32, which the kernels use for them."""
     are_int = type(T) is type(S) is type(H) is type(B) is int
-    if are_int and max(T, S) <= MAX_LENGTH and max(H, B) <= _MAX_COUNT:
+    if are_int and T <= MAX_LENGTH and S <= MAX_LENGTH and H <= _MAX_COUNT and B <= _MAX_COUNT:
         return
     for name, letter, size in zip(
         ("query", "key", "query", "query"), "TSHB", (T, S, H, B), strict=True
@@ -238,6 +238,8 @@ def check_gate(
 
 
 def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
+    if type(dropout_p) is float and 0.0 <= dropout_p < 1.0:  # as nearly always
+        return dropout_p
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         was = f"is a {type(dropout_p).__name__}"
         refuse(argument, was, "pass a float: a probability in [0, 1)", TypeError)

@@ -19,6 +19,8 @@ from torch import Tensor
 #: Most tensors that are kept, of lists of lengths and of distances for different S. Heuristic.
 _TENSORS: Final = 64
 
+CPU: Final = torch.device("cpu")
+
 
 def traced() -> bool:
     """Whether this code is being compiled or transformed."""
@@ -37,19 +39,19 @@ def readable(tensor: Tensor) -> bool:
 
 def capturing(device: torch.device) -> bool:
     """Whether what runs on `device` now becomes part of a CUDA graph."""
+    if device == CPU:  # the type takes longer
+        return False
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
-    """A state that is equal in two calls only if `tensors` hold the same values; None if that cannot be known.
+    """What `is_unchanged` needs to know later whether `tensors` hold the same values; None if that cannot be known.
 
-    Call it only if `is_watched` is False. On the CPU the state is the bytes of the tensors. On a GPU, where reading
-    them would synchronise, it is their addresses and PyTorch's counts of writes to them.
+    Call it only if `is_watched` is False. On the CPU the state is copies of the tensors. On a GPU, where comparing them
+    would synchronise, it is their addresses and PyTorch's counts of writes to them.
     """
-    if device.type == "cpu":
-        if not all(type(t) is Tensor and t.is_cpu for t in tensors):
-            return None
-        return [(t.dtype, t.shape, t.numpy().tobytes()) for t in tensors]
+    if device == CPU:
+        return [t.clone() for t in tensors] if all(map(_is_plain_on_cpu, tensors)) else None
     if not _keeps(device) or not all(
         type(t) is Tensor and t.device.type == device.type for t in tensors
     ):
@@ -58,6 +60,20 @@ def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
         return None
     written = [(t.dtype, t.shape, t.stride(), t.data_ptr(), t._version) for t in tensors]
     return _stream(device), written
+
+
+def is_unchanged(tensors: Iterable[Tensor], state: Any, device: torch.device) -> bool:
+    """Whether `tensors` hold the same values as when `state_of` returned `state`, which is not None."""
+    if device != CPU:
+        return bool(state == state_of(tensors, device))
+    return all(
+        _is_plain_on_cpu(t) and t.dtype == copy.dtype and torch.equal(t, copy)
+        for t, copy in zip(tensors, state, strict=True)
+    )
+
+
+def _is_plain_on_cpu(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.is_cpu
 
 
 def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:

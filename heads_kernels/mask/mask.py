@@ -21,7 +21,7 @@ from heads_kernels.mask.arguments import (
     parse_windows,
 )
 from heads_kernels.mask.intervals import Device, Intervals, device_of
-from heads_kernels.mask.kept import capturing, is_watched, readable, state_of
+from heads_kernels.mask.kept import CPU, capturing, is_unchanged, is_watched, readable, state_of
 from heads_kernels.mask.terms import (
     Alignment,
     Bounds,
@@ -79,7 +79,7 @@ class Mask:
 
     _terms: tuple[Term, ...]
     _tensors: tuple[Tensor, ...]  # of the terms
-    _last: tuple[object, Intervals] | None = None  # the last (call, its intervals)
+    _last: tuple[object, object, Intervals] | None = None  # the last (call, state, its intervals)
     _is_snapshot: bool = False  # whether its tensors are copies that nothing writes to
 
     def __init__(
@@ -192,25 +192,30 @@ class Mask:
     def intervals(self, B: int, H: int, T: int, S: int, device: Device | None = None) -> Intervals:
         """The `Intervals` of the mask for a call of these sizes on `device` (default: the device of its tensors).
 
-        The last result is cached and reused while the tensors hold the same values (`kept.state_of`), so that the
+        The last result is cached and reused while the tensors hold the same values (`kept.is_unchanged`), so that the
         layers of a model share it.
         """
-        device = device_of(self._tensors) if device is None else torch.device(device)
+        if not isinstance(device, torch.device):
+            device = device_of(self._tensors) if device is None else torch.device(device)
         if is_watched():
             return self.compute_intervals(B, H, T, S, device)
-        on_cpu = device.type == "cpu"
-        state = () if on_cpu and self._is_snapshot else state_of(self._tensors, device)
-        if state is None:
-            return self.compute_intervals(B, H, T, S, device)
         # A tensor made in inference mode cannot be saved for a backward pass.
-        call = B, H, T, S, device, torch.is_inference_mode_enabled(), state
+        call = B, H, T, S, device, torch.is_inference_mode_enabled()
+        never_changes = self._is_snapshot and device == CPU
         last = self._last  # read once: another thread may replace it
-        if not on_cpu and capturing(device):
-            last = _CAPTURED
-        elif last is not None and last[0] == call:
-            return last[1]
+        if last is not None and last[0] == call:
+            _, state, intervals = last
+            same = never_changes or is_unchanged(self._tensors, state, device)
+            if same and not capturing(device):
+                return intervals
+        state = () if never_changes else state_of(self._tensors, device)
         intervals = self.compute_intervals(B, H, T, S, device)
-        self._last = last if last is _CAPTURED else (call, intervals)
+        if state is None:
+            return intervals
+        if capturing(device):
+            self._last = _CAPTURED
+        elif last is not _CAPTURED:
+            self._last = call, state, intervals
         return intervals
 
     def rows(self, positions: Tensor, B: int, H: int, T: int, S: int) -> Mask:
@@ -263,7 +268,7 @@ class Mask:
 
 #: Replaces the cached intervals once a CUDA graph was captured with the mask: PyTorch does not count what replays
 #: write to its tensors.
-_CAPTURED: Final = (None, Intervals())
+_CAPTURED: Final = (None, None, Intervals())
 
 
 def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -> Mask:

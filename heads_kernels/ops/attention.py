@@ -249,13 +249,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> Any:
         attended, lse, *tensors = ctx.saved_tensors
-        call = Call(*tensors, *ctx.constants)
+        call = Call._make((*tensors, *ctx.constants))
         operands = call.operands
         of_given = iter(ctx.needs_input_grad[1:])
         needs = [operand is not None and next(of_given) for operand in operands]
         if torch.is_grad_enabled() and ctx.backend == "eager":  # create_graph=True
             return None, *_gradients_of_formula(call, needs, dout, dlse)
-        saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
+        saved = dout, attended, lse, None if dlse is None else dlse.contiguous()
         sums = direct.backward(call, saved, needs) if ctx.backend == "cpu" else None
         if sums is None:
             sums = backward_op(*saved, *call, needs, ctx.backend)

@@ -111,7 +111,7 @@ def test_a_snapshot_is_not_changed_by_writes(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(snapshot.to_dense(2, 1, 5, 5), before)
     assert not torch.equal(mask.to_dense(2, 1, 5, 5), before)
     with monkeypatch.context() as patched:
-        patched.delattr(mask_module, "state_of")
+        patched.delattr(mask_module, "is_unchanged")
         assert snapshot.intervals(2, 1, 5, 5, CPU) is first
     assert snapshot.intervals(2, 1, 3, 5, CPU) is not first
 

@@ -128,7 +128,7 @@ _PV_ENDS = "acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weig
 _FREES_V = "mbarrier.arrive(shared.value_free.index(before), count=1)\n"
 _QK_ENDS = "scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))\n"
 _SPACE = " " * 16
-_OUT_LANDS = "store_tiles(out_tiles, [b, h, first_row, 0], buffer)\n    tma.store_wait(0)"
+_OUT_LANDS = "store_tiles(memory.out, [b, h, first_row, 0], buffer)\n    tma.store_wait(0)"
 _LANDED = "mbarrier.wait(shared.value_landed.index(stage), ((index - full) // STAGES) & 1)"
 _UNCOPIED = "before its copy was waited for"
 _UNSTORED = "has not waited for what another stored"
@@ -169,7 +169,8 @@ OF_FORWARD: Faults = {
         f"{_UNSTORED}|overwritten",
     ),
     "the output is stored without a fence": (
-        (("    fence_async_shared()\n    store_tiles(out", "    store_tiles(out"),), "without a fence_async_shared",
+        (("    fence_async_shared()\n    store_tiles(memory.out", "    store_tiles(memory.out"),),
+        "without a fence_async_shared",
     ),
     "the output is written while a copy reads the rows before the gate": (
         (("tma.store_wait(0)\n    columns", "pass\n    columns"),), "while a copy reads it",

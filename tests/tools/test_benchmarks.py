@@ -282,7 +282,8 @@ def test_goals_read_the_rows_they_name() -> None:
     parts = {
         "memory": [{"case": case, "direction": "forward", "candidate": "ours", "extra": extra << 20}
             for case, extra in (("B1", 1), *zip(goals.GPU_MEMORY[1], (2, 9), strict=True))],
-        "overhead": [{"call": "gated_attention with a gate", "us": 41.0}],
+        "overhead": [{"call": "gated_attention with a gate", "us": 41.0},
+            {"call": "gated_attention and gradients", "us": 90.0}],
     }  # fmt: skip
     found = {(o.goal, o.against, o.threads): o for o in goals.outcomes(rows, parts)}
     assert len(found) == 2 * len(goals.GOALS) + 3
@@ -303,6 +304,8 @@ def test_goals_read_the_rows_they_name() -> None:
         assert [each.wanted, each.got, each.met] == outcome, goal
     linear = found[f"memory linear in T, forward, {goals.GPU_MEMORY[1][1]}", "", None]
     assert (linear.got, linear.met) == ("4.50x, 9 MiB", False)
+    slowest = found["overhead of a forward call, the slowest of ours", "", None]
+    assert (slowest.got, slowest.met) == ("41.0 us", False)
 
 
 # ---------------------------------------------------------------------- workloads and baselines

@@ -104,9 +104,10 @@ def _visible_keys(visible, place, S, KEY: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _consumers(
-    reads, shared, written, terms, visible, place, part, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
+    reads, shared, written, terms, visible, place, part, heads, sizes, TILE: gl.constexpr
 ):  # fmt: skip
     """The keys of a program against all of its tiles of rows."""
+    STAGES: gl.constexpr = TILE.stages
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
@@ -205,10 +206,10 @@ def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _backward_kernel(
-    memory, terms, visible, rows_visible, reads, written, order, sizes, splits, together, TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    memory, terms, visible, rows_visible, reads, written, order, sizes, splits, together, TILE: gl.constexpr
 ):  # fmt: skip
     """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`."""
+    STAGES: gl.constexpr = TILE.stages
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
@@ -258,10 +259,10 @@ def _backward_kernel(
     part = split * splits.batches + b
     gl.warp_specialize(
         [
-            (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE, STAGES)),
-            (reader, (reads, shared, visible, place, heads, sizes, TILE, STAGES)),
-            (producer, (memory, reads, shared, visible, place, heads, sizes, TILE, STAGES)),
-            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE, STAGES)),
+            (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE)),
+            (reader, (reads, shared, visible, place, heads, sizes, TILE)),
+            (producer, (memory, reads, shared, visible, place, heads, sizes, TILE)),
+            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE)),
         ],
         [2, 1, 1],
         [32, 32, 32],
@@ -298,7 +299,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
         _backward_kernel, splits * B * Hk * key_tiles, call.query, tiles,
         memory, of.terms, visible, rows_visible, reads, Written(of_key, of_value),
         Order(counters[:1], counters[1:]), sizes, Splits(B, splits), together,
-        TILE=constants, STAGES=tiles.num_stages,
+        TILE=constants,
     )  # fmt: skip
     torch.mul(sums, call.scale, out=dquery)
     for grad, part in parts:

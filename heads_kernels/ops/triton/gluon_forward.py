@@ -27,7 +27,7 @@ tile that is created here needs a layout. `tests/support/gluon_emulator.py` runs
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,6 +47,7 @@ from heads_kernels.ops.triton.gluon_tiles import (
     CACHED,
     CONSUMER_ROWS,
     Collaborative,
+    Global,
     Shared,
     barrier,
     barriers,
@@ -62,8 +63,10 @@ from heads_kernels.ops.triton.gluon_tiles import (
 )
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.operands import (
+    Gate,
     Pairs,
     Place,
+    RowLse,
     Sizes,
     gate_kind,
     gate_of,
@@ -83,6 +86,14 @@ from heads_kernels.ops.triton.visible import (
 
 #: The width of a swizzled tile of 16 bits.
 _NARROWEST: Final = 64
+
+
+class Output(NamedTuple):
+    """What becomes of the rows that consumers have computed: they are gated, and their lse is stored."""
+
+    gate: Gate | None
+    lse: RowLse
+    end: None = None
 
 
 @gluon.jit
@@ -172,10 +183,10 @@ def _weighed(weights, shared, stage, acc, TILE: gl.constexpr):
 
 @gluon.jit
 def _masked(
-    scores, index, lo, hi, place, shared, visible, terms, visits, sizes, COLUMNS: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    scores, index, lo, hi, place, shared, visible, terms, visits, sizes, COLUMNS: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
     """The scores of a partial tile: -inf where a row does not see the key, NaN where it sees a poisoned one."""
+    STAGES: gl.constexpr = TILE.stages
     stage = index % STAGES
     mbarrier.wait(shared.value_ready.index(stage), (index // STAGES) & 1)
     poison = shared.poison.index(stage).load(COLUMNS)
@@ -188,10 +199,11 @@ def _masked(
 
 @gluon.jit
 def _consumer(
-    out_tiles, attended_tiles, shared, visible, terms, collaborative, gate, lse, place, visits, taking_part, sizes,
-    WHO: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    memory, shared, visible, terms, collaborative, output, place, visits, taking_part, sizes, WHO: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
     """Compute ROWS rows of a program over all of its tiles, and their output."""
+    STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = CONSUMER_ROWS
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_DV: gl.constexpr = TILE.block_dv
@@ -205,7 +217,7 @@ def _consumer(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    dtype: gl.constexpr = out_tiles.dtype
+    dtype: gl.constexpr = memory.out.dtype
     first_row = place.first + WHO * ROWS
     own = Place(place.b, place.h, place.hk, place.first, first_row + gl.arange(0, ROWS, layout=ROW))
     lo, hi = ranges(visible, own.b, own.h, own.at, taking_part, sizes.S)
@@ -229,7 +241,7 @@ def _consumer(
         scores = _finished(scores, shared, 0, collaborative, terms, sizes, COLUMNS)
         if full == 0:
             scores = _masked(
-                scores, 0, lo, hi, own, shared, visible, terms, visits, sizes, COLUMNS, TILE, STAGES
+                scores, 0, lo, hi, own, shared, visible, terms, visits, sizes, COLUMNS, TILE
             )
         p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, terms)
         weights = gl.convert_layout(p.to(dtype), WEIGHTS)
@@ -250,7 +262,7 @@ def _consumer(
                 scores = _finished(scores, shared, index, collaborative, terms, sizes, COLUMNS)
                 if part == 1:
                     scores = _masked(
-                        scores, index, lo, hi, own, shared, visible, terms, visits, sizes, COLUMNS, TILE, STAGES
+                        scores, index, lo, hi, own, shared, visible, terms, visits, sizes, COLUMNS, TILE
                     )  # fmt: skip
                 p, row_max, row_sum, alpha = online_softmax(
                     scores, row_max, row_sum, scale_log2, terms
@@ -275,49 +287,52 @@ def _consumer(
     attended = normalized(sums, terms, None, own, opened)
     CHUNKS: gl.constexpr = shared.query.shape[0] // 2
     buffer = shared.query.index(WHO * CHUNKS)
-    _write(attended, out_tiles, attended_tiles, buffer, gate, lse, own, sizes, SUMS, TILE)
+    _write(attended, memory, buffer, output, own, sizes, SUMS, TILE)
 
 
 @gluon.jit
 def _write(
-    attended, out_tiles, attended_tiles, buffer, gate, lse, own, sizes, SUMS: gl.constexpr, TILE: gl.constexpr,
+    attended, memory, buffer, output, own, sizes, SUMS: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
     """Store the rows of a consumer and their lse; `buffer` is shared memory for a tile of them."""
     b, h, first_row, rows, T = own.b, own.h, own.first, own.at, sizes.T
     tile = buffer.reshape([CONSUMER_ROWS, TILE.block_dv])
-    if lse.ptr is not None:
+    if output.lse.ptr is not None:
         at = (b * sizes.H + h).to(gl.int64) * T + rows
-        gl.store(lse.ptr + at, attended.lse, mask=rows < T)
-    if attended_tiles is not None:
-        tile.store(attended.rows.to(attended_tiles.dtype))
+        gl.store(output.lse.ptr + at, attended.lse, mask=rows < T)
+    if memory.attended is not None:
+        tile.store(attended.rows.to(memory.attended.dtype))
         fence_async_shared()
-        store_tiles(attended_tiles, [b, h, first_row, 0], buffer)
+        store_tiles(memory.attended, [b, h, first_row, 0], buffer)
         tma.store_wait(0)
     columns = gl.arange(0, TILE.block_dv, layout=gl.SliceLayout(0, SUMS))
-    gated = times_gate(attended.rows, gate, b, h, rows, columns, T, TILE)
+    gated = times_gate(attended.rows, output.gate, b, h, rows, columns, T, TILE)
     # Rows that see no key are 0, even if their gate is NaN.
     gated = gl.where(attended.sees[:, None], gated, 0.0)
-    tile.store(gated.to(out_tiles.dtype))
+    tile.store(gated.to(memory.out.dtype))
     fence_async_shared()
-    store_tiles(out_tiles, [b, h, first_row, 0], buffer)
+    store_tiles(memory.out, [b, h, first_row, 0], buffer)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _specialized_kernel(
-    query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, terms, visible, mixing, content_bias, gate, lse,
-    sizes, together, TILE: gl.constexpr, CHUNKS: gl.constexpr, KEY_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, terms, visible, collaborative, output, sizes,
+    together, TILE: gl.constexpr,
 ):  # fmt: skip
     """A program computes 128 rows of `out` of one head. For a closed head it only writes zeros."""
+    CHUNKS: gl.constexpr = -(-TILE.d // TILE.block_d)
+    KEY_STAGES: gl.constexpr = TILE.key_stages
+    STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = query_tiles.dtype
     place = place_of(sizes, together, TILE, ROWS)
-    taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
+    taking_part = open_rows(output.gate, place.b, place.h, sizes.T, TILE)
     visits = visits_of(visible, place, taking_part, sizes.S, TILE, ROWS)
-    collaborative = Collaborative(None, None, None)
-    if mixing is not None:
-        collaborative = Collaborative(_chunks_of(mixing, place.h, TILE), mixing, content_bias)
+    if collaborative.mixing is not None:
+        chunks = _chunks_of(collaborative.mixing, place.h, TILE)
+        collaborative = Collaborative(collaborative.mixing, collaborative.content_bias, chunks)
 
     query = gl.allocate_shared_memory(
         dtype, [2 * CHUNKS, 1, 1, CONSUMER_ROWS, TILE.block_d], query_tiles.layout
@@ -326,7 +341,7 @@ def _specialized_kernel(
         dtype, [KEY_STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout
     )
     content = None
-    if content_bias is not None:
+    if collaborative.content_bias is not None:
         content = gl.allocate_shared_memory(gl.float32, [KEY_STAGES, TILE.block_n], PLAIN)
     value = gl.allocate_shared_memory(
         dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_dv], value_tiles.layout
@@ -345,23 +360,19 @@ def _specialized_kernel(
         query, key, content, value, poison, query_ready, key_ready, key_free, value_landed, value_ready, value_free,
         turns,
     )  # fmt: skip
+    memory = Global(query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles)
     # The other partitions cannot take a tensor with the layout of this one.
     place = Place(place.b, place.h, place.hk, place.first, None)
     gl.warp_specialize(
         [
             (_consumer, (
-                out_tiles, attended_tiles, shared, visible, terms, collaborative, gate, lse, place, visits,
-                taking_part, sizes, 0, TILE, STAGES,
+                memory, shared, visible, terms, collaborative, output, place, visits, taking_part, sizes, 0, TILE,
             )),
             (_consumer, (
-                out_tiles, attended_tiles, shared, visible, terms, collaborative, gate, lse, place, visits,
-                taking_part, sizes, 1, TILE, STAGES,
+                memory, shared, visible, terms, collaborative, output, place, visits, taking_part, sizes, 1, TILE,
             )),
-            (producer, (
-                query_tiles, key_tiles, value_tiles, shared, visible, collaborative, place, visits, sizes, TILE,
-                STAGES,
-            )),
-            (inspector, (shared, visits, TILE, STAGES)),
+            (producer, (memory, shared, visible, collaborative, place, visits, sizes, TILE)),
+            (inspector, (shared, visits, TILE)),
         ],
         [4, 1, 2],
         [232, 40, 40],
@@ -373,14 +384,11 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
     out, attended, lse = outputs
     B, H, T, S = call.sizes
     of, sizes = with_tile_lists(call, operands_of(call), tiles), sizes_of(call)
-    gate = gate_of(call.gate)
     if call.mixing is None:
         width = max(_NARROWEST, padded(max(call.D, call.Dv)))
-        chunks = 1
         of_head = 2 * width  # features of the key and of the value
     else:
         of_head = width = tiles.block_d
-        chunks = -(-call.D // width)
     constants = tile_constants(call, tiles, gate_kind(call.gate), width)
     queries, keys = ((block, width) for block in (CONSUMER_ROWS.value, tiles.block_n))
     together = CACHED // (2 * max(S, 1) * of_head) * sizes.group
@@ -388,7 +396,6 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
         _specialized_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         tiles_of(call.query, *queries), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
         tiles_of(out, *queries), tiles_of(attended, *queries) if attended.numel() else None,
-        of.terms, of.visible, of.mixing, of.content_bias, gate, row_lse_of(lse), sizes,
-        max(1, min(together, B * H)),
-        TILE=constants, CHUNKS=chunks, KEY_STAGES=tiles.key_stages, STAGES=tiles.num_stages,
+        of.terms, of.visible, Collaborative(of.mixing, of.content_bias), Output(gate_of(call.gate), row_lse_of(lse)),
+        sizes, max(1, min(together, B * H)), TILE=constants,
     )  # fmt: skip

@@ -111,9 +111,10 @@ def next_place(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def producer(
-    memory, reads, shared, visible, place, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
+    memory, reads, shared, visible, place, heads, sizes, TILE: gl.constexpr
 ):  # fmt: skip
     """Load the keys and values, and tiles of query and dattended as their places become free."""
+    STAGES: gl.constexpr = TILE.stages
     BYTES: gl.constexpr = 2 * TILE.block_m * TILE.block_d
     ready = shared.keys_ready.index(0)
     mbarrier.expect(ready, 4 * TILE.block_n * TILE.block_d)
@@ -137,13 +138,14 @@ def producer(
 
 @gluon.jit
 def reader(
-    reads, shared, visible, place, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
+    reads, shared, visible, place, heads, sizes, TILE: gl.constexpr
 ):  # fmt: skip
     """Load lse and delta of rows. In masked tiles, set rows with a number that is not finite to 0.
 
     Their lse is nan, which makes the gradients of exactly the keys that they see nan; see `rows.load_row_terms`.
     """
     BLOCK_M: gl.constexpr = TILE.block_m
+    STAGES: gl.constexpr = TILE.stages
     # Parts of 8 rows and 64 features: 8 numbers per thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
@@ -185,9 +187,10 @@ def reader(
 
 @gluon.jit
 def adder(
-    memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE: gl.constexpr, STAGES: gl.constexpr
+    memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE: gl.constexpr
 ):  # fmt: skip
     """Add tiles of dquery in global memory, after the programs with smaller keys have added theirs."""
+    STAGES: gl.constexpr = TILE.stages
     stage, phase = place.first * 0, place.first * 0
     tiles = gl.cdiv(sizes.T, TILE.block_m)
     for number in range(heads):

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from heads_kernels.ops.triton.load import described_strides
-from heads_kernels.ops.triton.operands import Place
+from heads_kernels.ops.triton.operands import Mixing, Place, Rows
 from heads_kernels.ops.triton.score_tiles import chunk_at, load_content_bias
 from heads_kernels.ops.triton.visible import (
     full_tile,
@@ -64,12 +64,22 @@ class Shared(NamedTuple):
     turns: Any  # [2]
 
 
-class Collaborative(NamedTuple):
-    """What only collaborative attention has, in a kernel; None in gated attention."""
+class Global(NamedTuple):
+    """Descriptors of tiles in global memory, in a kernel."""
 
-    chunks: Any  # of the program's head
-    mixing: Any
-    content_bias: Any
+    query: Any  # [1, 1, ROWS, BLOCK_D]
+    key: Any  # [1, 1, BLOCK_N, BLOCK_D]
+    value: Any  # [1, 1, BLOCK_N, BLOCK_DV]
+    out: Any  # [1, 1, ROWS, BLOCK_DV]
+    attended: Any  # None if it is not requested
+
+
+class Collaborative(NamedTuple):
+    """What only collaborative attention has; None in gated attention."""
+
+    mixing: Mixing | None
+    content_bias: Rows | None
+    chunks: Any = None  # in a kernel: those of the program's head
 
 
 @gluon.jit
@@ -151,10 +161,10 @@ def first_column(collaborative, chunk, TILE: gl.constexpr):
 
 @gluon.jit
 def producer(
-    query_tiles, key_tiles, value_tiles, shared, visible, collaborative, place, visits, sizes, TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    memory, shared, visible, collaborative, place, visits, sizes, TILE: gl.constexpr
 ):  # fmt: skip
     """Load the query, and tiles of keys and values as their places become free; of keys also the content bias."""
+    STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = CONSUMER_ROWS
     KEY_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_d
     VALUE_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_dv
@@ -176,7 +186,7 @@ def producer(
                 ready = shared.query_ready.index(tile)
                 mbarrier.expect(ready, 2 * ROWS * TILE.block_d)
                 at = [b, of_query, first_row, first_column(collaborative, chunk, TILE)]
-                load_tiles(query_tiles, at, ready, shared.query.index(tile))
+                load_tiles(memory.query, at, ready, shared.query.index(tile))
     for index in range(count):
         first = first_key(visible, place, index, visits, TILE)
         if shared.content is not None:
@@ -191,21 +201,21 @@ def producer(
             ready = shared.key_ready.index(stage)
             mbarrier.expect(ready, KEY_BYTES)
             at = [b, of_key, first, first_column(collaborative, chunk, TILE)]
-            load_tiles(key_tiles, at, ready, shared.key.index(stage))
+            load_tiles(memory.key, at, ready, shared.key.index(stage))
         stage = index % STAGES
         mbarrier.wait(shared.value_free.index(stage), (index // STAGES + 1) & 1)
         if index < full:
             ready = shared.value_ready.index(stage)
             mbarrier.expect(ready, VALUE_BYTES)
-            load_tiles(value_tiles, [b, hk, first, 0], ready, shared.value.index(stage))
+            load_tiles(memory.value, [b, hk, first, 0], ready, shared.value.index(stage))
         else:
             landed = shared.value_landed.index(stage)
             mbarrier.expect(landed, VALUE_BYTES)
-            load_tiles(value_tiles, [b, hk, first, 0], landed, shared.value.index(stage))
+            load_tiles(memory.value, [b, hk, first, 0], landed, shared.value.index(stage))
 
 
 @gluon.jit
-def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
+def inspector(shared, visits, TILE: gl.constexpr):
     """In partial tiles, set values that are not finite to 0, and the `poison` of their keys to NaN.
 
     The product reads values of keys that a row does not see, and 0 times NaN is NaN. Poison is added to the scores of
@@ -216,6 +226,7 @@ def inspector(shared, visits, TILE: gl.constexpr, STAGES: gl.constexpr):
     OF_KEYS: gl.constexpr = gl.SliceLayout(1, PART)
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_DV: gl.constexpr = TILE.block_dv
+    STAGES: gl.constexpr = TILE.stages
     full = visits.full_end - visits.full_start
     for index in range(full, full + partial_count(visits)):
         stage = index % STAGES

@@ -86,6 +86,8 @@ class TileConstants:
     dv: tl.constexpr  # width of values
     chunks: tl.constexpr  # steps that cover d, rounded up to a power of two; 0 without mixing
     resident: tl.constexpr  # the most features of a head that stay on chip, with mixing
+    stages: tl.constexpr  # tiles of a ring in Gluon: of values, of the backward kernel of rows
+    key_stages: tl.constexpr  # tiles of the ring of keys, of Gluon's forward kernel
     partial_stages: tl.constexpr  # of loops over partial tiles
     gate: tl.constexpr  # its kind: `operands.gate_kind`
     activation: tl.constexpr
@@ -104,7 +106,7 @@ def _constants(
     block_d = tiles.block_d if mixes else width or padded(D)
     chunks = 1 << (max(2, -(-D // block_d)) - 1).bit_length() if mixes and block_d else 0
     numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice,
-        tiles.partial_stages, gate, activation)  # fmt: skip
+        tiles.num_stages, tiles.key_stages, tiles.partial_stages, gate, activation)  # fmt: skip
     return TileConstants(*map(tl.constexpr, numbers))
 
 
