@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
@@ -45,6 +46,12 @@ def reading(
     names = [layer.name for layer in layers]
     with torch.no_grad(), evaluation(model), observe(model, observer, names):
         yield
+
+
+def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that does nothing on other threads, which may run the same modules."""
+    own = threading.get_ident()
+    return lambda *arguments: hook(*arguments) if threading.get_ident() == own else None
 
 
 def each_batch(data: Iterable[Any], argument: str = "data") -> Iterator[Any]:

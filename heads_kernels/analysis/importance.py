@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import each_batch, evaluation
+from heads_kernels.analysis.batches import each_batch, evaluation, of_this_thread
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
 from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import check_choice, refuse
@@ -267,7 +267,8 @@ def _gates(layer: AttentionLayer, change: Callable[[Tensor, int, int], Tensor]) 
     """In this block the gates of a layer, or ones, go through `change`, which also gets B and T."""
     before = layer.gate
     gate = FixedGate(_open_gates(layer)) if before is None else before
-    hook = gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
+    changed = of_this_thread(lambda _, sizes, gates: change(gates, *sizes))
+    hook = gate.register_forward_hook(changed)
     layer.module.head_gate = gate
     try:
         yield

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from heads_kernels.analysis.batches import each_batch, evaluation, run
+from heads_kernels.analysis.batches import each_batch, evaluation, of_this_thread, run
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
 from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.relevance_rules import (
@@ -117,7 +117,7 @@ def relevance(
         for batch in each_batch(data):
             batch = tree_map_only(Tensor, Tensor.detach, batch)  # the graph is the tape
             tape = _Tape(attention == "full")
-            of_modules = register_module_forward_hook(_rule_of_module)  # type: ignore[arg-type]
+            of_modules = register_module_forward_hook(of_this_thread(_rule_of_module))
             with of_modules, observe(model, tape.see), tape:
                 found = output(model, batch)
             for scores, start in _starts(found, tape):

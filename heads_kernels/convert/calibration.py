@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import each_batch, evaluation, run
+from heads_kernels.analysis.batches import each_batch, evaluation, of_this_thread, run
 from heads_kernels.analysis.observe import observe
 from heads_kernels.checks import refuse
 from heads_kernels.convert.install import prepare
@@ -98,7 +98,7 @@ def _gathered(
     with evaluation(model), torch.no_grad(), ExitStack() as block:
         for layer in layers:
             for role in ("query", "key"):
-                hook = partial(_keep, inputs, (layer.name, role))
+                hook = of_this_thread(partial(_keep, inputs, (layer.name, role)))
                 handle = getattr(layer, role).linear.register_forward_pre_hook(hook)
                 block.callback(handle.remove)
         block.enter_context(observe(model, look, there))

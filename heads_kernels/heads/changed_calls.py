@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,10 @@ def _heads_in_caches(module: Any, arguments: list[tuple[str, Any]]) -> Iterator[
 
 
 # ---------------------------------------------------------------------- converted modules
+#: Names of the arguments from which encoder-decoder attention computes keys and values.
+_SOURCES: Final = ("key_value_states", "encoder_hidden_states")
+
+
 def check_runs_shared(
     module: Any, inputs: tuple[Any, ...], arguments: Mapping[str, Any] | None = None
 ) -> None:
@@ -91,8 +95,12 @@ def check_runs_shared(
         )
         refuse("attn_implementation", was, instead)
     _check_whole(module)
-    for each in (*inputs, *(arguments or {}).values()):
+    given = dict(zip(stock_arguments(type(module)), inputs, strict=False)) | dict(arguments or {})
+    is_cross = any(given.get(name) is not None for name in _SOURCES)
+    for each in given.values():
         if is_cache(each):
+            if hasattr(each, "self_attention_cache"):  # the other half is of a layer of its own
+                each = each.cross_attention_cache if is_cross else each.self_attention_cache
             store_shared_keys(each, module.layer_idx, rotary_places(module))
 
 
@@ -125,17 +133,13 @@ def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -
     would need a copy of all of them in every step. A static cache then has room for as many heads of values as it gets.
 
     Args:
-        past: a cache of transformers, or a pair of them for an encoder-decoder.
+        past: a cache of transformers, of an encoder-decoder that of its self-attention or that of its encoder's keys.
         layer_idx: of the converted layer.
         places: of the features in `n * head_dim`, of a `SharedProjection` that has them, which alone are stored.
 
     Raises:
         ValueError: the cache has room or keys for separate heads already.
     """
-    if hasattr(past, "self_attention_cache"):
-        store_shared_keys(past.self_attention_cache, layer_idx, places)
-        store_shared_keys(past.cross_attention_cache, layer_idx, places)
-        return
     if (made := getattr(past, "layer_class_to_replicate", None)) is not None:
         while len(past.layers) <= layer_idx:
             past.layers.append(made())

@@ -177,8 +177,9 @@ def heads_of_layers(
 
 def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> AttentionLayer:
     """The layer of this index or name."""
-    found = next((layer for layer in layers if key in (layer.index, layer.name)), None)
-    if found is None or isinstance(key, bool):
+    number = key if isinstance(key, str) else _as_int(key)
+    found = next((layer for layer in layers if number in (layer.index, layer.name)), None)
+    if found is None:
         names = ", ".join(repr(layer.name) for layer in layers)
         there = f"this model has layers 0 to {len(layers) - 1}: {names}"
         refuse(argument, f"names layer {key!r}", there)
@@ -188,12 +189,25 @@ def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> A
 def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:
     count = layer.num_heads
     there = f"it has heads 0 to {count - 1}, {count} in all" if count else "it has no head left"
-    if not isinstance(heads, Iterable) or isinstance(heads, str):
+    is_number = isinstance(heads, Tensor) and not heads.dim()
+    if not isinstance(heads, Iterable) or isinstance(heads, str) or is_number:
         refuse(f"heads of {layer}", f"is {heads!r}", f"pass a list of heads; {there}", TypeError)
-    heads = list(heads)
+    found = []
     for head in heads:
-        if isinstance(head, bool) or not hasattr(head, "__index__"):
+        number = _as_int(head)
+        if number is None:
             refuse(f"heads of {layer}", f"has {head!r}", f"pass integers; {there}", TypeError)
-        if not 0 <= operator.index(head) < count:
-            refuse(f"heads of {layer}", f"has head {operator.index(head)}", there)
-    return [operator.index(head) for head in heads]
+        if not 0 <= number < count:
+            refuse(f"heads of {layer}", f"has head {number}", there)
+        found.append(number)
+    return found
+
+
+def _as_int(value: Any) -> int | None:
+    """An int, or what is one in NumPy or torch; None for others, and for bools, which are of a mask."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):  # of a float; of a tensor on the meta device
+        return None

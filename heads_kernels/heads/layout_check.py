@@ -93,6 +93,38 @@ def _apart() -> Iterator[None]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
+def has_products(holder: nn.Module, layout: HeadLayout) -> bool:
+    """Whether the scores of a module are products of its queries and keys, with rotary positions by `layout.rotary`.
+
+    In a copy as that of `misfit` the features of queries are multiplied by powers of two, and those of keys divided by
+    them: products stay as they are. A module that does not run on random input counts as one that has products.
+    """
+    with _apart():
+        trial = _random_copy(holder, layout, NAME)
+        layer = layer_of(trial, layout)
+        H, Hk, D = layer.num_heads, layer.num_key_heads, layer.head_dim
+        tried = ((inputs, _run(trial, inputs)) for inputs in _inputs(trial, layer))
+        inputs, whole = next((each for each in tried if isinstance(each[1], Tensor)), ({}, ""))
+        if isinstance(whole, str):
+            return True
+        factors = 2.0 ** torch.randint(-1, 2, (Hk, D // 2 if layout.rotary else D))
+        factors = factors.repeat(1, 2) if layout.rotary else factors
+        for projection, by in (
+            (layer.query, factors.repeat_interleave(H // Hk, 0)),
+            (layer.key, 1 / factors),
+        ):
+            rows, linear = projection.features(range(projection.heads)), projection.linear
+            linear.weight[rows] *= by.flatten()[:, None]
+            if linear.bias is not None:
+                linear.bias[rows] *= by.flatten()
+        scaled = _run(trial, inputs)
+        if isinstance(scaled, str):
+            return False
+        return bool((scaled - whole).abs().max() <= _rounding(layer, whole))
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
 def _compare(holder: nn.Module, layout: HeadLayout, function: str) -> str | None:
     with _apart():
         failed = []
@@ -122,9 +154,7 @@ def _difference(
     H = layer.num_heads
     head = min(1, H - 1)
     left = [each for each in range(H) if each != head]
-    # Two passes with different orders of summation differ by at most one rounding per term.
-    terms = layer.output.inputs + layer.head_dim + _TOKENS + _FEATURES
-    tolerance = torch.finfo(torch.float32).eps * terms * whole.abs().max()
+    tolerance = _rounding(layer, whole)
 
     def differs(some: Tensor | str, other: Tensor | str) -> bool:
         if isinstance(some, str) or isinstance(other, str) or some.shape != other.shape:
@@ -158,6 +188,12 @@ def _difference(
             "computes something else with gates than with gates folded into its output projection"
         )
     return None
+
+
+def _rounding(layer: ProjectedLayer, whole: Tensor) -> Tensor:
+    """By how much two passes with outputs like `whole` may differ: one rounding per term of their sums."""
+    terms = layer.output.inputs + layer.head_dim + _TOKENS + _FEATURES
+    return torch.finfo(torch.float32).eps * terms * whole.abs().max()
 
 
 def _run(trial: nn.Module, inputs: Mapping[str, Any]) -> Tensor | str:

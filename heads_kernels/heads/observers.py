@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -22,10 +22,18 @@ from heads_kernels.nn.multihead import CallObserver, Change, Multihead
 #: Called with a layer and its call before the operator runs; returns a change of the outputs, or None.
 LayerObserver: TypeAlias = Callable[[AttentionLayer, AttentionCall], Change | None]
 
+
+@dataclass(eq=False)
+class _Active:
+    """An observer of a module; blocks may end in any order, and on another thread."""
+
+    module: nn.Module
+    observer: CallObserver
+    ended: bool = False
+
+
 #: The observers of this thread, in the order of their blocks.
-_ACTIVE: Final[ContextVar[tuple[tuple[nn.Module, CallObserver], ...]]] = ContextVar(
-    "observers", default=()
-)
+_ACTIVE: Final[ContextVar[tuple[_Active, ...]]] = ContextVar("observers", default=())
 _LOCK: Final = threading.Lock()
 
 
@@ -73,9 +81,16 @@ def observed(
         for layer in layers:
             if layer.num_heads:
                 block.callback(_Slot.enter(layer).leave)
-        own = tuple((layer.module, partial(see, layer)) for layer in layers)
-        block.callback(_ACTIVE.reset, _ACTIVE.set((*_ACTIVE.get(), *own)))
+        own = tuple(_Active(layer.module, partial(see, layer)) for layer in layers)
+        block.callback(_end, own)
+        _ACTIVE.set((*_ACTIVE.get(), *own))
         yield
+
+
+def _end(own: tuple[_Active, ...]) -> None:
+    for each in own:
+        each.ended = True
+    _ACTIVE.set(tuple(each for each in _ACTIVE.get() if not each.ended))
 
 
 def _decoders(every: list[AttentionLayer]) -> list[AttentionLayer]:
@@ -145,7 +160,8 @@ class _Slot:
 
     def _own(self) -> list[CallObserver]:
         """The observers of this thread."""
-        return [observer for module, observer in _ACTIVE.get() if module is self._layer.module]
+        module = self._layer.module
+        return [each.observer for each in _ACTIVE.get() if each.module is module and not each.ended]
 
     def begin(self, module: nn.Module) -> None:
         """A pass of the module, or of a shallow copy, which has the same slot and hooks."""

@@ -38,13 +38,17 @@ class AttentionCall:
 
     Attributes:
         call: the operator's `Call`, without gate and dropout. Batch dimensions are one: B is their product.
-        self_attention: whether rows and keys belong to one sequence; the last row is then the last key.
+        self_attention: whether rows and keys belong to one sequence; the last row is then the last key, unless `first`
+            is given.
         rows: bool `[B, T]`, True for tokens and False for padding, if known.
+        first: in self-attention the key that is the first row itself, an int or a tensor; None: key S - T. It is
+            another one in a cache that has memory for more tokens.
     """
 
     call: Call
     self_attention: bool = True
     rows: Tensor | None = None
+    first: int | Tensor | None = None
 
     @classmethod
     def of(
@@ -52,11 +56,13 @@ class AttentionCall:
         operator: Callable[..., Any],
         *args: Any,
         self_attention: bool = True,
+        first: int | Tensor | None = None,
         **kwargs: Any,
     ) -> AttentionCall:
         """The call `operator(*args, **kwargs)`, which is checked and does not run."""
         given = signature(operator).bind_partial(*args).arguments
-        return cls(parse(operator.__name__, **given, **kwargs)[0], self_attention)
+        call = parse(operator.__name__, **given, **kwargs)[0]
+        return cls(call, self_attention, first=first)
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("call", "__setstate__"):  # of a copy that has no attributes yet
@@ -64,6 +70,12 @@ class AttentionCall:
         raise AttributeError(name)
 
     # ------------------------------------------------------------------ tokens and padding
+    @property
+    def own_keys(self) -> Tensor:
+        """int64 `[T]`: in self-attention the key that each row is itself."""
+        first = self.call.S - self.call.T if self.first is None else self.first
+        return torch.arange(self.call.T, device=self.query.device) + first
+
     @property
     def real_queries(self) -> Tensor:
         """bool `[B, T]`: rows that are tokens: `rows` if given, in self-attention rows that see themselves, otherwise
@@ -99,15 +111,16 @@ class AttentionCall:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no row sees a later key, with the last row at the last key. Reads the values of the mask."""
-        own = torch.arange(self.call.T, device=self.query.device) + (self.call.S - self.call.T)
+        """Whether no row sees a later key than its own. Reads the values of the mask."""
+        own = self.own_keys
         if bool((self._bounds[1] <= own + 1).all()):
             return True
-        dense, behind = self._dense, self.call.S - self.call.T + 1
+        dense = self._dense
+        later = torch.arange(self.call.S, device=own.device) > own[:, None]
         return (
             dense is not None
             and dense.shape[-2:] == (self.call.T, self.call.S)
-            and not bool(dense.triu(behind).any())
+            and not bool((dense & later).any())
         )
 
     @cached_property
@@ -132,14 +145,14 @@ class AttentionCall:
 
     @cached_property
     def _sees_itself(self) -> Tensor:
-        own = torch.arange(self.call.T, device=self.query.device) + (self.call.S - self.call.T)
+        own = self.own_keys
         lo, hi, first = self._bounds
         sees = (((lo <= own) | (own < first)) & (own < hi)).any(1)
         if self.call.key_visible is not None:
             sees = sees & self.call.key_visible[:, own]
         if self._dense is not None:
             dense = self._dense.expand(-1, -1, self.call.T, self.call.S)
-            sees = sees & dense.diagonal(self.call.S - self.call.T, -2, -1).any(1)
+            sees = sees & dense[:, :, torch.arange(self.call.T, device=own.device), own].any(1)
         return sees.expand(self.call.B, self.call.T)
 
     # ------------------------------------------------------------------ attention

@@ -117,16 +117,20 @@ def _needs_formula(call: Call, backend: str) -> bool:
 
     Raises RuntimeError if `backend` is not "eager": the derivatives would silently be missing.
     """
-    if torch.compiler.is_compiling():
-        return False
-    forward_mode = forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
-        for t in call.operands
-        if t is not None
-    )
     transformed = torch._C._are_functorch_transforms_active()
+    forward_mode = forward_ad._current_level >= 0
+    if (
+        torch.compiler.is_compiling()
+    ):  # there tensors show neither tangents nor that they require a gradient
+        forward_mode = forward_mode or (transformed and _is_differentiated())
+    elif forward_mode:
+        forward_mode = any(
+            forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
+            for t in call.operands
+            if t is not None
+        )
     if backend == "eager":
-        return bool(forward_mode or transformed)
+        return forward_mode or transformed
     if forward_mode or (transformed and _is_recorded(call)):
         raise RuntimeError(
             f"{call.operator} has a reverse-mode derivative only, outside of torch.func, on backend {backend!r}; use "
@@ -134,6 +138,17 @@ def _needs_formula(call: Call, backend: str) -> bool:
             "needed."
         )
     return False
+
+
+def _is_differentiated() -> bool:
+    """Whether a transform of `torch.func` differentiates here."""
+    kinds = torch._C._functorch.TransformType
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() in (kinds.Grad, kinds.Jvp) for each in stack)
+
+
+#: As `torch.compiler.assume_constant_result` marks it, which would import Dynamo.
+_is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------- the ops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -286,3 +287,20 @@ def test_bad_input_is_refused() -> None:
         call = {"loss": losses} | changes
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             importance(ours, [arguments], call.pop("loss"), **call)
+
+
+@pytest.mark.parametrize("method", LOSSLESS)
+def test_a_pass_of_another_thread(method: Any) -> None:
+    """It runs the gates on which the factors are, and is none of the passes that are looked at."""
+    model = hk.integrations.transformers.use(build("llama"))
+    arguments = batch(model)
+    others = {name: each.flip(0) for name, each in arguments.items()}
+    expected = model(**others)[0].detach()
+
+    def loss(model: Any, arguments: Any) -> Tensor:
+        with ThreadPoolExecutor(1) as threads:
+            assert_alike(threads.submit(model, **others).result()[0].detach(), expected)
+        return losses(model, arguments)
+
+    found = importance(model, [arguments], loss, method=method)
+    assert_alike(found.scores, importance(model, [arguments], losses, method=method).scores)

@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,37 @@ def test_rows_of_cross_attention_are_never_the_encoders() -> None:
 
 
 # ---------------------------------------------------------------------- blocks, bad use, and modules of one's own
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_a_cache_with_room_for_more_tokens(name: str) -> None:
+    """Of a prompt and the steps after it the rows, the keys and the statistics of a cache that grows."""
+    model = hk.integrations.transformers.use(tiny_models.build(name))
+    prompt, real = tiny_models.batch(model).values()
+    real[:, -1] = 1
+    found = []
+    for cache in ("dynamic", "static"):
+        seen: list[tuple[Any, ...]] = []
+
+        def look(_: Any, call: AttentionCall, seen: list[Any] = seen) -> None:
+            rows, keys = call.real_queries, call.real_keys
+            statistics = call.statistics(received=rows[:, None].float())
+            own = statistics.argmax - call.own_keys  # the offset of the key that a row looks at
+            share = statistics.received.transpose(1, 2)[keys]
+            seen.append((rows, keys.sum(1), call.is_causal, own.where(rows[:, None], 0), share))
+
+        options = {"cache_implementation": cache, "max_new_tokens": 4, "do_sample": False}
+        with torch.no_grad(), hk.analysis.observe(model, look):
+            model.generate(prompt, attention_mask=real, pad_token_id=0, **options)
+        found.append(seen)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[0].any()
+        assert torch.equal(one[1], other[1])
+        assert one[2]
+        assert other[2]
+        assert torch.equal(one[3], other[3])
+        assert_alike(other[4], one[4])
+
+
 def test_blocks_are_nested_and_act_on_their_own_thread() -> None:
     model, x = hk.nn.GatedMultiheadAttention(16, 4), torch.randn(1, 5, 16)
     seen: list[str] = []

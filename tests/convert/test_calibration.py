@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -288,3 +290,22 @@ def test_moments_that_do_not_fit() -> None:
             heads.fit(2, moments)
     with pytest.raises(ValueError, match=re.escape("widths (6, 6); those that they are added to")):
         Moments.of(x, y) + Moments.of(x)
+
+
+def test_a_pass_of_another_thread() -> None:
+    """Between the projections and the operator; its inputs are not those of the batch."""
+    model = hk.integrations.transformers.use(build("bert"))
+    arguments = batch(model)
+    others = {name: each.flip(0, 1) for name, each in arguments.items()}
+    own = threading.get_ident()
+
+    def run(*_: Any) -> None:
+        if threading.get_ident() == own:
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(model, **others).result()
+
+    expected = calibrate(model, [arguments], progress=False)
+    with hk.analysis.observe(model, run):
+        found = calibrate(model, [arguments], progress=False)
+    for name, moments in expected.items():
+        assert_alike(found[name].query_outer, moments.query_outer)

@@ -35,6 +35,8 @@ from tests.support.tiny_models import (
     with_gradients,
 )
 
+ALL_ATTENTION_FUNCTIONS = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+
 
 # ---------------------------------------------------------------------- what is computed
 def test_gpt2_with_scales_by_layer() -> None:
@@ -276,6 +278,27 @@ def test_layers_that_cannot_be_read() -> None:
     for make, refusal in UNREAD:
         with pytest.raises(ValueError, match=refusal):
             read_heads(projected_layers(make())[0])
+
+
+class Normed(transformers.models.vit.modeling_vit.ViTAttention):  # type: ignore[misc]
+    """Somebody's, with a norm of its queries."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        query, key, value = (
+            each(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query = nn.functional.normalize(query, dim=-1)
+        out, weights = ALL_ATTENTION_FUNCTIONS["heads_kernels"](self, query, key, value, None)
+        return self.o_proj(out.flatten(2)), weights
+
+
+def test_what_a_subclass_adds_is_found() -> None:
+    model = in_use("vit")
+    model.layers[1].attention.__class__ = Normed
+    with pytest.raises(ValueError, match=r"layer 1 .* is a Normed, whose scores are not products"):
+        collaborate(model, 8, progress=False)
+    collaborate(model, 8, layers=[0], progress=False)
 
 
 class Fused(House):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from typing import Any
 
@@ -141,6 +142,24 @@ def test_blocks_are_nested_and_end() -> None:
         raise ZeroDivisionError
     assert_alike(run(), whole)
     assert all(module.__dict__.get("observer") is None for module in model.modules())
+
+
+def test_blocks_may_end_in_any_order_and_on_any_thread() -> None:
+    """As generators that were begun in them."""
+    model, run = model_and_run()
+    whole, none = run(), (None, None, None)
+    first, second = (hk.heads.patch(model, {0: {head: "zero"}}) for head in (1, 2))
+    first.__enter__()
+    second.__enter__()
+    run()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(first.__exit__, *none).result()
+    found = run()
+    second.__exit__(*none)
+    assert_alike(run(), whole)
+    with hk.heads.patch(model, {0: {2: "zero"}}):
+        assert_alike(run(), found)
+    assert (found - whole).abs().max() > 1e-3
 
 
 def test_a_block_acts_on_its_own_thread() -> None:

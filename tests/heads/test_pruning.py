@@ -100,7 +100,16 @@ BAD: list[tuple[Any, str]] = [
     ({0: [1], 1: [4]}, r"layer 1 \('encoder.* has head 4; it has heads 0 to 3, 4 in all"),
     ({NAME: [-1]}, "has head -1"),
     ({True: [1]}, "names layer True"),
+    ({torch.tensor(True): [1]}, r"names layer tensor\(True\)"),
     *((heads, "heads") for heads in ({0: 1}, {0: [True]}, {0: [0.5]}, {0: "01"}, [0])),
+    # A mask is no list of numbers: as one, these would be heads 0 and 1.
+    *(
+        (
+            {0: torch.tensor(heads)},
+            r"heads of layer 0 \(.*pass (integers|a list of heads); it has heads 0",
+        )
+        for heads in ([True, False, False, True], [0.0], [[0, 1]], 1)
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from tests.ops.calls import (
+    DIFFERENTIABLE,
     FUSED,
     NAMES,
     OPERATORS,
@@ -72,6 +73,48 @@ def compiled_arguments(
         shape = {"bias": (1, H, T, S), "sinks": (H,), "offset_table": (H, 11)}[name]
         arguments[name] = torch.randn(shape, requires_grad=True)
     return arguments
+
+
+def tangent(run: Callable[[Tensor], Tensor], query: Tensor) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query, query)
+        return torch.autograd.forward_ad.unpack_dual(run(dual)).tangent.clone()
+
+
+#: A derivative of `run` at `query`, where the second is compiled and the first is not.
+DERIVATIVES: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
+    "grad": lambda run, compiled, query: compiled(torch.func.grad(run))(query),
+    "jvp": lambda run, compiled, query: compiled(
+        lambda query: torch.func.jvp(run, (query,), (query,))[1]
+    )(query),
+    "vmap of grad": lambda run, compiled, query: compiled(torch.func.vmap(torch.func.grad(run)))(
+        query[None]
+    ),
+    "dual numbers": lambda run, compiled, query: tangent(compiled(run), query),
+}
+
+
+@pytest.mark.parametrize("kind", DERIVATIVES)
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_derivatives_of_compiled_code(operator: str, backend: str, kind: str) -> None:
+    """Tensors do not show there that they are differentiated: the op alone would give zeros."""
+    arguments = tensors(operator, dtype=torch.float32)
+    serve(operator, backend, **arguments)
+    query = arguments.pop("query")
+
+    def run(query: Tensor) -> Tensor:
+        out: Tensor = getattr(hk, operator)(query, **arguments, backend=backend)
+        return out.square().sum()
+
+    def compiled(function: Any) -> Any:
+        return torch.compile(function, backend="aot_eager")
+
+    derivative = DERIVATIVES[kind]
+    if backend == "eager":
+        assert_alike(derivative(run, compiled, query), derivative(run, lambda each: each, query))
+    else:
+        with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
+            derivative(run, compiled, query)
 
 
 EAGER = ("gated_attention", "eager")

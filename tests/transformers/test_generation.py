@@ -94,6 +94,17 @@ def test_generation_of_changed_models(name: str, change: str) -> None:
             assert_alike(generated(use(model, unpad=unpad), side, **way), expected)
 
 
+@pytest.mark.parametrize("kind", ["decoder", "cross"])
+def test_generation_of_a_decoder_converted_in_part(kind: str) -> None:
+    """Self-attention and encoder-decoder attention of a layer have caches of their own."""
+    model = use(made("bart"))
+    layers = [layer.index for layer in hk.heads.attention_layers(model) if layer.kind == kind]
+    hk.convert.collaborate(model, 12, layers=layers, progress=False)
+    expected = generated(model, "right", use_cache=False)
+    for way in ("dynamic", "static"):
+        assert_alike(generated(model, "right", **WAYS[way]), expected)
+
+
 def test_stock_attention_generates_with_pruned_models() -> None:
     model = made("llama")
     hk.heads.prune(model, {0: [0], 1: [1, 2, 3, 7]})

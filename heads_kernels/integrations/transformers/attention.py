@@ -127,7 +127,10 @@ def attention_forward(
         name = "output_attentions" if observer is None else "observe or patch"
         refuse(name, "is asked of parts of sequences", "set context to None, and pass whole ones")
     if observer is not None:
-        change = observer(AttentionCall.of(operator, **operands, **scores, attn_mask=mask))
+        first = attention_mask.first if isinstance(attention_mask, PreparedMask) else None
+        change = observer(
+            AttentionCall.of(operator, **operands, **scores, attn_mask=mask, first=first)
+        )
     if context is not None:
         operator = partial(context, operator)
     heads = operator(

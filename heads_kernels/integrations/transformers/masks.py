@@ -64,6 +64,7 @@ class PreparedMask(BlockMask):
         mask: the visible pairs; a bool tensor `[B, 1, T, S]` where `hk.Mask` cannot express them.
         shape: (B, 1, T, S) of the call.
         device: of the tensors of the call.
+        first: the key that is the first row itself, if known (`AttentionCall`).
 
     Attributes:
         derived: what layers compute from it, once for the pass.
@@ -73,8 +74,15 @@ class PreparedMask(BlockMask):
     ndim = 4
     dense: Tensor | None = None
 
-    def __init__(self, mask: Mask | Tensor, shape: Shape, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        mask: Mask | Tensor,
+        shape: Shape,
+        device: torch.device | str,
+        first: int | Tensor | None = None,
+    ) -> None:
         self.mask = mask
+        self.first = first
         self.sizes = shape
         self.device = device
         self.derived: dict[Any, Any] = {}
@@ -110,10 +118,10 @@ class PreparedMask(BlockMask):
             return self
         if isinstance(device, (torch.dtype, Tensor)):
             _refuse_use("to")
-        moved = tree_map_only(
-            Tensor, lambda each: each.to(device, non_blocking=non_blocking), self.mask
+        mask, first = tree_map_only(
+            Tensor, lambda each: each.to(device, non_blocking=non_blocking), (self.mask, self.first)
         )
-        return PreparedMask(moved, self.sizes, device)
+        return PreparedMask(mask, self.sizes, device, first)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -189,6 +197,7 @@ def prepare_mask(
     """
     align = _alignment(q_length, kv_length, q_offset, kv_offset)
     sides = "allow_is_bidirectional_skip" in kwargs  # passed for bidirectional masks only
+    first = None if sides else q_offset - kv_offset
     chunked = getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
     mask: Mask | None = None
     if use_vmap or align is None:
@@ -227,11 +236,11 @@ def prepare_mask(
             device=device,
             **kwargs,
         )
-        return PreparedMask(dense, tuple(dense.shape), device)
+        return PreparedMask(dense, tuple(dense.shape), device, first)
     if attention_mask is not None:
         mask = mask & Mask(key_mask=_real_keys(attention_mask, kv_length, kv_offset))
     mask = mask.snapshot()  # as stock masks, which are made once for a pass
-    return PreparedMask(mask, (batch_size, 1, q_length, kv_length), device)
+    return PreparedMask(mask, (batch_size, 1, q_length, kv_length), device, first)
 
 
 def _alignment(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any) -> Alignment | None:
