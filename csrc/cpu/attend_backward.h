@@ -127,8 +127,7 @@ inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, fl
           p[v] = exp_of_score<Pair>(rounded_product<float>(load(scratch.scores + at) * factor) -
                                     load(tile.lse + lane));
           ds[v] = p[v] * (load(scratch.dprobs + at) - load(tile.delta + lane)) * scale;
-          if (kWhole) continue;
-          if (!all_visible) {
+          if (!kWhole && !all_visible) {
             IntVec<float> sees = visible.lanes_that_see(static_cast<int>(lane), keys.begin + n);
             if (hiding) sees &= load(hiding + at) != kHidden<float>;
             p[v] = sees ? p[v] : Vec<float>{};
@@ -154,10 +153,27 @@ inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, fl
                          const KeySpan& keys, int64_t first, const float* hiding, bool keep,
                          const BackwardScratch<float, Pair>& scratch) {
   const VisibleRows<float>& visible = tile.visible;
-  const bool whole = first == 0 && !hiding && !keep && keys.full && visible.all_rows &&
+  const bool whole = first == 0 && !hiding && keys.full && visible.all_rows &&
                      keys.count() % 2 == 0 && visible.columns % (2 * kLanes<float>) == 0;
-  whole ? pack_weights<true>(tile, factor, scale, keys, 0, nullptr, false, scratch)
+  whole ? pack_weights<true>(tile, factor, scale, keys, 0, nullptr, keep, scratch)
         : pack_weights<false>(tile, factor, scale, keys, first, hiding, keep, scratch);
+}
+
+// sums[n] += the sum over m of tile[n][m].
+template <typename Real>
+inline void add_row_sums(const Real* tile, int keys, int columns, Real* sums) {
+  constexpr int L = kLanes<Real>;
+  for (int first = 0; first < keys; first += L) {
+    const int count = std::min(L, keys - first);
+    Vec<Real> rows[L] = {};
+    for (int n = 0; n < count; ++n) {
+      Vec<Real> sum{};
+      for (int m = 0; m < columns; m += L) sum += load(tile + (first + n) * BLOCK_M + m);
+      rows[n] = sum;
+    }
+    const Vec<Real> total = sums_of<Real>(rows);
+    for (int n = 0; n < count; ++n) sums[first + n] += total[n];
+  }
 }
 
 // Runs the backward loop of `count` tiles over the keys [range.begin, range.end): adds to the
@@ -235,12 +251,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
                                  features, keys, head, tile.visible,
                                  gradients.dkey + offset * row_stride<Real>(head.D));
         if (gradients.dcontent_bias)
-          for (int n = 0; n < keys.count(); ++n) {
-            Vec<Real> sum{};
-            for (int m = 0; m < columns; m += kLanes<Real>)
-              sum += load(scratch.dprobs + n * BLOCK_M + m);
-            gradients.dcontent_bias[offset + n] += sum_lanes<Real>(sum);
-          }
+          add_row_sums(scratch.dprobs, keys.count(), columns, gradients.dcontent_bias + offset);
         for (const Range& features : dquery_features)
           add_weighted_keys(scratch.key, head.key, window, keys, features, head, tile.visible,
                             scratch.dprobs, at_once, scratch, tile.dquery, true);

@@ -41,17 +41,25 @@ struct BackwardTile : QueryTile<Real, Operand> {
   alignas(64) Real delta[BLOCK_M];  // rowsum(dout * out)
 
   static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
-  // What the loop over the keys reads and writes of a tile whose rows are finite.
+  // What the loop over the keys reads and writes of a tile whose rows are finite. A mixed query is
+  // mostly rounded there.
   template <typename Operator>
   static int64_t cached_bytes(const Operator& op) {
-    return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
-           buffer_bytes<Operand>(row_stride<Operand>(op.D) * kRows) +
+    return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) -
+           rest_bytes(op) + buffer_bytes<Operand>(row_stride<Operand>(op.D) * kRows) +
            buffer_bytes<Operand>(row_stride<Operand>(op.Dv) * kRows) +
            buffer_bytes<Real>(round_up(op.D, kLanes<Real>) * BLOCK_M);
   }
   template <typename Operator>
+  static int64_t rest_bytes(const Operator& op) {
+    return kSplit<Operand, Operator>
+               ? buffer_bytes<Operand>(QueryTile<Real, Operand>::query_words(op.D))
+               : 0;
+  }
+  template <typename Operator>
   static int64_t bytes(const Operator& op) {
-    return cached_bytes(op) + buffer_bytes<Real>(row_stride<Real>(op.D) * BLOCK_M) +
+    return cached_bytes(op) + rest_bytes(op) +
+           buffer_bytes<Real>(row_stride<Real>(op.D) * BLOCK_M) +
            buffer_bytes<Real>(row_stride<Real>(op.Dv) * BLOCK_M);
   }
   template <typename Operator>
@@ -332,11 +340,12 @@ inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, c
 }
 
 // Prepares everything in a query tile except `query_rows`, and stores its rows of the gate's
-// gradient. Returns false if the head or all rows are closed, or no row sees a key.
-template <typename Real, typename Operand, typename Operator>
+// gradient; `pack` fills `tile.query`. Returns false if the head or all rows are closed, or no row
+// sees a key.
+template <typename Real, typename Operand, typename Operator, typename Pack>
 inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
-                         BackwardTile<Real, Operand>& tile,
-                         BackwardScratch<Real, Operand>& scratch) {
+                         BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch,
+                         Pack pack) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const bool closed = op.gate.closed(head.b, head.h);
@@ -350,14 +359,24 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
     std::fill_n(static_cast<Real*>(gradients.dgate) + visible.first, visible.count, Real(0));
     return false;
   }
-  if (visible.any) op.pack(head.b, head.h, visible, scratch.rows, tile.query);
   if (closed) {
+    op.pack(head.b, head.h, visible, scratch.rows, tile.query);
     closed_gate_rows(tile, op.params.dropout, gradients, scratch);
     return false;
   }
+  if (visible.any) pack();
   load_output_gradients(tile, op.gate, gradients, scratch);
   std::memset(tile.dquery, 0, sizeof(Real) * BLOCK_M * round_up(head.D, kLanes<Real>));
   return visible.any;
+}
+
+template <typename Real, typename Operand, typename Operator>
+inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
+                         BackwardTile<Real, Operand>& tile,
+                         BackwardScratch<Real, Operand>& scratch) {
+  return prepare_tile(op, closed_grad, gradients, tile, scratch, [&] {
+    op.pack(tile.head.b, tile.head.h, tile.visible, scratch.rows, tile.query);
+  });
 }
 
 }  // namespace hk::HK_LEVEL

@@ -23,23 +23,6 @@ constexpr bool begins_line(int c) {
   return c * kLoad<Operand, Number> * static_cast<int>(sizeof(Number)) % 64 == 0;
 }
 
-// Lane i of the result is the sum of the lanes of v[i], each in the same order.
-template <typename Real>
-__attribute__((always_inline)) inline Vec<Real> sums_of(const Vec<Real>* v) {
-  constexpr int L = kLanes<Real>;
-  using Lanes = std::make_index_sequence<L>;
-  Vec<Real> a[L];
-#pragma GCC unroll 16
-  for (int i = 0; i < L; ++i) a[i] = v[i];
-#pragma GCC unroll 4
-  for (int half = L / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < half; ++i)
-      a[i] = interleave<Real, 0>(a[i], a[i + half], Lanes{}) +
-             interleave<Real, 1>(a[i], a[i + half], Lanes{});
-  return a[0];
-}
-
 // Rows of Real become rows of operands in place; `width` in whole vectors of them.
 template <typename Operand>
 inline Operand* as_operands(RealOf<Operand>* row, [[maybe_unused]] int64_t width) {

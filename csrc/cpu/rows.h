@@ -202,6 +202,23 @@ inline Vec<Real> interleave(Vec<Real> a, Vec<Real> b, std::index_sequence<I...>)
   return __builtin_shufflevector(a, b, (half * L / 2 + static_cast<int>(I) / 2 + (I % 2) * L)...);
 }
 
+// Lane i of the result is the sum of the lanes of v[i], each in the same order.
+template <typename Real>
+__attribute__((always_inline)) inline Vec<Real> sums_of(const Vec<Real>* v) {
+  constexpr int L = kLanes<Real>;
+  using Lanes = std::make_index_sequence<L>;
+  Vec<Real> a[L];
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) a[i] = v[i];
+#pragma GCC unroll 4
+  for (int half = L / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i)
+      a[i] = interleave<Real, 0>(a[i], a[i + half], Lanes{}) +
+             interleave<Real, 1>(a[i], a[i + half], Lanes{});
+  return a[0];
+}
+
 // dst[columns][rows] = src[rows][columns] transposed, one square of lanes x lanes: log2(lanes)
 // perfect shuffles.
 template <typename Real>

@@ -143,6 +143,11 @@ struct VisibleRows {
 
   bool sees(int m) const { return lo[m] < hi[m]; }
 
+  // x in the lanes [m, m + lanes) of rows that see a key, else 0.
+  Vec<Real> seeing(int m, Vec<Real> x) const {
+    return load_int<Real>(lo + m) < load_int<Real>(hi + m) ? x : Vec<Real>{};
+  }
+
   bool row_sees_key(int m, int64_t key) const {
     return (key >= lo[m] || key < front) && key < hi[m] && (!key_visible || key_visible[key]) &&
            (!dense || *dense.at(first + m, key));
