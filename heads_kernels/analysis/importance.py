@@ -269,8 +269,8 @@ def _gates(layer: AttentionLayer, change: Callable[[Tensor, int, int], Tensor]) 
     gate = FixedGate(_open_gates(layer)) if before is None else before
     changed = of_this_thread(lambda _, sizes, gates: change(gates, *sizes))
     hook = gate.register_forward_hook(changed)
-    layer.module.head_gate = gate
     try:
+        layer.module.head_gate = gate
         yield
     finally:
         hook.remove()
