@@ -1,8 +1,8 @@
 # `make` lists the targets: those with a ## comment.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-# nvcc takes minutes, and only tests/ops/test_cuda_build.py looks at what it made: `make HEADS_KERNELS_CUDA=1 ...` has it in
-# all others too.
+# nvcc takes minutes: the package has CUDA kernels with HEADS_KERNELS_CUDA=1 only. check-suite builds those of one dtype
+# apart.
 export HEADS_KERNELS_CUDA ?= 0
 # For one architecture; those of a wheel are in csrc/build.py.
 export HEADS_KERNELS_CUDA_ARCHITECTURES ?= sm_90
@@ -52,6 +52,7 @@ check-suite: .venv/stamp-dev .venv/stamp-built ## what `make test` leaves out: w
 check-cuda: .venv/stamp-test .venv/stamp-emulator ## the CUDA kernels in an emulator
 	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops -m "cuda and not slow and not release" -k "not bfloat16"
 	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow and not release" -k bfloat16
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops/test_bindings.py -m check
 
 check-triton: .venv/stamp-dev .venv/stamp-built ## Triton's kernels in its interpreter
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops -m "triton and not slow and not release"

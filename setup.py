@@ -140,7 +140,7 @@ class Emulator(Command):
 
     description = "build the CUDA kernels for the emulator"
     user_options = [  # noqa: RUF012
-        ("into=", None, "folder of the module, in place of the package's"),
+        ("into=", None, "folder of the module"),
         ("dtype=", None, "the one whose kernels are compiled: bf16, fp16 or float; default all"),
     ]
 
@@ -161,6 +161,10 @@ class Cuda(Emulator):
     """`setup.py cuda --into FOLDER`: what nvcc makes of the CUDA kernels, for tests; nothing where there is none."""
 
     description = "build the CUDA kernels in a folder, where there is nvcc"
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.into = "build/cuda"
 
     def run(self) -> None:
         nvcc, missing = build.find_nvcc()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
-from typing import Final, Literal, NoReturn, TypeGuard, get_args
+from typing import Any, Final, Literal, NoReturn, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ def refuse(argument: str, was: str, instead: str, kind: type[Exception] = ValueE
 
 def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def as_int(value: Any) -> int | None:
+    """An int, or what is one in NumPy or torch; None for others, and for bools, which are of a mask."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):  # of a float; of a tensor on the meta device
+        return None
 
 
 def is_any_int(value: object) -> bool:

@@ -61,7 +61,7 @@ template <typename Operand, typename Operator>
 constexpr bool kSplit = kNumbers<Operand> == 2 && Operator::kMixes;
 
 // A tile of query rows as the scores read it. Pairs hold a mixed query in two parts: rounded alone
-// it would be off by up to 2^-8 of every term of a score. (The backward pass may round it.)
+// it would be off by up to 2^-8 of every term of a score.
 template <typename Operand>
 struct PackedQuery {
   Operand* rows;  // [D][64] transposed

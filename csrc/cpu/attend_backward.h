@@ -102,8 +102,8 @@ inline void raw_gradients(int keys, int columns, Real scale, const Real* slope, 
 
 // P and dS times `scale` of a pair of tiles in one pass, packed for the three products that they
 // are factors of; `keep`: also as numbers, in place of scores and dP. In scratch.weights, dS comes
-// after `first` keys of weight 0. kWhole: none of these, an even number of keys, no pair is hidden,
-// and the columns are whole vectors of pairs.
+// after `first` keys of weight 0. kWhole: `first` is 0, the number of keys is even, no pair is
+// hidden, and the columns are whole vectors of pairs.
 template <bool kWhole>
 inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, float scale,
                          const KeySpan& keys, int64_t first, const float* hiding, bool keep,

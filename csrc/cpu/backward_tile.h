@@ -41,25 +41,17 @@ struct BackwardTile : QueryTile<Real, Operand> {
   alignas(64) Real delta[BLOCK_M];  // rowsum(dout * out)
 
   static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
-  // What the loop over the keys reads and writes of a tile whose rows are finite. A mixed query is
-  // mostly rounded there.
+  // What the loop over the keys reads and writes of a tile whose rows are finite.
   template <typename Operator>
   static int64_t cached_bytes(const Operator& op) {
-    return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) -
-           rest_bytes(op) + buffer_bytes<Operand>(row_stride<Operand>(op.D) * kRows) +
+    return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
+           buffer_bytes<Operand>(row_stride<Operand>(op.D) * kRows) +
            buffer_bytes<Operand>(row_stride<Operand>(op.Dv) * kRows) +
            buffer_bytes<Real>(round_up(op.D, kLanes<Real>) * BLOCK_M);
   }
   template <typename Operator>
-  static int64_t rest_bytes(const Operator& op) {
-    return kSplit<Operand, Operator>
-               ? buffer_bytes<Operand>(QueryTile<Real, Operand>::query_words(op.D))
-               : 0;
-  }
-  template <typename Operator>
   static int64_t bytes(const Operator& op) {
-    return cached_bytes(op) + rest_bytes(op) +
-           buffer_bytes<Real>(row_stride<Real>(op.D) * BLOCK_M) +
+    return cached_bytes(op) + buffer_bytes<Real>(row_stride<Real>(op.D) * BLOCK_M) +
            buffer_bytes<Real>(row_stride<Real>(op.Dv) * BLOCK_M);
   }
   template <typename Operator>
@@ -236,7 +228,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
     const bool sees =
         lse != kHidden<Real> &&  // masks or bias may hide all its keys
         (lse != static_cast<Real>(head.terms.sink(i)) || sees_a_key(head.terms, visible, m));
-    tile.lse[m] = lse == kHidden<Real> ? -kHidden<Real> : lse;
+    tile.lse[m] = sees ? lse : -kHidden<Real>;
     tile.threshold[m] =
         gradients.threshold && sees ? static_cast<const Real*>(gradients.threshold)[i] : Real(0);
     const bool there = m < visible.count;
@@ -359,12 +351,11 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
     std::fill_n(static_cast<Real*>(gradients.dgate) + visible.first, visible.count, Real(0));
     return false;
   }
+  if (visible.any) pack();
   if (closed) {
-    op.pack(head.b, head.h, visible, scratch.rows, tile.query);
     closed_gate_rows(tile, op.params.dropout, gradients, scratch);
     return false;
   }
-  if (visible.any) pack();
   load_output_gradients(tile, op.gate, gradients, scratch);
   std::memset(tile.dquery, 0, sizeof(Real) * BLOCK_M * round_up(head.D, kLanes<Real>));
   return visible.any;

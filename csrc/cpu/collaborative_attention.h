@@ -132,7 +132,7 @@ inline int64_t groups_of_heads(int64_t H, int64_t Hv, int64_t T, int64_t S) {
 // sees nothing.
 template <typename Real>
 inline void mix_queries(const Real* queries, const VisibleRows<Real>& visible, Ranges features,
-                        const Real* factor, int64_t, Real, PackedQuery<Real>& query) {
+                        const Real* factor, int64_t, PackedQuery<Real>& query) {
   for (const Range& range : features)
     for (int64_t d = range.begin; d < range.end; ++d)
       for (int m = 0; m < visible.columns; m += kLanes<Real>)
@@ -140,57 +140,25 @@ inline void mix_queries(const Real* queries, const VisibleRows<Real>& visible, R
                     visible.seeing(m, load(queries + d * BLOCK_M + m)) * factor[d]);
 }
 
-// The largest absolute number of a row of whole vectors that is finite.
-template <typename Real>
-inline Real largest_number(const Real* row, int64_t padded) {
-  Vec<Real> largest{};
-  for (int64_t d = 0; d < padded; d += kLanes<Real>) {
-    const Vec<Real> x = load(row + d), size = x < Real(0) ? -x : x;
-    largest = (size > largest) & (x - x == Real(0)) ? size : largest;
-  }
-  Real found = 0;
-  for (int i = 0; i < kLanes<Real>; ++i) found = std::max(found, largest[i]);
-  return found;
-}
-
-// Above this much |mixed query| times the largest scaled key, the backward pass too reads the
-// remainder of rounding the mixed query, whose product takes a fifth of the time. Below, a score is
-// off by at most 2^-9 / sqrt(3) of it (root mean square of random roundings). Random tokens reach
-// 16 where their scores have a standard deviation of about 3 (heuristic: dquery, dkey and dmixing
-// have at most 0.65 of the error of eager, which rounds scores too).
-constexpr float kRoundedQuery = 16;
-
-// The same in pairs of D features; no key has a larger number than `key` once scaled.
+// The same in pairs of the D features. `query.rest` becomes null if no number is rounded.
 inline void mix_queries(const float* queries, const VisibleRows<float>& visible, Ranges features,
-                        const float* factor, int64_t D, float key, PackedQuery<Pair>& query) {
-  constexpr int L = kLanes<float>;
-  const auto for_words = [&](auto body) {
-    for (const Range& range : features) {
-      for (int64_t d = range.begin; d < range.end; d += 2) {
-        const float next = d + 1 < D ? factor[d + 1] : 0.0f;
-        for (int m = 0; m < visible.columns; m += L) {
-          const float* at = queries + d * BLOCK_M + m;
-          body(m, d / 2 * BLOCK_M + m, visible.seeing(m, load(at)) * factor[d],
-               visible.seeing(m, load(at + BLOCK_M)) * next);
-        }
+                        const float* factor, int64_t D, PackedQuery<Pair>& query) {
+  IntVec<float> is_rounded{};
+  for (const Range& range : features) {
+    for (int64_t d = range.begin; d < range.end; d += 2) {
+      const float next = d + 1 < D ? factor[d + 1] : 0.0f;
+      for (int m = 0; m < visible.columns; m += kLanes<float>) {
+        const float* at = queries + d * BLOCK_M + m;
+        const Vec<float> a = visible.seeing(m, load(at)) * factor[d];
+        const Vec<float> b = visible.seeing(m, load(at + BLOCK_M)) * next;
+        const Vec<float> rest_a = rounding_error(a), rest_b = rounding_error(b);
+        store(query.rows + d / 2 * BLOCK_M + m, narrow_couples(a, b));
+        store(query.rest + d / 2 * BLOCK_M + m, narrow_couples(rest_a, rest_b));
+        is_rounded |= (rest_a != 0.0f) | (rest_b != 0.0f);
       }
     }
-  };
-  Vec<float> squares[BLOCK_M / L] = {};
-  for_words([&](int m, int64_t to, Vec<float> a, Vec<float> b) {
-    store(query.rows + to, narrow_couples(a, b));
-    squares[m / L] += a * a + b * b;
-  });
-  IntVec<float> large{};
-  for (const Vec<float>& square : squares)
-    large |= square * (key * key) > kRoundedQuery * kRoundedQuery;
-  if (!any_lane<float>(large)) {
-    query.rest = nullptr;
-    return;
   }
-  for_words([&](int, int64_t to, Vec<float> a, Vec<float> b) {
-    store(query.rest + to, narrow_couples(rounding_error(a), rounding_error(b)));
-  });
+  if (!any_lane<float>(is_rounded)) query.rest = nullptr;
 }
 
 // One thread processes one group of heads of one batch element: dQ and dK are summed over the heads
@@ -224,37 +192,21 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   // Sums over the heads of a group: dQ as transposed tiles, then dK [S][Ds_stride].
   int64_t shared_count() const { return tiles_count() + this->S * Ds_stride; }
 
-  // The queries of the group, and the accumulators of one head and of the heads that share its
-  // value.
-  struct HeadSums {
+  // The queries of the batch element, and the accumulators of one head and of the heads that share
+  // its value.
+  struct Group {
     Real* queries;  // transposed tiles
     Real* dvalue;   // [S][Dv]
     Real* dmixing;  // [Ds]
-    Real* largest;  // [S] absolute numbers of scaled keys; of pairs alone
   };
-  int64_t head_bytes() const {
+  int64_t group_bytes() const {
     return buffer_bytes<Real>(tiles_count()) + buffer_bytes<Real>(this->S * Dv_stride) +
-           buffer_bytes<Real>(Ds_stride) + buffer_bytes<Real>(this->S);
-  }
-
-  // The largest number of the scaled keys that rows of a tile see, infinite where it is not plain
-  // which they see: other keys must not matter. Of pairs alone.
-  Real largest_key(const HeadSums& own, const Head<Real>& head,
-                   const VisibleRows<Real>& visible) const {
-    if (kNumbers<Operand> == 1) return 0;
-    if (visible.core_lo != visible.hull_lo || visible.front > 0 || visible.dense ||
-        head.terms.has_bias())
-      return std::numeric_limits<Real>::infinity();
-    Real largest = 0;
-    for (int64_t key = visible.hull_lo; key < visible.hull_hi; ++key)
-      if (!visible.key_visible || visible.key_visible[key])
-        largest = std::max(largest, own.largest[key]);
-    return largest;
+           buffer_bytes<Real>(Ds_stride);
   }
 
   // All query tiles of head (b, h): adds to dquery (transposed tiles) and dkey [S][Ds_stride];
   // stores the gradients that heads do not share, and dV after the last of the heads that share it.
-  void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, const HeadSums& own,
+  void head_backward(int64_t b, int64_t h, Real* dquery, Real* dkey, const Group& own,
                      BackwardScratch<Real, Operand>& scratch, Workspace& workspace) const {
     const BackwardParams& p = backward;
     const Head<Real> head = this->head(b, h);
@@ -289,7 +241,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
             *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, b, h, visible);
         const auto pack = [&] {
           mix_queries(own.queries + row * Ds_padded, visible, head.features, this->factors_of(h), D,
-                      largest_key(own, head, visible), tile.query);
+                      tile.query);
         };
         if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch, pack) || !pairs) continue;
         load_queries(tile, rows_at(p.query, b), this->mixing.data() + h * D, scratch);
@@ -311,7 +263,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   // Adds a finished tile, whose `dquery` is dS K, to dquery and to the head's dmixing. The tile's
   // part of dmixing is summed from zero, so that a long sum rounds once per tile.
   void add_tile(const BackwardTile<Real, Operand>& tile, Ranges features, Real* dquery,
-                const HeadSums& own) const {
+                const Group& own) const {
     constexpr int L = kLanes<Real>;
     const Real* mixing = this->mixing.data() + tile.head.h * this->D;
     const int64_t first = tile.visible.first * Ds_padded;
@@ -327,7 +279,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
             product += mixed * (sees ? load(own.queries + first + at) : Vec<Real>{});
             if (!dquery) continue;
             Real* sum = dquery + first + at;
-            store<Real>(sum, load(sum) + mixed * mixing[d + i]);
+            store<Real>(sum, load(sum) + (sees ? mixed * mixing[d + i] : Vec<Real>{}));
           }
           products[i] = product;
         }
@@ -352,15 +304,8 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   void group(int64_t b, int64_t g, Real* shared, Workspace& workspace) const {
     const size_t mark = workspace.mark();
     BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, tiles_together);
-    const HeadSums own{workspace.take<Real>(tiles_count()),
-                       workspace.take<Real>(this->S * Dv_stride), workspace.take<Real>(Ds_stride),
-                       workspace.take<Real>(this->S)};
-    std::memset(scratch.row, 0, sizeof(Real) * Ds_padded);
-    for (int64_t s = 0; kNumbers<Operand> == 2 && s < this->S; ++s) {
-      read_row(rows_at(backward.key, b), s, this->D, scratch.row);
-      own.largest[s] =
-          std::abs(static_cast<Real>(backward.scale)) * largest_number(scratch.row, Ds_padded);
-    }
+    const Group own{workspace.take<Real>(tiles_count()), workspace.take<Real>(this->S * Dv_stride),
+                    workspace.take<Real>(Ds_stride)};
     transpose_queries(b, own.queries, scratch.rows);
     std::memset(shared, 0, sizeof(Real) * shared_count());
     const auto first_head = [&](int64_t n) {
@@ -407,7 +352,7 @@ void collaborative_attention_backward(const BackwardParams& params) {
   const int64_t B = op.B, groups = op.groups, count = op.shared_count();
   const int64_t work = 5 * op.multiply_adds() / 2;
   const int64_t row_bytes = buffer_bytes<Real>(BLOCK_M * op.Ds_stride);
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + op.head_bytes() +
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + op.group_bytes() +
                         op.tiles_together * BackwardTile<Real, Operand>::bytes(op);
   if (B == 0 || B >= params.threads || groups == 1) {
     parallel_for(B, params.threads, work, bytes + 2 * buffer_bytes<Real>(count) + row_bytes,

@@ -35,7 +35,7 @@ def importance(
     method: Method = "gradient",
     reduce: Reduce = "example",
 ) -> HeadScores:
-    r"""How much each head of a model matters, from a pass over data; padded rows do not count.
+    """How much each head of a model matters, from a pass over data; padded rows do not count.
 
     Let L be the loss, g_h a factor of 1 on head h, and a_{h,x,t} the derivative of L by that factor for example x
     and row t only. The backward pass of the operator computes it for all layers at once, without a map `[T, S]`.
@@ -168,24 +168,35 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
     """By factors of 1 on the gates of every head and row; the operator's backward has all their derivatives."""
     ones: dict[int, list[Tensor]] = {layer.index: [] for layer in task.layers}  # [B, H, T] of a run
     real: dict[int, list[Tensor]] = {layer.index: [] for layer in task.layers}  # [B, T] of a run
+    is_over = (
+        False  # checkpointed layers run again in the backward pass, on a GPU on another thread
+    )
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
-        real[layer.index].append(call.real_queries)
+        if not is_over:
+            real[layer.index].append(call.real_queries)
 
     def multiply(index: int, gates: Tensor, B: int, T: int) -> Tensor:
         gates = gates[None] if gates.dim() == 1 else gates
         gates = gates[..., None] if gates.dim() == 2 else gates
         size = (B, gates.shape[1], T)
         factor = torch.ones(size, dtype=gates.dtype, device=gates.device, requires_grad=True)
-        ones[index].append(factor)
+        if not is_over:
+            ones[index].append(factor)
         return factor * gates
+
+    multiply_here = of_this_thread(multiply)
+
+    def change(index: int, *arguments: Any) -> Tensor | None:
+        return (multiply if is_over else multiply_here)(index, *arguments)
 
     with ExitStack() as block:
         block.enter_context(observe(task.model, look, task.names))
         for layer in task.layers:
-            block.enter_context(_gates(layer, partial(multiply, layer.index)))
+            block.enter_context(_gates(layer, partial(change, layer.index)))
         block.enter_context(torch.enable_grad())
         value = task.loss(task.model, batch)
+        is_over = True
         factors = [factor for of_layer in ones.values() for factor in of_layer]
         B = _check_value(value, [len(factor) for factor in factors])
         slopes = task.slopes(value, factors)
@@ -254,7 +265,7 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
             def close(gates: Tensor, B: int, T: int, closed: Tensor = closed) -> Tensor:
                 return gates.index_fill(min(1, gates.dim() - 1), closed, 0)
 
-            with _gates(layer, close):
+            with _gates(layer, of_this_thread(close)):
                 change = task.loss(task.model, batch).double() - whole.double()
             change = change.square() if whole.dim() > 1 else change
             terms[layer.index][head] = change.sum().cpu()
@@ -263,12 +274,11 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
 
 # ---------------------------------------------------------------------- gates
 @contextmanager
-def _gates(layer: AttentionLayer, change: Callable[[Tensor, int, int], Tensor]) -> Iterator[None]:
-    """In this block the gates of a layer, or ones, go through `change`, which also gets B and T."""
+def _gates(layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Iterator[None]:
+    """In this block `change` replaces the gates of a layer, or ones, unless it returns None; it also gets B and T."""
     before = layer.gate
     gate = FixedGate(_open_gates(layer)) if before is None else before
-    changed = of_this_thread(lambda _, sizes, gates: change(gates, *sizes))
-    hook = gate.register_forward_hook(changed)
+    hook = gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
     try:
         layer.module.head_gate = gate
         yield

@@ -72,7 +72,7 @@ def relevance(
     layers: Iterable[int | str] | None = None,
     attention: Literal["constant", "full"] = "constant",
 ) -> HeadScores:
-    r"""The share of each head in a model's output, by layer-wise relevance propagation (Voita et al. 2019).
+    """The share of each head in a model's output, by layer-wise relevance propagation (Voita et al. 2019).
 
     Relevance starts at an output, by default with 1 at its largest score (the top-1 logit), and is propagated function
     by function (`relevance_rules`): layer norms pass it on by their full Jacobian, sums of tensors by their signs,

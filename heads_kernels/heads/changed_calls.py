@@ -99,7 +99,7 @@ def check_runs_shared(
     is_cross = any(given.get(name) is not None for name in _SOURCES)
     for each in given.values():
         if is_cache(each):
-            if hasattr(each, "self_attention_cache"):  # the other half is of a layer of its own
+            if hasattr(each, "self_attention_cache"):  # each half belongs to another layer
                 each = each.cross_attention_cache if is_cross else each.self_attention_cache
             store_shared_keys(each, module.layer_idx, rotary_places(module))
 

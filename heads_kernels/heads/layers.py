@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -10,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import is_int, refuse
+from heads_kernels.checks import as_int, is_int, refuse
 from heads_kernels.heads.configs import NAME, attention_function
 from heads_kernels.heads.layouts import at_path, calls_interface, check_has_parts, layout_of
 from heads_kernels.nn.gates import HeadGate
@@ -177,7 +176,7 @@ def heads_of_layers(
 
 def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> AttentionLayer:
     """The layer of this index or name."""
-    number = key if isinstance(key, str) else _as_int(key)
+    number = key if isinstance(key, str) else as_int(key)
     found = next((layer for layer in layers if number in (layer.index, layer.name)), None)
     if found is None:
         names = ", ".join(repr(layer.name) for layer in layers)
@@ -189,25 +188,15 @@ def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> A
 def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:
     count = layer.num_heads
     there = f"it has heads 0 to {count - 1}, {count} in all" if count else "it has no head left"
-    is_number = isinstance(heads, Tensor) and not heads.dim()
+    is_number = getattr(heads, "ndim", 1) == 0  # an array or a tensor
     if not isinstance(heads, Iterable) or isinstance(heads, str) or is_number:
         refuse(f"heads of {layer}", f"is {heads!r}", f"pass a list of heads; {there}", TypeError)
     found = []
     for head in heads:
-        number = _as_int(head)
+        number = as_int(head)
         if number is None:
             refuse(f"heads of {layer}", f"has {head!r}", f"pass integers; {there}", TypeError)
         if not 0 <= number < count:
             refuse(f"heads of {layer}", f"has head {number}", there)
         found.append(number)
     return found
-
-
-def _as_int(value: Any) -> int | None:
-    """An int, or what is one in NumPy or torch; None for others, and for bools, which are of a mask."""
-    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
-        return None
-    try:
-        return operator.index(value)
-    except (TypeError, RuntimeError):  # of a float; of a tensor on the meta device
-        return None

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from heads_kernels.checks import is_int
 from heads_kernels.heads.configs import (
     NAME,
     attention_function,
@@ -30,6 +31,8 @@ from heads_kernels.nn.multihead import Multihead
 
 #: Tokens of the random input: several rows that see different keys under a causal mask.
 _TOKENS: Final = 4
+#: The most tokens of a window. Heuristic: Swin's have up to 24 x 24.
+_LARGEST_WINDOW: Final = 1024
 #: Features of the input that a projection of the copy reads, and of the output that it writes. Heuristic: enough for
 #: heads to differ, and few enough for a wide layer to take milliseconds.
 _FEATURES: Final = 8
@@ -96,8 +99,9 @@ def _apart() -> Iterator[None]:
 def has_products(holder: nn.Module, layout: HeadLayout) -> bool:
     """Whether the scores of a module are products of its queries and keys, with rotary positions by `layout.rotary`.
 
-    In a copy as that of `misfit` the features of queries are multiplied by powers of two, and those of keys divided by
-    them: products stay as they are. A module that does not run on random input counts as one that has products.
+    In a random copy, as in `misfit`, the features of queries are multiplied by powers of two, and those of keys divided
+    by them: products stay as they are. The powers are large, so that a clamp shows. A module that does not run on
+    random input counts as one that has products.
     """
     with _apart():
         trial = _random_copy(holder, layout, NAME)
@@ -107,7 +111,7 @@ def has_products(holder: nn.Module, layout: HeadLayout) -> bool:
         inputs, whole = next((each for each in tried if isinstance(each[1], Tensor)), ({}, ""))
         if isinstance(whole, str):
             return True
-        factors = 2.0 ** torch.randint(-1, 2, (Hk, D // 2 if layout.rotary else D))
+        factors = 2.0 ** (12 * torch.randint(-1, 2, (Hk, D // 2 if layout.rotary else D)))
         factors = factors.repeat(1, 2) if layout.rotary else factors
         for projection, by in (
             (layer.query, factors.repeat_interleave(H // Hk, 0)),
@@ -314,8 +318,11 @@ def _inputs(trial: Any, layer: ProjectedLayer) -> Iterator[Mapping[str, Any]]:
 def _lengths(trial: nn.Module) -> Iterator[int]:
     """Numbers of tokens; a bias for the pairs of a window needs all of its tokens."""
     yield _TOKENS
-    sizes = (getattr(module, "window_size", None) for module in trial.modules())
-    yield from (prod(size) for size in sizes if isinstance(size, tuple))
+    for module in trial.modules():
+        size: Any = getattr(module, "window_size", None)
+        is_window = isinstance(size, tuple) and all(map(is_int, size))
+        if is_window and _TOKENS < (tokens := prod(size)) <= _LARGEST_WINDOW:
+            yield tokens
 
 
 def _positions(trial: Any, D: int, T: int) -> Iterator[Any]:

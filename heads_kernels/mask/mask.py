@@ -202,19 +202,19 @@ class Mask:
         # A tensor made in inference mode cannot be saved for a backward pass.
         call = B, H, T, S, device, torch.is_inference_mode_enabled()
         never_changes = self._is_snapshot and device == CPU
+        captures = capturing(device)
         last = self._last  # read once: another thread may replace it
-        if last is not None and last[0] == call:
+        if last is not None and last[0] == call and not captures:
             _, state, intervals = last
-            same = never_changes or is_unchanged(self._tensors, state, device)
-            if same and not capturing(device):
+            if never_changes or is_unchanged(self._tensors, state, device):
                 return intervals
         state = () if never_changes else state_of(self._tensors, device)
         intervals = self.compute_intervals(B, H, T, S, device)
         if state is None:
             return intervals
-        if capturing(device):
+        if captures:
             self._last = _CAPTURED
-        elif last is not _CAPTURED:
+        elif self._last is not _CAPTURED:
             self._last = call, state, intervals
         return intervals
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import check_excluded, check_row_weights, refuse
+from heads_kernels.checks import as_int, check_excluded, check_row_weights, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops.statistics import AttentionStatistics, measure
@@ -147,7 +147,9 @@ class AttentionCall:
     def _sees_itself(self) -> Tensor:
         own = self.own_keys
         lo, hi, first = self._bounds
-        sees = (((lo <= own) | (own < first)) & (own < hi)).any(1)
+        there = (own >= 0) & (own < self.call.S)
+        sees = (((lo <= own) | (own < first)) & (own < hi)).any(1) & there
+        own = own.clamp(0, max(self.call.S - 1, 0))
         if self.call.key_visible is not None:
             sees = sees & self.call.key_visible[:, own]
         if self._dense is not None:
@@ -191,9 +193,13 @@ class AttentionCall:
             refuse("rows", f"is {rows}", "pass a slice without a step")
         call = scores.of_rows(self.call, start, stop)
         if heads is not None:
-            if absent := [head for head in heads if not 0 <= head < self.call.H]:
-                there = f"the call has heads 0 to {self.call.H - 1}"
-                refuse("heads", f"names head {absent[0]}", there)
+            there = f"the call has heads 0 to {self.call.H - 1}"
+            for head in heads:
+                number = as_int(head)
+                if number is None:
+                    refuse("heads", f"has {head!r}", f"pass integers; {there}", TypeError)
+                if not 0 <= number < self.call.H:
+                    refuse("heads", f"names head {number}", there)
             call = scores.of_heads(call, heads)
         return eager.row_probabilities(call)
 

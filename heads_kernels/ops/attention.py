@@ -119,9 +119,8 @@ def _needs_formula(call: Call, backend: str) -> bool:
     """
     transformed = torch._C._are_functorch_transforms_active()
     forward_mode = forward_ad._current_level >= 0
-    if (
-        torch.compiler.is_compiling()
-    ):  # there tensors show neither tangents nor that they require a gradient
+    if torch.compiler.is_compiling():
+        # Tensors show neither tangents nor that they require a gradient there: whatever is differentiated counts.
         forward_mode = forward_mode or (transformed and _is_differentiated())
     elif forward_mode:
         forward_mode = any(

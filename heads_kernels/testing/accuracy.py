@@ -122,13 +122,8 @@ class Reference:
 
     def limits(self, backend: str | None) -> dict[str, Limits]:
         """The limits by quantity, for the roundings of `backend`."""
-        if self.inputs.operator != "collaborative_attention":
-            return self._of(0.0)
-        dtype = self.inputs.dout.dtype
-        found = self._of(mixed_unit(dtype, backend, backward=True))
-        forward = self._of(mixed_unit(dtype, backend))
-        # dgate reads what the forward pass has saved.
-        return found | {name: forward[name] for name in ("out", "lse", "dgate") if name in forward}
+        shared = self.inputs.operator == "collaborative_attention"
+        return self._of(mixed_unit(self.inputs.dout.dtype, backend) if shared else 0.0)
 
     def arithmetic(self) -> dict[str, Limits]:
         """The same for float32 arithmetic alone, where nothing is rounded to a narrower dtype."""

@@ -115,15 +115,9 @@ def unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def mixed_unit(dtype: torch.dtype, backend: str | None, backward: bool = False) -> float:
-    """The relative error of a mixed query.
-
-    The forward pass of `cpu` multiplies the remainder of rounding to bfloat16 too, also rounded; its backward pass
-    does so where scores are large.
-    """
-    if backend != "cpu" or (backward and dtype == torch.bfloat16):
-        return unit(dtype)
-    return min(unit(dtype), unit(torch.bfloat16) ** 2)
+def mixed_unit(dtype: torch.dtype, backend: str | None) -> float:
+    """The relative error of a mixed query: `cpu` multiplies the remainder of rounding to bfloat16 too, also rounded."""
+    return min(unit(dtype), unit(torch.bfloat16) ** 2) if backend == "cpu" else unit(dtype)
 
 
 def limits(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
@@ -287,6 +290,25 @@ def test_bad_input_is_refused() -> None:
         call = {"loss": losses} | changes
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             importance(ours, [arguments], call.pop("loss"), **call)
+
+
+@pytest.mark.parametrize("on_a_thread", [False, True])
+def test_layers_that_run_again_in_the_backward_pass(on_a_thread: bool) -> None:
+    """As GPUs do, the backward pass may run on another thread."""
+    model = hk.integrations.transformers.use(build("llama"))
+    arguments = {**batch(model), "use_cache": False}
+    expected = importance(model, [arguments], losses, method="gradient").scores
+    for layer in model.model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    def backward(*arguments: Any, **options: Any) -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(torch_grad, *arguments, **options).result()
+
+    torch_grad = torch.autograd.grad
+    with mock.patch("torch.autograd.grad", backward if on_a_thread else torch_grad):
+        found = importance(model, [arguments], losses, method="gradient")
+    assert_alike(found.scores, expected)
 
 
 @pytest.mark.parametrize("method", LOSSLESS)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.call import compute_dtype
-from heads_kernels.testing import CASES, ENTMAX, Case, GatedCase, Inputs, find
+from heads_kernels.testing import CASES, ENTMAX, Case, CollaborativeCase, GatedCase, Inputs, find
 from heads_kernels.testing.case import surrounded
 from tests.ops.calls import (
     DIFFERENTIABLE,
@@ -38,6 +38,9 @@ BESIDE_SINKS = [
         bias="B1T1", bias_hides=True)
     for gate in ("H", "BHT", "BHTD")
 ]  # fmt: skip
+BESIDE_SINKS.append(
+    CollaborativeCase("rows_hidden", 2, 2, 40, 70, Ds=16, Dv=16, sinks=True, bias="B1T1", bias_hides=True)
+)  # fmt: skip
 MASKED = [*(case for case in QUICK if case.is_causal or case.mask is not None), *BESIDE_SINKS]
 FUSED = [name for name in NAMES if name != "eager"]
 BAD = [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)]
@@ -283,6 +286,22 @@ def test_a_mixing_vector_that_is_not_read(backend: str, bad: float, why: str) ->
     found.pop("gate", None)  # the gradient of a closed gate is the true one
     for name, tensor in found.items():
         assert not tensor.any(), name
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("backend", NAMES)
+def test_a_row_that_sees_no_key_reads_no_mixing_vector(backend: str, bad: float) -> None:
+    """Beside rows that read one."""
+    given = tensors("collaborative_attention", dtype=torch.float32)
+    given["mixing"][0, 3] = bad
+    query_mask = torch.ones(given["query"].shape[:2], dtype=torch.bool).index_fill(
+        1, torch.tensor([1]), False
+    )
+    found = run(
+        "collaborative_attention", backend, **given, attn_mask=hk.Mask(query_mask=query_mask)
+    )
+    assert not found["query"][:, 1].any()
+    assert found["query"][:, 0].isnan().any()
 
 
 # ---------------------------------------------------------------------- numbers at the limits

@@ -17,9 +17,9 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.dispatch import choose
 from heads_kernels.mask import as_mask
-from heads_kernels.testing import Case, CollaborativeCase, GatedCase, compare, reference
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, compare, reference
 from heads_kernels.testing.masks import MaskBuilder, Sizes, padded
-from tests.ops.calls import DIFFERENTIABLE, OPERATORS, threads
+from tests.ops.calls import DIFFERENTIABLE, NAMES, OPERATORS, threads
 from tests.support.alike import assert_alike
 
 LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 96, 130]))
@@ -151,6 +151,30 @@ def test_any_call_is_accurate(
     inputs = data.draw(cases(operator)).make(dtype, seed=seed)
     choice = choose(inputs.parsed(), backend)
     assume(choice.backend is not None)
+    report = compare(reference(inputs), backend)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_a_key_with_nearly_all_weight(backend: str) -> None:
+    """Errors that all scores of a row share do not show in its weights, if both passes round mixed queries alike."""
+    made = torch.Generator().manual_seed(1)
+    direction = (torch.arange(64) < 16).float()
+    lengths = 1 + 0.2 * torch.randn(1, 128, 1, generator=made)
+    key = 0.3 * torch.randn(1, 128, 64, generator=made)
+    key[:, 0] = 3 * direction
+    given = {
+        "query": 0.5 * torch.randn(1, 128, 64, generator=made) + 2 * lengths * direction,
+        "key": key,
+        "value": torch.randn(1, 4, 128, 16, generator=made),
+        "mixing": 1 + 0.3 * torch.randn(4, 64, generator=made),
+    }
+    inputs = Inputs(
+        "collaborative_attention",
+        {name: tensor.bfloat16() for name, tensor in given.items()},
+        {"is_causal": True},
+        torch.randn(1, 4, 128, 16, generator=made).bfloat16(),
+    )
     report = compare(reference(inputs), backend)
     assert report.ok, str(report)
 

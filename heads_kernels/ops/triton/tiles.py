@@ -86,7 +86,7 @@ class TileConstants:
     dv: tl.constexpr  # width of values
     chunks: tl.constexpr  # steps that cover d, rounded up to a power of two; 0 without mixing
     resident: tl.constexpr  # the most features of a head that stay on chip, with mixing
-    stages: tl.constexpr  # tiles of a ring in Gluon: of values, of the backward kernel of rows
+    stages: tl.constexpr  # tiles in Gluon's ring of values (forward) or of rows (backward)
     key_stages: tl.constexpr  # tiles of the ring of keys, of Gluon's forward kernel
     partial_stages: tl.constexpr  # of loops over partial tiles
     gate: tl.constexpr  # its kind: `operands.gate_kind`
