@@ -112,6 +112,15 @@ def _is_recorded(call: Call) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.operands)
 
 
+def _requires_grad(tensor: Tensor) -> bool:
+    """Whether a tensor, or what transforms of `torch.func` have wrapped in it, requires a gradient."""
+    while not tensor.requires_grad:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return True
+
+
 def _needs_formula(call: Call, backend: str) -> bool:
     """Whether the call needs derivatives that `derivatives` has and its op does not.
 
@@ -130,7 +139,12 @@ def _needs_formula(call: Call, backend: str) -> bool:
         )
     if backend == "eager":
         return forward_mode or transformed
-    if forward_mode or (transformed and _is_recorded(call)):
+    is_recorded = transformed and torch.is_grad_enabled()
+    if is_recorded and torch.compiler.is_compiling():
+        is_recorded = _is_recorded(call)
+    elif is_recorded:
+        is_recorded = any(t is not None and _requires_grad(t) for t in call.operands)
+    if forward_mode or is_recorded:
         raise RuntimeError(
             f"{call.operator} has a reverse-mode derivative only, outside of torch.func, on backend {backend!r}; use "
             'torch.autograd.grad or backward(), or pass backend="eager" where jvp, grad or jacrev of torch.func are '

@@ -28,6 +28,7 @@ from tests.ops.calls import (
     serve,
     tensors,
 )
+from tests.support.alike import assert_alike
 
 # ---------------------------------------------------------------------- opcheck
 OPCHECKS = {
@@ -211,6 +212,11 @@ def test_derivatives_that_are_not_there_are_refused(operator: str, backend: str)
         torch.func.jvp(run, (query,), (query,))
     with pytest.raises(RuntimeError, match=r"use torch\.autograd\.grad or backward"):
         torch.func.grad(run)(query)
+    rows = torch.stack([query, query])
+    assert_alike(torch.vmap(run)(rows), run(query).expand(2))
+    rows.requires_grad_()  # a leaf outside of vmap
+    with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
+        torch.vmap(run)(rows)
     with torch.autograd.forward_ad.dual_level():
         run(query)  # nothing has a tangent
         dual = torch.autograd.forward_ad.make_dual(query, query)
