@@ -6,7 +6,8 @@ For a function f with n inputs x, input i contributes to output j
 
 and the relevance R of the outputs is distributed in proportion to positive and to negative z separately:
 
-    R_i ~ sum_j R_j * (z+_ji / (sum_i z+_ji + epsilon) + z-_ji / (sum_i z-_ji - epsilon)), sum_i R_i = sum_j R_j
+    R_i = c sum_j R_j * (z+_ji / (sum_i z+_ji + epsilon) + z-_ji / (sum_i z-_ji - epsilon)), c so that
+    sum_i R_i = sum_j R_j
 
 These are the rules of the code of Voita et al. 2019 ("Analyzing Multi-Head Self-Attention", corrected in 2021), after
 Ding et al. 2017 and Bach et al. 2015 (eq. 60 with both factors 1/2, which cancel): epsilon 1e-5, the sum kept for every
