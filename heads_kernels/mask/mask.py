@@ -202,9 +202,8 @@ class Mask:
         # A tensor made in inference mode cannot be saved for a backward pass.
         call = B, H, T, S, device, torch.is_inference_mode_enabled()
         never_changes = self._is_snapshot and device == CPU
-        captures = capturing(device)
         last = self._last  # read once: another thread may replace it
-        if last is not None and last[0] == call and not captures:
+        if last is not None and last[0] == call and not capturing(device):
             _, state, intervals = last
             if never_changes or is_unchanged(self._tensors, state, device):
                 return intervals
@@ -212,7 +211,7 @@ class Mask:
         intervals = self.compute_intervals(B, H, T, S, device)
         if state is None:
             return intervals
-        if captures:
+        if capturing(device):
             self._last = _CAPTURED
         elif self._last is not _CAPTURED:
             self._last = call, state, intervals
