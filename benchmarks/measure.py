@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -132,13 +131,9 @@ def explain(inputs: Inputs) -> hk.Choice:
     return hk.explain(inputs.operator, **inputs.arguments())
 
 
-#: Calls of each kind in a row, in the part `overhead`.
-_REPEATS: Final = 50
-
-
-def _repeat(call: Call, times: int) -> None:
-    for _ in range(times):
-        call()
+#: Seconds of a sample in the part `overhead`: dozens of calls, since the first one after another kind takes up to 30 us
+#: more.
+_SAMPLE_S: Final = 5e-3
 
 
 def overhead(settings: Settings) -> Iterator[Found]:
@@ -176,13 +171,11 @@ def overhead(settings: Settings) -> Iterator[Found]:
         "SDPA and gradients": with_gradients(sdpa),
         "SDPA with a mask and gradients": with_gradients(sdpa, attn_mask=visible),
     }
-    # The first call after another one takes up to 30 us more, to read its code and data again.
-    repeated = {name: partial(_repeat, call, _REPEATS) for name, call in calls.items()}
     budget = settings.effort().budget_s
-    times = time_in_turn(repeated, device=place, budget_s=budget, least=20)
+    times = time_in_turn(
+        calls, device=place, budget_s=budget, least=20, warmup=20, sample_s=_SAMPLE_S
+    )
     found = Found("overhead", "Overhead of a call",
         {"B1 H2 T4 D8": "{call}", "microseconds": "{us:.1f}"})  # fmt: skip
-    found.rows = [
-        {"call": name, "us": timing.median / _REPEATS * 1e6} for name, timing in times.items()
-    ]
+    found.rows = [{"call": name, "us": timing.median * 1e6} for name, timing in times.items()]
     yield found

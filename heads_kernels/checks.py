@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, NoReturn, TypeGuard, get_args
 
 import torch
@@ -38,6 +38,19 @@ def as_int(value: Any) -> int | None:
         return operator.index(value)
     except (TypeError, RuntimeError):  # of a float; of a tensor on the meta device
         return None
+
+
+def check_heads(heads: Iterable[Any], count: int, argument: str, there: str) -> list[int]:
+    """Numbers of heads, in [0, count); errors end with `there`, what the heads are."""
+    found = []
+    for head in heads:
+        number = as_int(head)
+        if number is None:
+            refuse(argument, f"has {head!r}", f"pass integers; {there}", TypeError)
+        if not 0 <= number < count:
+            refuse(argument, f"has head {number}", there)
+        found.append(number)
+    return found
 
 
 def is_any_int(value: object) -> bool:

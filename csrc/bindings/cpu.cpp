@@ -83,7 +83,7 @@ py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, const 
   const Numbers strides = {n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv,
                            tokens_first ? n.H * Dv : Dv, 1};
   if (is(like, sizes) && std::equal(strides.begin(), strides.end(), like.stride))
-    return empty_like(call[params.mixing ? 2 : 0]);  // takes half of the time
+    return empty_like(call[params.mixing ? 2 : 0]);  // in half of the time
   return empty(call[0], tuple_of(sizes), tuple_of(strides));
 }
 

@@ -133,7 +133,7 @@ def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -
     would need a copy of all of them in every step. A static cache then has room for as many heads of values as it gets.
 
     Args:
-        past: a cache of transformers, of an encoder-decoder that of its self-attention or that of its encoder's keys.
+        past: a cache of transformers; of an encoder-decoder's pair of caches, one.
         layer_idx: of the converted layer.
         places: of the features in `n * head_dim`, of a `SharedProjection` that has them, which alone are stored.
 

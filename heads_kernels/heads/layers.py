@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import as_int, is_int, refuse
+from heads_kernels.checks import as_int, check_heads, is_int, refuse
 from heads_kernels.heads.configs import NAME, attention_function
 from heads_kernels.heads.layouts import at_path, calls_interface, check_has_parts, layout_of
 from heads_kernels.nn.gates import HeadGate
@@ -191,12 +191,4 @@ def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:
     is_number = getattr(heads, "ndim", 1) == 0  # an array or a tensor
     if not isinstance(heads, Iterable) or isinstance(heads, str) or is_number:
         refuse(f"heads of {layer}", f"is {heads!r}", f"pass a list of heads; {there}", TypeError)
-    found = []
-    for head in heads:
-        number = as_int(head)
-        if number is None:
-            refuse(f"heads of {layer}", f"has {head!r}", f"pass integers; {there}", TypeError)
-        if not 0 <= number < count:
-            refuse(f"heads of {layer}", f"has head {number}", there)
-        found.append(number)
-    return found
+    return check_heads(heads, count, f"heads of {layer}", there)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import as_int, check_excluded, check_row_weights, refuse
+from heads_kernels.checks import check_excluded, check_heads, check_row_weights, refuse
 from heads_kernels.dispatch import select
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops.statistics import AttentionStatistics, measure
@@ -41,8 +41,8 @@ class AttentionCall:
         self_attention: whether rows and keys belong to one sequence; the last row is then the last key, unless `first`
             is given.
         rows: bool `[B, T]`, True for tokens and False for padding, if known.
-        first: in self-attention the key that is the first row itself, an int or a tensor; None: key S - T. It is
-            another one in a cache that has memory for more tokens.
+        first: in self-attention, the number of the key at the position of the first row, an int or a tensor; None is
+            S - T. In a cache that has memory for more tokens it is smaller.
     """
 
     call: Call
@@ -72,7 +72,7 @@ class AttentionCall:
     # ------------------------------------------------------------------ tokens and padding
     @property
     def own_keys(self) -> Tensor:
-        """int64 `[T]`: in self-attention the key that each row is itself."""
+        """int64 `[T]`: in self-attention, the number of the key at the position of each row."""
         first = self.call.S - self.call.T if self.first is None else self.first
         return torch.arange(self.call.T, device=self.query.device) + first
 
@@ -194,13 +194,7 @@ class AttentionCall:
         call = scores.of_rows(self.call, start, stop)
         if heads is not None:
             there = f"the call has heads 0 to {self.call.H - 1}"
-            for head in heads:
-                number = as_int(head)
-                if number is None:
-                    refuse("heads", f"has {head!r}", f"pass integers; {there}", TypeError)
-                if not 0 <= number < self.call.H:
-                    refuse("heads", f"names head {number}", there)
-            call = scores.of_heads(call, heads)
+            call = scores.of_heads(call, check_heads(heads, self.call.H, "heads", there))
         return eager.row_probabilities(call)
 
     def support_sizes(self) -> Tensor:

@@ -112,8 +112,16 @@ def _is_recorded(call: Call) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.operands)
 
 
-def _requires_grad(tensor: Tensor) -> bool:
-    """Whether a tensor, or what transforms of `torch.func` have wrapped in it, requires a gradient."""
+def _has_tangent(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _requires_grad(tensor: Tensor | None) -> bool:
+    """Whether a tensor, or one that transforms of `torch.func` have wrapped in it, requires a gradient."""
+    if tensor is None:
+        return False
     while not tensor.requires_grad:
         if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False
@@ -131,19 +139,14 @@ def _needs_formula(call: Call, backend: str) -> bool:
     if torch.compiler.is_compiling():
         # Tensors show neither tangents nor that they require a gradient there: whatever is differentiated counts.
         forward_mode = forward_mode or (transformed and _is_differentiated())
-    elif forward_mode:
-        forward_mode = any(
-            forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
-            for t in call.operands
-            if t is not None
+        is_recorded = transformed and _is_recorded(call)
+    else:
+        forward_mode = forward_mode and any(map(_has_tangent, call.operands))
+        is_recorded = (
+            transformed and torch.is_grad_enabled() and any(map(_requires_grad, call.operands))
         )
     if backend == "eager":
         return forward_mode or transformed
-    is_recorded = transformed and torch.is_grad_enabled()
-    if is_recorded and torch.compiler.is_compiling():
-        is_recorded = _is_recorded(call)
-    elif is_recorded:
-        is_recorded = any(t is not None and _requires_grad(t) for t in call.operands)
     if forward_mode or is_recorded:
         raise RuntimeError(
             f"{call.operator} has a reverse-mode derivative only, outside of torch.func, on backend {backend!r}; use "
@@ -283,6 +286,7 @@ class _Attention(torch.autograd.Function):
         needs = [operand is not None and next(of_given) for operand in operands]
         if torch.is_grad_enabled() and ctx.backend == "eager":  # create_graph=True
             return None, *_gradients_of_formula(call, needs, dout, dlse)
+        # In the order of `Saved`.
         saved = dout, attended, lse, None if dlse is None else dlse.contiguous()
         sums = direct.backward(call, saved, needs) if ctx.backend == "cpu" else None
         if sums is None:

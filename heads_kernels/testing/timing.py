@@ -51,6 +51,7 @@ def time_in_turn(
     least: int = 5,
     most: int = 200,
     cold: bool = False,
+    sample_s: float = SAMPLE_S,
 ) -> dict[str, Timing]:
     """Time every callable, taking turns, and return a `Timing` by name.
 
@@ -62,6 +63,8 @@ def time_in_turn(
         warmup: calls of each before timing: compilation, caches, thread pools.
         least, most: bounds on the number of samples.
         cold: on CUDA, flush the GPU's L2 cache before every sample, which is then a single call.
+        sample_s: shortest sample in seconds; faster callables are called several times within one. The first of these
+            calls takes longer, since the callable before it has used the caches of the processor.
     """
     device = torch.device(device)
     flush = None
@@ -74,7 +77,7 @@ def time_in_turn(
         calls[name] = 1
         first = _sample(function, 1, device, flush)
         if flush is None:
-            calls[name] = max(1, round(SAMPLE_S / max(first, 1e-9)))
+            calls[name] = max(1, round(sample_s / max(first, 1e-9)))
     samples: dict[str, list[float]] = {name: [] for name in callables}
     stop = time.perf_counter() + budget_s
     for done in range(most):

@@ -52,10 +52,20 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
         AttentionCall.of(hk.gated_attention, query, key[..., :4], key)
     with pytest.raises(ValueError, match=r"rows is slice\(0, 6, 2\); pass a slice without a step"):
         call.probabilities(slice(0, 6, 2))
+    with pytest.raises(TypeError, match=r"heads has tensor\(True\); pass integers"):
+        call.probabilities(heads=torch.tensor([True, False]))  # type: ignore[arg-type]
     monkeypatch.setattr(attention_call, "parse", None)
     for keys, statistics in zip(excluded, expected, strict=True):
         for found, each in zip(call.statistics(keys)[:-1], statistics[:-1], strict=True):
             assert torch.equal(found, each)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_rows_before_the_first_key_are_no_tokens(dense: bool) -> None:
+    query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 4)
+    mask = torch.ones(5, 3, dtype=torch.bool) if dense else None
+    call = AttentionCall.of(hk.gated_attention, query, key, key, mask)
+    assert call.real_queries.tolist() == [[False, False, True, True, True]]
 
 
 @pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf, None])

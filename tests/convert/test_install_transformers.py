@@ -283,20 +283,33 @@ def test_layers_that_cannot_be_read() -> None:
 class Normed(transformers.models.vit.modeling_vit.ViTAttention):  # type: ignore[misc]
     """Somebody's, with a norm of its queries."""
 
+    def changed(self, query: Tensor) -> Tensor:
+        return nn.functional.normalize(query, dim=-1)
+
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         query, key, value = (
             each(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for each in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query = nn.functional.normalize(query, dim=-1)
-        out, weights = ALL_ATTENTION_FUNCTIONS["heads_kernels"](self, query, key, value, None)
+        out, weights = ALL_ATTENTION_FUNCTIONS["heads_kernels"](
+            self, self.changed(query), key, value, None
+        )
         return self.o_proj(out.flatten(2)), weights
 
 
-def test_what_a_subclass_adds_is_found() -> None:
+class Clamped(Normed):
+    """A bound that random queries do not reach."""
+
+    def changed(self, query: Tensor) -> Tensor:
+        return query.clamp(-20, 20)
+
+
+@pytest.mark.parametrize("kind", [Normed, Clamped])
+def test_what_a_subclass_adds_is_found(kind: type[Normed]) -> None:
     model = in_use("vit")
-    model.layers[1].attention.__class__ = Normed
-    with pytest.raises(ValueError, match=r"layer 1 .* is a Normed, whose scores are not products"):
+    model.layers[1].attention.__class__ = kind
+    refusal = rf"layer 1 .* is a {kind.__name__}, whose scores are not products"
+    with pytest.raises(ValueError, match=refusal):
         collaborate(model, 8, progress=False)
     collaborate(model, 8, layers=[0], progress=False)
 

@@ -64,7 +64,7 @@ class PreparedMask(BlockMask):
         mask: the visible pairs; a bool tensor `[B, 1, T, S]` where `hk.Mask` cannot express them.
         shape: (B, 1, T, S) of the call.
         device: of the tensors of the call.
-        first: the key that is the first row itself, if known (`AttentionCall`).
+        first: that of `AttentionCall`, if known.
 
     Attributes:
         derived: what layers compute from it, once for the pass.
