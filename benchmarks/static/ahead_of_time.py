@@ -31,6 +31,7 @@ from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops.attention import attention_op, backward_op
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.ops.statistics import statistics_op
+from heads_kernels.ops.triton.launch import is_sound
 from heads_kernels.parse import parse
 from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
 from heads_kernels.testing import masks as mask
@@ -183,6 +184,8 @@ class Compiled:
         if kernel.error:
             return [f"does not compile: {kernel.error}"]
         words = []
+        if kernel.ptxas and not is_sound(kernel.ptxas):
+            words.append(f"compiled by ptxas {kernel.ptxas}")
         if kernel.shared > target.shared_limit:
             words.append(f"{kernel.shared} bytes of shared memory, of {target.shared_limit}")
         if exact and kernel.spilled > (most := _most(STATED, self)):

@@ -66,6 +66,7 @@ class Kernel:
     name: str  # "gated_attention.forward"
     target: str
     options: str  # "BLOCK_M 64, BLOCK_N 64, 4 warps, 2 stages"
+    ptxas: str = ""  # the CUDA release of it
     hash: str = ""
     error: str = ""
     registers: int = 0
@@ -140,13 +141,16 @@ _PRINTING: Final = threading.Lock()
 
 @contextlib.contextmanager
 def log_kept() -> Iterator[None]:
-    """In this block a kernel is compiled with what ptxas says in its metadata, `ptxas_log`, in Triton's cache too."""
+    """In this block a kernel is compiled with the CUDA release of ptxas in its metadata, `ptxas`, and with what ptxas says,
+    `ptxas_log`; in Triton's cache too."""
     make_cubin = CUDABackend.make_cubin
 
     def make(self: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> Any:
         with _PRINTING, contextlib.redirect_stdout(io.StringIO()) as log:
             cubin = make_cubin(self, source, metadata, *rest)
         metadata["ptxas_log"] = log.getvalue()
+        new = self.target.arch >= 100
+        metadata["ptxas"] = (knobs.nvidia.ptxas_blackwell if new else knobs.nvidia.ptxas).version
         return cubin
 
     with (
@@ -210,7 +214,7 @@ def _read(name: str, target: str, options: str, compiled: Any, with_loops: bool)
     found = Counter(_MATRIX_INSTRUCTIONS.findall(code))
     serialized = sum(found.values()) if _LOSS in log else 0
     return Kernel(
-        name, target, options, compiled.hash,
+        name, target, options, getattr(compiled.metadata, "ptxas", ""), compiled.hash,
         registers=registers, spilled=spilled, shared=compiled.metadata.shared,
         matrix=tuple(sorted(found.items())),
         narrow_products=_NARROW_PRODUCT.search(source) is not None,

@@ -4,7 +4,8 @@ how many programs share its work."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 from triton import AsyncCompileMode
 from triton.runtime import _async_compile
 
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops import buffers
 from heads_kernels.ops.triton import launch as launching
 from heads_kernels.ops.triton import tiles
@@ -260,3 +262,48 @@ def test_short_queries_have_short_tiles(kernel: str, kind: str) -> None:
         }
     assert rows[1] == rows[16] == 16
     assert rows[17] > 16
+
+
+class Tools:
+    """Triton's, with a ptxas of that release beside one that is sound."""
+
+    def __init__(self, release: str) -> None:
+        self.bundled = mock.Mock(path="old", version=release)
+        self.ptxas_blackwell = mock.Mock(path="new", version="12.9")
+        self.named = ""
+
+    @property
+    def ptxas(self) -> Any:
+        return self.ptxas_blackwell if self.named == "new" else self.bundled
+
+    @ptxas.setter
+    def ptxas(self, path: str) -> None:
+        self.named = path
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        yield
+        self.named = ""
+
+
+@pytest.mark.skipif(TRITON_INTERPRETED, reason="nothing is compiled")
+@pytest.mark.parametrize(("release", "path"), [("12.8", "new"), ("12.9", "old"), ("13.0", "old")])
+def test_no_kernel_is_compiled_by_a_ptxas_that_miscompiles(release: str, path: str) -> None:
+    """Of Triton 3.6 and 3.7: CUDA 12.8. Another thread that compiles meanwhile does not find the newer one, and lose it."""
+    tools = Tools(release)
+    seen = []
+    with mock.patch.object(launching, "knobs", mock.Mock(nvidia=tools)):
+        with launching._sound_ptxas():
+            other = threading.Thread(target=lambda: seen.append(compiling(tools)))
+            other.start()
+            other.join(0.05)
+            seen.append(tools.ptxas.path)
+        other.join()
+    assert seen == [path, path]
+    assert tools.ptxas.path == "old"
+
+
+def compiling(tools: Tools) -> str:
+    with launching._sound_ptxas():
+        path: str = tools.ptxas.path
+    return path

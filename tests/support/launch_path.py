@@ -4,8 +4,8 @@ Every work runs twice: the second time `launch` has the compiled kernels, and Tr
 
 LIBRARY is `stub_driver.c`, which stands in for libcuda and keeps what each launch passed. Every argument is held
 against the parameter of the kernel's PTX that it belongs to. Prints the kernels that were launched, one a line. The
-exit status is 1, with the reasons, if an argument did not arrive, if a kernel was searched for twice, or if the kernels
-of a step were not compiled together. TRITON_LIBCUDA_PATH names the folder of LIBRARY.
+exit status is 1, with the reasons, if an argument did not arrive, if a kernel was searched for twice, if ptxas was one
+that miscompiles, or if the kernels of a step were not compiled together. TRITON_LIBCUDA_PATH names the folder of LIBRARY.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.static import ahead_of_time
 from benchmarks.static.binaries import log_kept
 from heads_kernels.ops.philox import seed_of
+from heads_kernels.ops.triton.launch import is_sound
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 MOST_PARAMETERS = 256  # of stub_driver.c
@@ -199,6 +200,8 @@ def main(path: str, names: list[str]) -> int:
         searched.append(name)
         found = differences(compiled, arguments, grid, stub, before)
         failures.extend(f"{name}: {words}" for words in found)
+        if not is_sound(compiled.metadata.ptxas):
+            failures.append(f"{name}: compiled by ptxas {compiled.metadata.ptxas}")
         return compiled
 
     runner = CompiledKernel.__getitem__

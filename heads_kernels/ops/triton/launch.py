@@ -9,6 +9,10 @@ thread. `compiled_together` compiles them at the same time. More than half of th
 Triton's coalescing passes, which follow all uses of every load through the kernel, again for each copy of a pipelined
 loop; Python's part of a kernel takes 0.1 to 0.3 s, LLVM and ptxas the rest. Fewer widths in the loops of
 `score_tiles` would compile faster, but heads of two chunks would then multiply four.
+
+Triton 3.6 and 3.7 come with ptxas of CUDA 12.8, which miscompiles products of sm_90 whose operands start at the same
+address of shared memory: it adds the offset of an operand to the wrong register. They also come with a newer one, for
+sm_100, which kernels are compiled with here.
 """
 
 from __future__ import annotations
@@ -16,15 +20,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, knobs
 
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops.triton.operands import POINTERS
 from heads_kernels.ops.triton.tiles import Tiles
 
@@ -42,6 +47,9 @@ T = TypeVar("T", bound=NamedTuple)
 _LOGGER: Final = logging.getLogger("heads_kernels")
 #: Seconds of compilation after which a line is logged: most kernels of gated attention take less.
 _SILENT: Final = 2.0
+
+#: Held while a kernel is compiled: which ptxas Triton runs is a setting of the process.
+_COMPILING: Final = threading.RLock()
 
 
 class _Uncompiled(AsyncCompileMode):  # type: ignore[misc]
@@ -114,13 +122,37 @@ def launch(
         compiled[programs, 1, 1](*args, *values)
         return
     start = partial(kernel[(programs,)], *args, **constants, **tiles.launch_options)
-    compiled = start() if key in _KEPT else _start_with_others(start, like)
+    if key in _KEPT:
+        compiled = start()
+    else:
+        with _sound_ptxas():
+            compiled = _start_with_others(start, like)
     if len(_KEPT) >= _MOST_KEPT:
         _KEPT.clear()
     _KEPT[key] = None
     # None: interpreted. On AMD, kernels are also specialized on the size of the memory behind a pointer.
     if compiled is not None and not torch.version.hip:
         _KEPT[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+
+
+@contextlib.contextmanager
+def _sound_ptxas() -> Iterator[None]:
+    """In this block Triton runs a ptxas that compiles kernels right, if it has one. Other threads wait to compile."""
+    tools = knobs.nvidia
+    with _COMPILING:  # not while another thread has set it
+        sound = TRITON_INTERPRETED or torch.version.hip or is_sound(tools.ptxas.version)
+    if sound:
+        yield
+        return
+    with _COMPILING, tools.scope():
+        if is_sound(tools.ptxas_blackwell.version):
+            tools.ptxas = tools.ptxas_blackwell.path
+        yield
+
+
+def is_sound(release: str) -> bool:
+    """Whether ptxas of this CUDA release compiles all products of sm_90 right."""
+    return tuple(map(int, release.split("."))) >= (12, 9)
 
 
 def _start_with_others(start: Callable[[], Any], like: Tensor) -> Any:
