@@ -2,8 +2,8 @@
 
 `pytest tests/ops --device cuda -n 4` runs the operators' tests on a GPU: those with a `backend` that serves CUDA
 tensors, and those with the mark `gpu`. Tests make tensors on PyTorch's default device, which is this one; `Case.make`
-draws the same numbers for every device. A worker that crashes loses one test: pytest-xdist starts another one.
-pytest-timeout ends a worker whose kernel hangs.
+draws the same numbers for every device. A worker that crashes, or whose kernel breaks the CUDA context, loses one test:
+pytest-xdist starts another one. pytest-timeout ends a worker whose kernel hangs.
 
 Without a GPU these tests run on CPU tensors, where the process was started for it: with TRITON_INTERPRET=1 Triton's
 interpreter, corrected, runs the kernels of `triton`, with HEADS_KERNELS_EMULATE_CUDA=1 the emulator those of `cuda`, in
@@ -99,6 +99,19 @@ def pytest_collection() -> Iterator[object]:
     gc.freeze()
     gc.enable()
     return collected
+
+
+@pytest.hookimpl(trylast=True)  # behind the one that sends the report
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Nothing runs on the GPU any more in a process whose CUDA context is broken."""
+    if not (report.failed and torch.cuda.is_initialized()):
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit(f"a kernel broke the CUDA context: {error}", returncode=3)
 
 
 def pytest_unconfigure() -> None:
