@@ -32,7 +32,7 @@ from heads_kernels.ops.attention import attention_op
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.testing.case import Case
 from heads_kernels.testing.inputs import Inputs
-from heads_kernels.testing.rounding import Limits, limits, mixed_unit, unit
+from heads_kernels.testing.rounding import Limits, aligned_unit, limits, mixed_unit, unit
 
 #: Factor of the error of eager in the same dtype, as in FlashAttention's tests.
 FACTOR = 2.0
@@ -138,7 +138,8 @@ class Reference:
             values = dict(self.oracle)
             for name, tensor in self.inputs.tensors.items():  # also without backward
                 values.setdefault(f"d{name}", torch.zeros_like(tensor, dtype=torch.float64))
-            found = limits(self.inputs, values, _seed(self.inputs), mixed, working)
+            aligned = aligned_unit(self.inputs)
+            found = limits(self.inputs, values, _seed(self.inputs), mixed, aligned, working)
             self._found[mixed, working] = found
         return self._found[mixed, working]
 

@@ -13,7 +13,8 @@ errors of an ideal kernel are propagated through the formula, in float64, one he
                          sign, n roundings of partial sums stay near that. Sums in blocks do too;
                          adding thousands of terms one by one to a large partial sum does not
     a score              its sum of absolute terms times u_c, and u_c times its own size for scale
-                         and exponent; a shared query is also rounded after mixing, once for all keys,
+                         and exponent; on tensor cores every term is also truncated to the last bit of a
+                         float32 as large as the largest of them (2 u_c times that); a shared query is also rounded after mixing, once for all keys,
                          so that its errors in lse are independent by feature and not by score
     a probability        relative error = absolute error of its score, and its rounding as operand; with entmax
                          the slope of p times the absolute error of its score
@@ -56,6 +57,7 @@ class _Units(NamedTuple):
         float  # probabilities below it may be 0: the smallest normal number of the compute dtype
     )
     mixed: float  # of a mixed query
+    aligned: float  # of a term of a product on tensor cores, relative to the largest term
 
 
 class _Head(NamedTuple):
@@ -120,17 +122,24 @@ def mixed_unit(dtype: torch.dtype, backend: str | None) -> float:
     return min(unit(dtype), unit(torch.bfloat16) ** 2) if backend == "cpu" else unit(dtype)
 
 
+def aligned_unit(inputs: Inputs) -> float:
+    """The relative error of terms that tensor cores align to the largest: those of 16 bits on a GPU."""
+    on_tensor_cores = inputs.dout.is_cuda and inputs.dout.dtype.itemsize == 2
+    return 2 * unit(torch.float32) if on_tensor_cores else 0.0
+
+
 def limits(
     inputs: Inputs,
     values: dict[str, Tensor],
     seed: Tensor | None,
     mixed: float,
+    aligned: float,
     working: float | None = None,
 ) -> dict[str, Limits]:
     """The limits of "out", "lse", "dquery", ...; `values` are the oracle's.
 
-    `inputs` are in the working dtype; `seed` is that of dropout; `mixed` is the `mixed_unit` of the backend. With
-    `working` 0 the errors are those of float32 arithmetic alone.
+    `inputs` are in the working dtype; `seed` is that of dropout; `mixed` is the `mixed_unit` of the backend, `aligned`
+    its `aligned_unit`. With `working` 0 the errors are those of float32 arithmetic alone.
     """
     dtype = inputs.tensors["query"].dtype
     compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -142,6 +151,7 @@ def limits(
         info.smallest_normal * info.eps / 2,
         torch.finfo(compute).smallest_normal,
         mixed,
+        aligned,
     )
     p = inputs.to(torch.float64).parsed()
     assert p.value is not None
@@ -330,6 +340,9 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
         score, size = score + content_bias, size + content_bias.abs()
     score, size = scale * score, abs(scale) * size
     alone = u.compute * (size + score.abs())  # independent in every score
+    if u.aligned and q.shape[1]:
+        term = q.abs().amax(1)[:, None] * k.abs().amax(1)  # no term is larger
+        alone = alone + u.aligned * q.shape[1] * abs(scale) * term
     mixing_error = torch.zeros_like(alone)
     if shared:  # the mixed query is rounded
         mixing_error = u.mixed * abs(scale) * (q**2 @ (k**2).T).sqrt()
