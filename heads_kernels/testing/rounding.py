@@ -14,8 +14,9 @@ errors of an ideal kernel are propagated through the formula, in float64, one he
                          adding thousands of terms one by one to a large partial sum does not
     a score              its sum of absolute terms times u_c, and u_c times its own size for scale
                          and exponent; on tensor cores every term is also truncated to the last bit of a
-                         float32 as large as the largest of them (2 u_c times that); a shared query is also rounded after mixing, once for all keys,
-                         so that its errors in lse are independent by feature and not by score
+                         float32 as large as the largest of them (2 u_c times that); a shared query is also
+                         rounded after mixing, once for all keys, so that its errors in lse are independent
+                         by feature and not by score
     a probability        relative error = absolute error of its score, and its rounding as operand; with entmax
                          the slope of p times the absolute error of its score
     the cap of a score   its slope times the error of the score, and roundings of division, tanh and product

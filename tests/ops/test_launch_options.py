@@ -289,7 +289,7 @@ class Tools:
 @pytest.mark.skipif(TRITON_INTERPRETED, reason="nothing is compiled")
 @pytest.mark.parametrize(("release", "path"), [("12.8", "new"), ("12.9", "old"), ("13.0", "old")])
 def test_no_kernel_is_compiled_by_a_ptxas_that_miscompiles(release: str, path: str) -> None:
-    """Of Triton 3.6 and 3.7: CUDA 12.8. Another thread that compiles meanwhile does not find the newer one, and lose it."""
+    """That of Triton 3.6 and 3.7. Another thread that compiles does not find the newer one only to lose it."""
     tools = Tools(release)
     seen = []
     with mock.patch.object(launching, "knobs", mock.Mock(nvidia=tools)):

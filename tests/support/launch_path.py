@@ -5,7 +5,7 @@ Every work runs twice: the second time `launch` has the compiled kernels, and Tr
 LIBRARY is `stub_driver.c`, which stands in for libcuda and keeps what each launch passed. Every argument is held
 against the parameter of the kernel's PTX that it belongs to. Prints the kernels that were launched, one a line. The
 exit status is 1, with the reasons, if an argument did not arrive, if a kernel was searched for twice, if ptxas was one
-that miscompiles, or if the kernels of a step were not compiled together. TRITON_LIBCUDA_PATH names the folder of LIBRARY.
+that miscompiles, or if the kernels of a step were not compiled together. TRITON_LIBCUDA_PATH names LIBRARY's folder.
 """
 
 from __future__ import annotations
