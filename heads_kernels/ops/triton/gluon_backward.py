@@ -7,7 +7,8 @@ Grid     One program owns 128 keys of a key head and sums their dkey and dvalue 
          over a part of them, `splits`), in tiles of 64 query rows. A closed head has no tiles. Programs draw their
          numbers when they start, so those with smaller numbers are running or done.
 Order    dquery is summed in float32 by bulk copies that add, in ascending order of the keys: for every tile of rows, a
-         counter says how many programs have added to it. So the same call gives the same bits.
+         counter says how many programs have added to it. So the same call gives the same bits. The first one stores
+         its tile. Another kernel scales and rounds the sums, and writes 0 in tiles that no program has added to.
 Warps    8 consumer warps compute transposed tiles, [keys, rows]: four warps each have 64 keys, and half of the columns
          of dquery. A producer of 1 warp loads tiles through tensor descriptors, a reader of 2 warps loads lse and delta
          of rows, an adder of 1 warp adds dquery.
@@ -27,6 +28,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -52,7 +55,7 @@ from heads_kernels.ops.triton.gluon_row_tiles import (
 )
 from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, tiles_of
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import head_of
+from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Place,
     Rows,
@@ -269,6 +272,20 @@ def _backward_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _dquery_kernel(sums, added, dquery, sizes, TILE: tl.constexpr):
+    """A program writes a tile of rows of `dquery`: its `sums` times the scale; 0 if no program has added to it."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    program = tl.program_id(0)
+    tiles = tl.cdiv(sizes.T, BLOCK_M)
+    pair, first = program // tiles, program % tiles * BLOCK_M
+    b, h = pair // sizes.H, pair % sizes.H
+    end = tl.where(tl.load(added + program) > 0, sizes.T, 0)
+    there = first + tl.arange(0, BLOCK_M) < end
+    rows = load_tile(sums, b, h, first, there, TILE.d, BLOCK_M, TILE.block_d) * sizes.scale
+    store_tile(dquery, b, h, first, sizes.T, rows, TILE.d, BLOCK_M, TILE.block_d)
+
+
 def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: Tiles) -> None:
     """Fill dquery, dkey and dvalue."""
     dquery, dkey, dvalue = gradients.dquery, gradients.dkey, gradients.dvalue
@@ -281,7 +298,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
     of_key, of_value = (rows_of(part) for _, part in parts)
     counters = torch.zeros(1 + B * H * row_tiles, dtype=torch.int32, device=dquery.device)
-    sums = torch.zeros(dquery.shape, dtype=torch.float32, device=dquery.device)
+    sums = torch.empty(dquery.shape, dtype=torch.float32, device=dquery.device)
     # How many programs add to a tile of rows: it follows from a band, else it is counted in lists.
     listed = of.visible.k_lo is not None or of.visible.key_visible is not None
     visible, rows_visible = (
@@ -301,6 +318,9 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
         Order(counters[:1], counters[1:]), sizes, Splits(B, splits), together,
         TILE=constants,
     )  # fmt: skip
-    torch.mul(sums, call.scale, out=dquery)
+    launch(
+        _dquery_kernel, B * H * row_tiles, call.query, tiles,
+        rows_of(sums), counters[1:], rows_of(dquery), sizes, TILE=constants,
+    )  # fmt: skip
     for grad, part in parts:
         sum_parts(part, grad, splits)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.gluon_tiles import load_tiles
+from heads_kernels.ops.triton.gluon_tiles import load_tiles, store_tiles
 from heads_kernels.ops.triton.operands import Place
 from heads_kernels.ops.triton.visible import (
     full_tile,
@@ -189,7 +189,10 @@ def reader(
 def adder(
     memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE: gl.constexpr
 ):  # fmt: skip
-    """Add tiles of dquery in global memory, after the programs with smaller keys have added theirs."""
+    """Add tiles of dquery in global memory, after the programs with smaller keys have added theirs.
+
+    The first program of a tile of rows stores it, so that the sums need not start as zeros.
+    """
     STAGES: gl.constexpr = TILE.stages
     stage, phase = place.first * 0, place.first * 0
     tiles = gl.cdiv(sizes.T, TILE.block_m)
@@ -203,7 +206,10 @@ def adder(
             mbarrier.wait(shared.dquery_ready.index(0), stage & 1)
             while gl.atomic_add(added, 0, sem="acquire") != before:
                 pass
-            tma.async_atomic_add(memory.dquery, [own.b, own.h, first, 0], shared.dquery)
+            if before == 0:
+                store_tiles(memory.dquery, [own.b, own.h, first, 0], shared.dquery)
+            else:
+                tma.async_atomic_add(memory.dquery, [own.b, own.h, first, 0], shared.dquery)
             tma.store_wait(0)
             mbarrier.arrive(shared.dquery_free.index(0), count=1)
             tma.store_wait(0, read_only=False)
