@@ -10,8 +10,8 @@ Order    dquery is summed in float32 by bulk copies that add, in ascending order
          counter says how many programs have added to it. So the same call gives the same bits. The first one stores
          its tile. Another kernel scales and rounds the sums, and writes 0 in tiles that no program has added to.
 Warps    8 consumer warps compute transposed tiles, [keys, rows]: four warps each have 64 keys, and half of the columns
-         of dquery. A producer of 1 warp loads tiles through tensor descriptors, a reader of 2 warps loads lse and delta
-         of rows, an adder of 1 warp adds dquery.
+         of dquery. A producer of 1 warp loads tiles through tensor descriptors, a reader of 1 warp loads lse and delta
+         of rows, two adders of 1 warp add dquery in turn.
 Rings    STAGES tiles each of query and dattended, and lse and delta. `query_ready`, `dout_ready` and `terms_ready`
          complete when these are loaded, `free` when they have been read. `dquery_ready` completes when a tile of dquery
          is in shared memory, `dquery_free` when it has been read there.
@@ -141,6 +141,7 @@ def _consumers(
     dkey = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=SUMS)
     dvalue = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=SUMS)
     stage, phase = place.first * 0, place.first * 0
+    turn, added = place.first * 0, place.first * 0
     for number in range(heads):
         own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
         g = head_gate(reads.gate, own.b, own.h, TILE)
@@ -186,10 +187,12 @@ def _consumers(
                     gl.convert_layout(dscores, WEIGHTS), query, dkey, is_async=True
                 )
                 dquery, dvalue = warpgroup_mma_wait(num_outstanding=1, deps=(dquery, dvalue))
-                mbarrier.wait(shared.dquery_free.index(0), (stage & 1) ^ 1)
+                # The other adder has read the tile before.
+                mbarrier.wait(shared.dquery_free.index(turn ^ 1), added ^ turn ^ 1)
                 dquery_tile.store(dquery)
                 fence_async_shared()
-                mbarrier.arrive(shared.dquery_ready.index(0), count=1)
+                mbarrier.arrive(shared.dquery_ready.index(turn), count=1)
+                turn, added = next_place(turn, added, 2)
                 dkey = warpgroup_mma_wait(num_outstanding=0, deps=(dkey,))
                 mbarrier.arrive(shared.free.index(stage), count=1)
                 stage, phase = next_place(stage, phase, STAGES)
@@ -217,9 +220,6 @@ def _backward_kernel(
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
     dtype: gl.constexpr = memory.query.dtype
-    gl.static_assert(
-        STAGES % 2 == 0, "the parity of a stage is the phase of dquery_ready and dquery_free"
-    )
     # `together` owners run at once; the tiles of keys of each start one after the other.
     tiles = gl.cdiv(sizes.S, BLOCK_N)
     owners = gl.num_programs(0) // tiles
@@ -252,8 +252,8 @@ def _backward_kernel(
     dout_ready = barriers(STAGES, 1)
     terms_ready = barriers(STAGES, 1)
     free = barriers(STAGES, 1)
-    dquery_ready = barriers(1, 1)
-    dquery_free = barriers(1, 1)
+    dquery_ready = barriers(2, 1)
+    dquery_free = barriers(2, 1)
     fence_async_shared()
     shared = Shared(
         key, value, query, dout, lse, delta, lo, hi, dscores, dquery, keys_ready, query_ready, dout_ready, terms_ready,
@@ -265,10 +265,11 @@ def _backward_kernel(
             (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE)),
             (reader, (reads, shared, visible, place, heads, sizes, TILE)),
             (producer, (memory, reads, shared, visible, place, heads, sizes, TILE)),
-            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE)),
+            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, 0, TILE)),
+            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, 1, TILE)),
         ],
-        [2, 1, 1],
-        [32, 32, 32],
+        [1, 1, 1, 1],
+        [32, 32, 32, 32],
     )  # fmt: skip
 
 
