@@ -265,7 +265,7 @@ OF_BACKWARD: Faults = {
         "without a fence_async_shared",
     ),
     "dquery is overwritten before it is added": (
-        (("mbarrier.wait(shared.dquery_free.index(turn ^ 1), added ^ turn ^ 1)", "pass"),),
+        (("mbarrier.wait(shared.dquery_free.index(turn), added ^ 1)", "pass"),),
         "overwritten|arrivals, of 1|a deadlock",
     ),
     "the adder does not wait for dquery": (

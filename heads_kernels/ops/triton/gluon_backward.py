@@ -12,9 +12,9 @@ Order    dquery is summed in float32 by bulk copies that add, in ascending order
 Warps    8 consumer warps compute transposed tiles, [keys, rows]: four warps each have 64 keys, and half of the columns
          of dquery. A producer of 1 warp loads tiles through tensor descriptors, a reader of 1 warp loads lse and delta
          of rows, two adders of 1 warp add dquery in turn.
-Rings    STAGES tiles each of query and dattended, and lse and delta. `query_ready`, `dout_ready` and `terms_ready`
-         complete when these are loaded, `free` when they have been read. `dquery_ready` completes when a tile of dquery
-         is in shared memory, `dquery_free` when it has been read there.
+Rings    STAGES tiles each of query and dattended, and lse and delta; two tiles of dquery, one for each adder.
+         `query_ready`, `dout_ready` and `terms_ready` complete when these are loaded, `free` when they have been read.
+         `dquery_ready` completes when a tile of dquery is in shared memory, `dquery_free` when it has been read there.
 Overlap  Q K^T and dO V^T are issued together. Exponentials run during the second, the gradient of scores during the
          product for dvalue; dquery is stored during the product for dkey.
 Memory   Shared: keys, values, rings, dscores, dquery. Scores, probabilities and both sums stay in registers: 232 per
@@ -134,7 +134,6 @@ def _consumers(
     _make_finite(values, TILE)
     scale = gl.convert_layout(_make_finite(keys, TILE) * sizes.scale, KEY)[:, None]
     gl.barrier()
-    dquery_tile = shared.dquery.reshape([BLOCK_M, BLOCK_D])
     at = _visible_keys(visible, place, sizes.S, KEY, TILE)[:, None]
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OF_ROWS)
@@ -187,9 +186,8 @@ def _consumers(
                     gl.convert_layout(dscores, WEIGHTS), query, dkey, is_async=True
                 )
                 dquery, dvalue = warpgroup_mma_wait(num_outstanding=1, deps=(dquery, dvalue))
-                # The other adder has read the tile before.
-                mbarrier.wait(shared.dquery_free.index(turn ^ 1), added ^ turn ^ 1)
-                dquery_tile.store(dquery)
+                mbarrier.wait(shared.dquery_free.index(turn), added ^ 1)
+                shared.dquery.index(turn).reshape([BLOCK_M, BLOCK_D]).store(dquery)
                 fence_async_shared()
                 mbarrier.arrive(shared.dquery_ready.index(turn), count=1)
                 turn, added = next_place(turn, added, 2)
@@ -246,7 +244,9 @@ def _backward_kernel(
     hi = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
     DSCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     dscores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DSCORES)
-    dquery = gl.allocate_shared_memory(gl.float32, [1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout)
+    dquery = gl.allocate_shared_memory(
+        gl.float32, [2, 1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout
+    )
     keys_ready = barriers(1, 1)
     query_ready = barriers(STAGES, 1)
     dout_ready = barriers(STAGES, 1)

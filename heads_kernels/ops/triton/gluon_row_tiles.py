@@ -48,7 +48,7 @@ class Shared(NamedTuple):
     lo: Any  # int32 [STAGES, BLOCK_M], of masked tiles
     hi: Any
     dscores: Any  # [BLOCK_N, BLOCK_M]
-    dquery: Any  # float32 [1, 1, BLOCK_M, BLOCK_D]
+    dquery: Any  # float32 [2, 1, 1, BLOCK_M, BLOCK_D]
     keys_ready: Any  # [1]
     query_ready: Any  # [STAGES]
     dout_ready: Any
@@ -195,6 +195,7 @@ def adder(
     the addition and the signal to the next program take longer than a consumer's round: two adders take turns.
     """
     tiles = gl.cdiv(sizes.T, TILE.block_m)
+    buffer = shared.dquery.index(TURN)
     ready, free = shared.dquery_ready.index(TURN), shared.dquery_free.index(TURN)
     turn, phase = place.first * 0, place.first * 0
     for number in range(heads):
@@ -209,9 +210,9 @@ def adder(
                     pass
                 mbarrier.wait(ready, phase)
                 if before == 0:
-                    store_tiles(memory.dquery, [own.b, own.h, first, 0], shared.dquery)
+                    store_tiles(memory.dquery, [own.b, own.h, first, 0], buffer)
                 else:
-                    tma.async_atomic_add(memory.dquery, [own.b, own.h, first, 0], shared.dquery)
+                    tma.async_atomic_add(memory.dquery, [own.b, own.h, first, 0], buffer)
                 tma.store_wait(0)
                 mbarrier.arrive(free, count=1)
                 tma.store_wait(0, read_only=False)
