@@ -232,6 +232,13 @@ RELEASE: Final = "3.8."
 STATED: Final = (
     Bound(768, "the words of Philox beside the powers of a tile of scores",
         work="entmax_attention: *dropout*"),
+    Bound(384, "row numbers beside the loop over tiles of closed heads; that over full tiles of keys spills nothing",
+        "triton.forward", work="gated_attention: *heads*"),
+    Bound(16, "the same", "triton.forward", "sm_90", work="entmax_attention: *gate of heads*"),
+    Bound(160, "the same beside a list of chunks",
+        "triton.forward", "sm_80", work="collaborative_attention: *heads*"),
+    Bound(1536, "the same beside a list of chunks",
+        "triton.forward", "sm_100", work="collaborative_attention: *heads*"),
     Bound(128, "the bounds of visible ranges of two rows a thread", target="sm_80"),
     Bound(512, "the words of Philox beside a tile of scores", target="sm_80", work="*dropout*"),
     Bound(1024, "64 gates of elements a thread beside the sums, after the loop over keys",

@@ -60,7 +60,7 @@ def splits_of(count: int, programs: int, like: Tensor) -> int:
     """
     if count <= 1:
         return 1
-    wanted = max(1, min(count, -(-_programs_wanted(like.device) // max(programs, 1))))
+    wanted = max(1, min(count, -(-programs_wanted(like.device) // max(programs, 1))))
     return max(1, -(-count // -(-count // wanted)))
 
 
@@ -105,7 +105,7 @@ def sum_parts(parts: Tensor, grad: Tensor, splits: int) -> None:
 
 
 @functools.cache
-def _programs_wanted(device: torch.device) -> int:
+def programs_wanted(device: torch.device) -> int:
     """The number of programs that keeps the GPU busy; 4 if kernels run on the CPU, so that splits occur there too."""
     if device.type != "cuda":
         return 4

@@ -229,9 +229,9 @@ OF_COLLABORATIVE: Faults = {
 
 _FREES = "                mbarrier.arrive(shared.free.index(stage), count=1)\n"
 _DKEY_ENDS = "                dkey = warpgroup_mma_wait(num_outstanding=0, deps=(dkey,))\n"
-_ADDED = "            tma.store_wait(0)\n            mbarrier.arrive(shared.dquery_free.index(0), count=1)\n"
-_IN_MEMORY = "            tma.store_wait(0, read_only=False)\n"
-_RELEASED = '            gl.atomic_add(added, 1, sem="release")\n'
+_ADDED = "                tma.store_wait(0)\n                mbarrier.arrive(free, count=1)\n"
+_IN_MEMORY = "                tma.store_wait(0, read_only=False)\n"
+_RELEASED = '                gl.atomic_add(added, 1, sem="release")\n'
 _PRODUCER_WAITS = "mbarrier.wait(shared.free.index(stage), phase ^ 1)\n            ready"
 _READER_WAITS = "mbarrier.wait(shared.free.index(stage), phase ^ 1)\n            shared.lse"
 
@@ -265,11 +265,12 @@ OF_BACKWARD: Faults = {
         "without a fence_async_shared",
     ),
     "dquery is overwritten before it is added": (
-        (("mbarrier.wait(shared.dquery_free.index(0), (stage & 1) ^ 1)", "pass"),),
+        (("mbarrier.wait(shared.dquery_free.index(turn), added ^ 1)", "pass"),),
         "overwritten|arrivals, of 1|a deadlock",
     ),
     "the adder does not wait for dquery": (
-        (("mbarrier.wait(shared.dquery_ready.index(0), stage & 1)", "pass"),), f"{_UNSTORED}|arrivals, of 1|a deadlock",
+        (("mbarrier.wait(ready, phase)", "pass"),),
+        f"{_UNSTORED}|overwritten|arrivals, of 1|a deadlock",
     ),
     "a tile of dquery is free while a copy reads it": (
         ((_ADDED, "".join(reversed(_ADDED.splitlines(keepends=True)))),), "overwritten",

@@ -139,7 +139,7 @@ def test_growing_the_padding_changes_no_valid_bit(
 
     On a GPU the heads of a sum are split over blocks by how many tiles there are; here they are not.
     """
-    monkeypatch.setattr(buffers, "_programs_wanted", lambda device: 1)
+    monkeypatch.setattr(buffers, "programs_wanted", lambda device: 1)
     B, H, T, S, more = 2, 2, 40, 45, 70
     given = draw(operator, B, H, T, S, dtype=dtype, D=32) | {"gate": torch.rand(B, H, T)}
     dout = torch.randn(B, H, T, 24, dtype=dtype)

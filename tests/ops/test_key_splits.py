@@ -158,7 +158,7 @@ def test_keys_are_read_once_for_the_heads_that_share_them(backend: str) -> None:
 
 
 def test_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "_programs_wanted", lambda device: 3 * 132)
+    monkeypatch.setattr(buffers, "programs_wanted", lambda device: 3 * 132)
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     assert buffers.key_splits(1, 8, 128, gpu) == 32  # of 4 tiles: fewer would be too short
     assert buffers.key_splits(1, 32, 128, gpu) == 11  # 352 programs of 12 tiles, the last of 8

@@ -233,7 +233,7 @@ class TestKernelsOfAStep:
 
 def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many programs as multiprocessors leave most of them idle while a second wave of a few runs."""
-    monkeypatch.setattr(buffers, "_programs_wanted", lambda device: 3 * 132)
+    monkeypatch.setattr(buffers, "programs_wanted", lambda device: 3 * 132)
     like = torch.empty(0)
     assert buffers.splits_of(32, 150, like) == 3  # 450 programs, not 150
     assert buffers.splits_of(32, 400, like) == 1

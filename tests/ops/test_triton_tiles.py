@@ -49,6 +49,16 @@ CALLS: dict[str, dict[str, Any]] = {
         "attn_mask": as_mask(blocks(B, 1, T, S), (B, H, T, S))
         & Mask(causal=True, window=[(-1, 0), (40, 0), (9, 0)], first_keys=[0, 4, 70])
     },
+    "lengths": {
+        "attn_mask": Mask(
+            key_lengths=torch.tensor([70, 210]), query_lengths=torch.tensor([150, 33])
+        )
+    },
+    "lengths, causal": {
+        "attn_mask": Mask(causal="lower_right", key_lengths=torch.tensor([0, 192]))
+    },
+    "windows of heads": {"attn_mask": Mask(causal=True, window=[(-1, 0), (40, 0), (9, 0)])},
+    "no mask": {},
     "hidden whole": {"attn_mask": torch.zeros(T, S, dtype=torch.bool)},
     "visible whole": {"attn_mask": torch.ones(T, S, dtype=torch.bool)},
 }
@@ -60,7 +70,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_lists(name: str, by_keys: bool) -> None:
     call = parsed("gated_attention", *(torch.zeros(B, H, L, 8) for L in (T, S, S)), **CALLS[name])
     seen = call.intervals.to_dense(T, S).expand(B, H, T, S)
-    lists = with_tile_lists(call, operands_of(call), TILES, by_keys).visible.lists
+    lists = with_tile_lists(call, operands_of(call), TILES, by_keys, listed=True).visible.lists
     assert lists is not None
     M, N = TILES.block_m, TILES.block_n
     row_tiles, key_tiles = -(-T // M), -(-S // N)

@@ -270,11 +270,12 @@ def _hardware(machine: Machine) -> dict[str, Any]:
 
     def async_store(tiles: Tiles, at: Any, source: Shared) -> None:
         source.read("a copy")
+        machine.adds((id(tiles), *map(int, at)))
         machine.stores.append((tiles.write, at, source))
 
     def async_atomic_add(tiles: Tiles, at: Any, source: Shared) -> None:
         source.read("a copy")
-        machine.adds(tuple(map(int, at)))
+        machine.adds((id(tiles), *map(int, at)))
         machine.stores.append((tiles.add, at, source))
 
     def store_wait(pending: int, read_only: bool = True) -> None:

@@ -246,10 +246,12 @@ class Machine:
 
     # ------------------------------------------------------------------ additions, and their order
     def adds(self, at: tuple[int, ...]) -> None:
-        """A copy adds to the tile `at`, where whoever added before must be done."""
+        """A copy stores or adds to the tile `at`, a tensor and a place in it: whoever did before must be done."""
         before = self.added.to.setdefault(at, [])
         if not self._known.issuperset(before):
-            raise Fault(f"a tile at {at} is added to before what others add is known to be there")
+            raise Fault(
+                f"a tile at {at[1:]} is added to before what others add is known to be there"
+            )
         self.added.count += 1
         before.append(self.added.count)
         self._adding.append(self.added.count)

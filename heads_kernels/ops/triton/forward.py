@@ -23,7 +23,7 @@ from torch import Tensor
 from heads_kernels.backends import FARTHEST_ROW
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.buffers import key_splits, split_attended
+from heads_kernels.ops.buffers import key_splits, programs_wanted, split_attended
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.triton.attend import (
     Share,
@@ -224,14 +224,15 @@ def forward_pass(call: Call, outputs: Results) -> None:
     )
     if splits == 1 and not grouped:
         of = with_tile_lists(call, of, tiles)
-        _launch(_forward_kernel, call, tiles, of, gate, written, sizes_of(call))
+        programs = _programs(call, tiles, grouped)
+        _launch(_forward_kernel, call, tiles, of, gate, written, sizes_of(call), programs=programs)
         return
     acc, row_max, row_sum = split_attended(out, splits)
     rows = acc.view(splits * B, H, T, Dv)
     of_parts = grouped_heads_of(rows, call.key.shape[1]) if grouped else rows_of(rows)
     _launch(
         _split_kernel, call, tiles, of, gate, SplitParts(of_parts, row_max, row_sum), sizes_of(call),
-        Splits(B, splits), splits=splits, grouped=grouped,
+        Splits(B, splits), programs=splits * _programs(call, tiles, grouped),
     )  # fmt: skip
     launch(
         _combine_kernel, B * H * T, call.query, tiles,
@@ -255,18 +256,29 @@ def _programs(call: Call, tiles: Tiles, grouped: bool) -> int:
 
 
 @triton.jit
-def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, TILE: tl.constexpr):
-    """A program computes `rowsum(dout * attended)` of BLOCK_M rows of a closed head; it skips open heads."""
-    place = place_of_rows(of, sizes, TILE)
-    b, h, rows = place.b, place.h, place.at
-    closed = sizes.T - open_rows(gate, b, h, sizes.T, TILE)
-    attended = attend(of, KeyTiles(key_tiles, value_tiles), place, _opened(sizes, closed), TILE)
-    do = load_tile(dout, b, h, place.first, rows < closed, TILE.dv, TILE.block_m, TILE.block_dv).to(
-        tl.float32
-    )  # [BLOCK_M, BLOCK_DV]
-    products = tl.where(attended.sees[:, None], do * attended.rows, 0.0)
-    at = dgate_rows + (b * sizes.H + h).to(tl.int64) * sizes.T + rows
-    tl.store(at, tl.sum(products, 1), mask=rows < closed)
+def _closed_kernel(
+    of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, count, TILE: tl.constexpr
+):  # fmt: skip
+    """Compute `rowsum(dout * attended)` of the rows of closed heads.
+
+    The programs share the `count` tiles of BLOCK_M rows of all heads. Heads are mostly open: a program of its own for
+    each of their tiles would take longer to start than to end.
+    """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    H, T = sizes.H, sizes.T
+    for number in tl.range(tl.program_id(0), count, tl.num_programs(0), disable_licm=True):
+        b, h, first_row = own_rows(of, number, H, T, BLOCK_M)
+        if open_rows(gate, b, h, T, TILE) == 0:
+            rows = first_row + tl.arange(0, BLOCK_M)
+            place = Place(b, h, h // sizes.group, first_row, rows)
+            attended = attend(of, KeyTiles(key_tiles, value_tiles), place, sizes, TILE)
+            do = load_tile(dout, b, h, first_row, rows < T, TILE.dv, BLOCK_M, TILE.block_dv).to(
+                tl.float32
+            )  # [BLOCK_M, BLOCK_DV]
+            products = tl.where(attended.sees[:, None], do * attended.rows, 0.0)
+            at = dgate_rows + (b * H + h).to(tl.int64) * T + rows
+            tl.store(at, tl.sum(products, 1), mask=rows < T)
+            tl.debug_barrier()  # entmax's list of tiles has been read before the next one is written
 
 
 def closed_pass(call: Call, of: Operands, reads: Reads, dgate_rows: Tensor) -> None:
@@ -278,8 +290,11 @@ def closed_pass(call: Call, of: Operands, reads: Reads, dgate_rows: Tensor) -> N
         of = operands_of(call)
     tiles = tiles_of_pass(call, "forward", _has_descriptors(call))
     of = with_tile_lists(call, of, tiles)
-    others = reads.dattended, dgate_rows, sizes_of(call)
-    _launch(_closed_kernel, call, tiles, of, reads.gate, *others)
+    count = _programs(call, tiles, grouped=False)
+    _launch(
+        _closed_kernel, call, tiles, of, reads.gate, reads.dattended, dgate_rows, sizes_of(call), count,
+        programs=min(count, programs_wanted(call.query.device)),
+    )  # fmt: skip
 
 
 def _has_descriptors(call: Call) -> bool:
@@ -294,10 +309,8 @@ def _has_descriptors(call: Call) -> bool:
 
 
 def _launch(
-    kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Gate | None, *others: Any, splits: int = 1,
-    grouped: bool = False,
+    kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Gate | None, *others: Any, programs: int,
 ) -> None:  # fmt: skip
-    programs = splits * _programs(call, tiles, grouped)
     if call.alpha is not None:
         shape = programs, -(-call.S // tiles.block_n)
         of = of._replace(in_reach=call.query.new_empty(shape, dtype=torch.int32))

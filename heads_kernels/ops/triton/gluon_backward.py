@@ -7,13 +7,14 @@ Grid     One program owns 128 keys of a key head and sums their dkey and dvalue 
          over a part of them, `splits`), in tiles of 64 query rows. A closed head has no tiles. Programs draw their
          numbers when they start, so those with smaller numbers are running or done.
 Order    dquery is summed in float32 by bulk copies that add, in ascending order of the keys: for every tile of rows, a
-         counter says how many programs have added to it. So the same call gives the same bits.
+         counter says how many programs have added to it. So the same call gives the same bits. The first one stores
+         its tile. Another kernel scales and rounds the sums, and writes 0 in tiles that no program has added to.
 Warps    8 consumer warps compute transposed tiles, [keys, rows]: four warps each have 64 keys, and half of the columns
-         of dquery. A producer of 1 warp loads tiles through tensor descriptors, a reader of 2 warps loads lse and delta
-         of rows, an adder of 1 warp adds dquery.
-Rings    STAGES tiles each of query and dattended, and lse and delta. `query_ready`, `dout_ready` and `terms_ready`
-         complete when these are loaded, `free` when they have been read. `dquery_ready` completes when a tile of dquery
-         is in shared memory, `dquery_free` when it has been read there.
+         of dquery. A producer of 1 warp loads tiles through tensor descriptors, a reader of 1 warp loads lse and delta
+         of rows, two adders of 1 warp add dquery in turn.
+Rings    STAGES tiles each of query and dattended, and lse and delta; two tiles of dquery, one for each adder.
+         `query_ready`, `dout_ready` and `terms_ready` complete when these are loaded, `free` when they have been read.
+         `dquery_ready` completes when a tile of dquery is in shared memory, `dquery_free` when it has been read there.
 Overlap  Q K^T and dO V^T are issued together. Exponentials run during the second, the gradient of scores during the
          product for dvalue; dquery is stored during the product for dkey.
 Memory   Shared: keys, values, rings, dscores, dquery. Scores, probabilities and both sums stay in registers: 232 per
@@ -27,6 +28,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -52,7 +55,7 @@ from heads_kernels.ops.triton.gluon_row_tiles import (
 )
 from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, tiles_of
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import head_of
+from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Place,
     Rows,
@@ -131,13 +134,13 @@ def _consumers(
     _make_finite(values, TILE)
     scale = gl.convert_layout(_make_finite(keys, TILE) * sizes.scale, KEY)[:, None]
     gl.barrier()
-    dquery_tile = shared.dquery.reshape([BLOCK_M, BLOCK_D])
     at = _visible_keys(visible, place, sizes.S, KEY, TILE)[:, None]
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OF_ROWS)
     dkey = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=SUMS)
     dvalue = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=SUMS)
     stage, phase = place.first * 0, place.first * 0
+    turn, added = place.first * 0, place.first * 0
     for number in range(heads):
         own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
         g = head_gate(reads.gate, own.b, own.h, TILE)
@@ -183,10 +186,11 @@ def _consumers(
                     gl.convert_layout(dscores, WEIGHTS), query, dkey, is_async=True
                 )
                 dquery, dvalue = warpgroup_mma_wait(num_outstanding=1, deps=(dquery, dvalue))
-                mbarrier.wait(shared.dquery_free.index(0), (stage & 1) ^ 1)
-                dquery_tile.store(dquery)
+                mbarrier.wait(shared.dquery_free.index(turn), added ^ 1)
+                shared.dquery.index(turn).reshape([BLOCK_M, BLOCK_D]).store(dquery)
                 fence_async_shared()
-                mbarrier.arrive(shared.dquery_ready.index(0), count=1)
+                mbarrier.arrive(shared.dquery_ready.index(turn), count=1)
+                turn, added = next_place(turn, added, 2)
                 dkey = warpgroup_mma_wait(num_outstanding=0, deps=(dkey,))
                 mbarrier.arrive(shared.free.index(stage), count=1)
                 stage, phase = next_place(stage, phase, STAGES)
@@ -214,9 +218,6 @@ def _backward_kernel(
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
     dtype: gl.constexpr = memory.query.dtype
-    gl.static_assert(
-        STAGES % 2 == 0, "the parity of a stage is the phase of dquery_ready and dquery_free"
-    )
     # `together` owners run at once; the tiles of keys of each start one after the other.
     tiles = gl.cdiv(sizes.S, BLOCK_N)
     owners = gl.num_programs(0) // tiles
@@ -243,14 +244,16 @@ def _backward_kernel(
     hi = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
     DSCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     dscores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DSCORES)
-    dquery = gl.allocate_shared_memory(gl.float32, [1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout)
+    dquery = gl.allocate_shared_memory(
+        gl.float32, [2, 1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout
+    )
     keys_ready = barriers(1, 1)
     query_ready = barriers(STAGES, 1)
     dout_ready = barriers(STAGES, 1)
     terms_ready = barriers(STAGES, 1)
     free = barriers(STAGES, 1)
-    dquery_ready = barriers(1, 1)
-    dquery_free = barriers(1, 1)
+    dquery_ready = barriers(2, 1)
+    dquery_free = barriers(2, 1)
     fence_async_shared()
     shared = Shared(
         key, value, query, dout, lse, delta, lo, hi, dscores, dquery, keys_ready, query_ready, dout_ready, terms_ready,
@@ -262,11 +265,26 @@ def _backward_kernel(
             (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE)),
             (reader, (reads, shared, visible, place, heads, sizes, TILE)),
             (producer, (memory, reads, shared, visible, place, heads, sizes, TILE)),
-            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE)),
+            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, 0, TILE)),
+            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, 1, TILE)),
         ],
-        [2, 1, 1],
-        [32, 32, 32],
+        [1, 1, 1, 1],
+        [32, 32, 32, 32],
     )  # fmt: skip
+
+
+@triton.jit
+def _dquery_kernel(sums, added, dquery, sizes, TILE: tl.constexpr):
+    """A program writes a tile of rows of `dquery`: its `sums` times the scale; 0 if no program has added to it."""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    program = tl.program_id(0)
+    tiles = tl.cdiv(sizes.T, BLOCK_M)
+    pair, first = program // tiles, program % tiles * BLOCK_M
+    b, h = pair // sizes.H, pair % sizes.H
+    end = tl.where(tl.load(added + program) > 0, sizes.T, 0)
+    there = first + tl.arange(0, BLOCK_M) < end
+    rows = load_tile(sums, b, h, first, there, TILE.d, BLOCK_M, TILE.block_d) * sizes.scale
+    store_tile(dquery, b, h, first, sizes.T, rows, TILE.d, BLOCK_M, TILE.block_d)
 
 
 def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: Tiles) -> None:
@@ -281,7 +299,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
     of_key, of_value = (rows_of(part) for _, part in parts)
     counters = torch.zeros(1 + B * H * row_tiles, dtype=torch.int32, device=dquery.device)
-    sums = torch.zeros(dquery.shape, dtype=torch.float32, device=dquery.device)
+    sums = torch.empty(dquery.shape, dtype=torch.float32, device=dquery.device)
     # How many programs add to a tile of rows: it follows from a band, else it is counted in lists.
     listed = of.visible.k_lo is not None or of.visible.key_visible is not None
     visible, rows_visible = (
@@ -301,6 +319,9 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
         Order(counters[:1], counters[1:]), sizes, Splits(B, splits), together,
         TILE=constants,
     )  # fmt: skip
-    torch.mul(sums, call.scale, out=dquery)
+    launch(
+        _dquery_kernel, B * H * row_tiles, call.query, tiles,
+        rows_of(sums), counters[1:], rows_of(dquery), sizes, TILE=constants,
+    )  # fmt: skip
     for grad, part in parts:
         sum_parts(part, grad, splits)

@@ -1,7 +1,7 @@
 """Tiles of query rows of the backward kernel in Gluon: which ones a program visits, and the warps that move them.
 
 Consumers (`gluon_backward`) read rings of tiles in shared memory, full tiles first, then partial ones. `producer` (one
-warp) and `reader` (two) load them; `adder` (one) adds tiles of dquery from shared memory to global memory.
+warp) and `reader` (one) load them; two of `adder` (one each) add tiles of dquery from shared memory to global memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from heads_kernels.ops.triton.gate import open_rows
-from heads_kernels.ops.triton.gluon_tiles import load_tiles
+from heads_kernels.ops.triton.gluon_tiles import load_tiles, store_tiles
 from heads_kernels.ops.triton.operands import Place
 from heads_kernels.ops.triton.visible import (
     full_tile,
@@ -48,13 +48,13 @@ class Shared(NamedTuple):
     lo: Any  # int32 [STAGES, BLOCK_M], of masked tiles
     hi: Any
     dscores: Any  # [BLOCK_N, BLOCK_M]
-    dquery: Any  # float32 [1, 1, BLOCK_M, BLOCK_D]
+    dquery: Any  # float32 [2, 1, 1, BLOCK_M, BLOCK_D]
     keys_ready: Any  # [1]
     query_ready: Any  # [STAGES]
     dout_ready: Any
     terms_ready: Any
     free: Any
-    dquery_ready: Any  # [1]
+    dquery_ready: Any  # [2], of even and odd tiles
     dquery_free: Any
 
 
@@ -146,9 +146,9 @@ def reader(
     """
     BLOCK_M: gl.constexpr = TILE.block_m
     STAGES: gl.constexpr = TILE.stages
-    # Parts of 8 rows and 64 features: 8 numbers per thread.
-    PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    # Parts of 8 rows and 64 features: 16 numbers per thread.
+    PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, PART)
     stage, phase = place.first * 0, place.first * 0
     for number in range(heads):
@@ -187,28 +187,38 @@ def reader(
 
 @gluon.jit
 def adder(
-    memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TILE: gl.constexpr
+    memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TURN: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    """Add tiles of dquery in global memory, after the programs with smaller keys have added theirs."""
-    STAGES: gl.constexpr = TILE.stages
-    stage, phase = place.first * 0, place.first * 0
+    """Add every other tile of dquery in global memory, after the programs with smaller keys have added theirs.
+
+    The first program of a tile of rows stores it, so that the sums need not start as zeros. Asking for the counter,
+    the addition and the signal to the next program take longer than a consumer's round: two adders take turns.
+    """
     tiles = gl.cdiv(sizes.T, TILE.block_m)
+    buffer = shared.dquery.index(TURN)
+    ready, free = shared.dquery_ready.index(TURN), shared.dquery_free.index(TURN)
+    turn, phase = place.first * 0, place.first * 0
     for number in range(heads):
         own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
         for index in range(visit.count):
-            first = _first_row(visible, own, visit, index, TILE)
-            tile = first // TILE.block_m
-            added = order.added + (own.b * sizes.H + own.h).to(gl.int64) * tiles + tile
-            before = _before(rows_visible, own, tile, sizes, TILE)
-            mbarrier.wait(shared.dquery_ready.index(0), stage & 1)
-            while gl.atomic_add(added, 0, sem="acquire") != before:
-                pass
-            tma.async_atomic_add(memory.dquery, [own.b, own.h, first, 0], shared.dquery)
-            tma.store_wait(0)
-            mbarrier.arrive(shared.dquery_free.index(0), count=1)
-            tma.store_wait(0, read_only=False)
-            gl.atomic_add(added, 1, sem="release")
-            stage, phase = next_place(stage, phase, STAGES)
+            if turn == TURN:
+                first = _first_row(visible, own, visit, index, TILE)
+                tile = first // TILE.block_m
+                added = order.added + (own.b * sizes.H + own.h).to(gl.int64) * tiles + tile
+                before = _before(rows_visible, own, tile, sizes, TILE)
+                while gl.atomic_add(added, 0, sem="acquire") != before:
+                    pass
+                mbarrier.wait(ready, phase)
+                if before == 0:
+                    store_tiles(memory.dquery, [own.b, own.h, first, 0], buffer)
+                else:
+                    tma.async_atomic_add(memory.dquery, [own.b, own.h, first, 0], buffer)
+                tma.store_wait(0)
+                mbarrier.arrive(free, count=1)
+                tma.store_wait(0, read_only=False)
+                gl.atomic_add(added, 1, sem="release")
+                phase ^= 1
+            turn ^= 1
 
 
 @gluon.jit

@@ -372,8 +372,8 @@ _FLOAT: Final = (
 )  # fmt: skip
 
 #: Gluon kernels that replace others (`gluon_forward`, `gluon_backward`), by kind of GPU. Their rings fit into shared
-#: memory. Without its row here, the kernel of the table above runs. A backward pass needs an even number of stages;
-#: with 128 rows it would spill. In collaborative attention, a chunk of features is as wide as the value.
+#: memory. Without its row here, the kernel of the table above runs. A backward pass with 128 rows would spill.
+#: In collaborative attention, a chunk of features is as wide as the value.
 _SPECIALIZED: Final = {
     "sm_90": (
         Row("gated_attention.forward", 64, Tiles(128, 128, num_warps=4, num_stages=3, key_stages=3)),

@@ -357,6 +357,49 @@ def _lists_kernel(
 
 
 @triton.jit
+def _ranges_kernel(
+    visible, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The lists of `_lists_kernel` where ranges alone say which pairs are visible: AT_ONCE tiles at a time."""
+    row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
+    if BY_KEYS:
+        owners, length = key_tiles, row_tiles
+    else:
+        owners, length = row_tiles, key_tiles
+    owner = tl.program_id(0) % owners
+    h = tl.program_id(0) // owners % H
+    b = tl.program_id(0) // (owners * H)
+    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
+    full, partial = owner * 0, owner * 0
+    for start in range(0, length, AT_ONCE):
+        tile = start + tl.arange(0, AT_ONCE)
+        if BY_KEYS:
+            row_tile, key_tile = tile, tile * 0 + owner
+            whole = (row_tile + 1) * BLOCK_M <= T
+        else:
+            row_tile, key_tile = tile * 0 + owner, tile
+            whole = (key_tile + 1) * BLOCK_N <= S
+        rows = (row_tile * BLOCK_M)[:, None] + tl.arange(0, BLOCK_M)[None, :]
+        lo, hi = ranges(visible, b, h, rows, T, S)  # [AT_ONCE, BLOCK_M]
+        first = (key_tile * BLOCK_N)[:, None]
+        end = tl.minimum(first + BLOCK_N, S)
+        sees_some = (lo < end) & (hi > first)
+        sees_all = ((lo <= first) & (hi >= end)) | (rows >= T)
+        is_seen = (tile < length) & (tl.max(sees_some.to(tl.int32), 1) != 0)
+        is_full = is_seen & whole & (tl.min(sees_all.to(tl.int32), 1) != 0)
+        is_partial = is_seen & ~is_full
+        count_full, count_partial = is_full.to(tl.int32), is_partial.to(tl.int32)
+        tl.store(at + full + tl.cumsum(count_full) - 1, tile, mask=is_full)
+        tl.store(at + length + partial + tl.cumsum(count_partial) - 1, tile, mask=is_partial)
+        full += tl.sum(count_full)
+        partial += tl.sum(count_partial)
+    counts += tl.program_id(0).to(tl.int64) * 2
+    tl.store(counts, full)
+    tl.store(counts + 1, partial)
+
+
+@triton.jit
 def _supported(support, head, pairs, T, S, there):
     """bool, False for pairs in a tile outside of the support; `head` is an index over all batches and heads."""
     row_tiles, key_tiles = tl.cdiv(T, support.block_m), tl.cdiv(S, support.block_n)
@@ -384,11 +427,20 @@ def with_tile_lists(
     count = batches * heads * owners
     lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
     counts = call.query.new_empty((count, 2), dtype=torch.int32)
-    launch(
-        _lists_kernel, count, call.query, tiles, of.visible, of.terms,
-        support, lists, counts, heads, T, S,
-        BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-    )  # fmt: skip
+    i = call.intervals
+    others = i.dense, i.key_visible, i.first_keys, of.terms.bias, support
+    if all(each is None for each in others):
+        launch(
+            _ranges_kernel, count, call.query, tiles, of.visible, lists, counts, heads, T, S,
+            BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+            AT_ONCE=min(triton.next_power_of_2(length), max(1, _SCAN.value // tiles.block_m)),
+        )  # fmt: skip
+    else:
+        launch(
+            _lists_kernel, count, call.query, tiles, of.visible, of.terms,
+            support, lists, counts, heads, T, S,
+            BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        )  # fmt: skip
     strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
     of_tiles = TileLists(lists, counts, length, *strides)
     return of._replace(visible=of.visible._replace(lists=of_tiles))
