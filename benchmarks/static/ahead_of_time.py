@@ -275,6 +275,9 @@ STATED: Final = (
         "collaborative_attention.keys", "sm_90", work="*: offsets*"),
     Bound(1280, "the same; the loops over tiles spill nothing",
         "collaborative_attention.queries", "sm_90", work="*offsets*"),
+    Bound(7168, "addresses and loop bounds beside a slice of the sums and two tiles of features",
+        "collaborative_attention.*", "sm_90", work="*Ds 768"),
+    Bound(5120, "the same", "collaborative_attention.*", "sm_90", work="*Ds 512"),
     Bound(160, "ptxas keeps predicates and loop bounds in memory with registers to spare",
         target="sm_100"),
     Bound(256, "two programs a multiprocessor leave 128 registers a thread; at most 6 spills in a loop over tiles",
@@ -296,9 +299,12 @@ STATED: Final = (
 )  # fmt: skip
 #: Products of wgmma that ptxas makes wait for one another.
 SERIALIZED: Final = tuple(
-    Bound(96, "ptxas takes the loop that the number of chunks selects for divergent; that of Triton 3.9 does not",
-        kernel, "sm_90", work="collaborative_attention: *")
-    for kernel in ("triton.forward", "collaborative_attention.queries")
+    Bound(most, "ptxas takes the loop that the number of chunks selects for divergent; that of Triton 3.9 does not",
+        kernel, "sm_90", work=f"collaborative_attention: {work}")
+    for kernel, work, most in (
+        ("triton.forward", "*", 96), ("collaborative_attention.queries", "*", 96),
+        ("collaborative_attention.queries", "*Ds 512", 192), ("collaborative_attention.queries", "*Ds 768", 224),
+    )
 )  # fmt: skip
 
 

@@ -161,6 +161,7 @@ CASES: tuple[Case, ...] = (
     CollaborativeCase(
         "chunks", 1, 2, 90, 140, Ds=256, Dv=64, content_bias=True, gate="H", mixing="chunks"
     ),
+    CollaborativeCase("slices", 1, 2, 70, 90, Ds=600, Dv=64, content_bias=True, mask=masks.holes),
 )
 
 

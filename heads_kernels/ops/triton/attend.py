@@ -136,7 +136,7 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
         head = place.h
         if of.grouped is not None:
             head = place.hk
-        features = Features(None, None, None, 0, None)
+        features = Features(None, None, None, 0, None, None, None)
         sums = _stream(of, tiles, features, head, place, split, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
@@ -146,11 +146,11 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
             if (BLOCK_D << doubling) <= TILE.resident:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
                     columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    features = Features(columns, used, chunks, 0, None)
+                    features = Features(columns, used, chunks, 0, None, None, None)
                     sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
         if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
             if count * BLOCK_D > TILE.resident:
-                features = Features(None, None, chunks, 0, chunks)
+                features = Features(None, None, chunks, 0, chunks, None, None)
                 sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
     return sums
 
@@ -167,7 +167,7 @@ def _stream(of, tiles, features, query_head, place, split, sizes, TILE: tl.const
             of, features, b, query_head, place.first, place.at < sizes.T, BLOCK_M, TILE
         )  # [BLOCK_M, W]
     lo, hi = ranges(of.visible, b, h, place.at, sizes.T, sizes.S)  # [BLOCK_M]
-    query = QueryRows(q, features, lo, hi)
+    query = QueryRows(q, features, lo, hi, None)
     own = place.first // BLOCK_M
     start, full_start, full_end, end, front = tiles_seen(
         of.visible, place, own, lo, hi, sizes.T, BLOCK_N

@@ -62,10 +62,10 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
         q, chunks = None, None
         if of.mixing is not None:
             chunks = active_chunks(of.mixing, h, TILE)
-        features = Features(None, None, chunks, 0, chunks)
+        features = Features(None, None, chunks, 0, chunks, None, None)
         if of.mixing is None:
             q = load_query(of, features, b, h, first_row, rows < T, BLOCK, TILE)
-        query, tiles = QueryRows(q, features, lo, hi), KeyTiles(None, None)
+        query, tiles = QueryRows(q, features, lo, hi, None), KeyTiles(None, None)
         raw, _k, v = raw_scores(of, tiles, query, first_key, keys < S, place, sizes, BLOCK, TILE)
         of_head = head_gate(reads.gate, b, h, TILE)
         row_terms = along(load_row_terms(reads, of_head, b, h, rows, sizes, TILE), 1)

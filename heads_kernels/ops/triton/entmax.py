@@ -121,7 +121,7 @@ def attend_sparse(of, place, sizes, TILE: tl.constexpr):
     in_reach = of.in_reach + tl.program_id(0).to(tl.int64) * tl.cdiv(S, BLOCK_N)
     order = load_order(of.terms, h)
     q = load_tile(of.query, b, h, place.first, rows < T, TILE.d, BLOCK_M, TILE.block_d)
-    query = QueryRows(q, Features(None, None, None, 0, None), lo, hi)
+    query = QueryRows(q, Features(None, None, None, 0, None, None, None), lo, hi, None)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
     count = tile_count(visits)
     for number in range(count):
@@ -185,7 +185,7 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, taking_part, BLOCK_N)
     order = load_order(of.terms, h)
     q = load_tile(of.query, b, h, first_row, rows < taking_part, TILE.d, BLOCK_M, TILE.block_d)
-    query = QueryRows(q, Features(None, None, None, 0, None), lo, hi)
+    query = QueryRows(q, Features(None, None, None, 0, None, None, None), lo, hi, None)
     do = load_tile(
         reads.dattended, b, h, first_row, rows < taking_part, TILE.dv, BLOCK_M, TILE.block_dv
     )

@@ -24,7 +24,7 @@ from heads_kernels.call import Call
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import load_tile, store_tile
+from heads_kernels.ops.triton.load import load_features, load_tile, store_tile
 from heads_kernels.ops.triton.operands import (
     Place,
     Rows,
@@ -43,6 +43,7 @@ from heads_kernels.ops.triton.score_tiles import (
     gathered,
     load_content_bias,
     load_key,
+    others,
     scores_of_rows,
 )
 from heads_kernels.ops.triton.scores import dropped, gradient_of_tile, kept, product, weigh
@@ -156,11 +157,11 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     b = tl.program_id(0) // (tiles * Hk) % splits.batches
     hk = tl.program_id(0) // tiles % Hk
     at = first_key + tl.arange(0, BLOCK_N)
-    features = Features(None, None, None, 0, None)
+    features = Features(None, None, None, 0, None, None, None)
     keys = OwnKeys(
         load_key(of, None, features, b, hk, first_key, at < S, BLOCK_N, TILE),
         load_tile(of.value, b, hk, first_key, at < S, TILE.dv, BLOCK_N, TILE.block_dv),
-        None, features,
+        None, features, None,
     )  # fmt: skip
     sums = _no_sums(TILE.block_d, TILE)
     if (of.visible.lists is None) and (of.visible.by_head is None):
@@ -246,9 +247,9 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
             if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
                     columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    features = Features(columns, used, chunks, 0, None)
+                    features = Features(columns, used, chunks, 0, None, None, None)
                     k = load_key(of, None, features, b, h, first_key, at < S, BLOCK_N, TILE)
-                    keys = OwnKeys(k, v, content, features)
+                    keys = OwnKeys(k, v, content, features, None)
                     of_head, dcontent = _add_head(
                         of, reads, keys, visits, written, split, place, sizes, splits, TILE
                     )
@@ -259,8 +260,17 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
                     0, count if written.dkey is not None else 1, RESIDENT // BLOCK_D
                 ):
                     columns, used = gathered(chunks, number, RESIDENT, TILE)
-                    features = Features(columns, used, chunks, number, chunks)
-                    keys = OwnKeys(None, v, content, features)
+                    if TILE.rest:
+                        rest, rest_used = others(chunks, number, TILE)
+                        features = Features(columns, used, chunks, number, None, rest, rest_used)
+                        k = load_key(of, None, features, b, h, first_key, at < S, BLOCK_N, TILE)
+                        k_rest = load_features(
+                            of.key, b, first_key, at < S, rest, rest_used, BLOCK_N
+                        )
+                        keys = OwnKeys(k, v, content, features, k_rest)
+                    else:
+                        features = Features(columns, used, chunks, number, chunks, None, None)
+                        keys = OwnKeys(None, v, content, features, None)
                     of_head, dcontent = _add_head(
                         of, reads, keys, visits, written, split, place, sizes, splits, TILE
                     )

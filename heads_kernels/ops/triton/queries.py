@@ -42,8 +42,10 @@ from heads_kernels.ops.triton.score_tiles import (
     chunk_at,
     gathered,
     halves,
+    load_mixed,
     load_mixing,
     load_query,
+    others,
     scores_of_keys,
 )
 from heads_kernels.ops.triton.scores import finite_part, product
@@ -125,9 +127,9 @@ def _gated_queries_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     taking_part = open_rows(reads.gate, b, h, sizes.T, TILE)
     lo, hi = ranges(of.visible, b, h, rows, taking_part, sizes.S)  # [BLOCK_M]
     visits = tiles_seen(of.visible, place, first_row // BLOCK_M, lo, hi, taking_part, TILE.block_n)
-    features = Features(None, None, None, 0, None)
+    features = Features(None, None, None, 0, None, None, None)
     q = load_query(of, features, b, h, first_row, rows < taking_part, BLOCK_M, TILE)
-    query = QueryRows(q, features, lo, hi)
+    query = QueryRows(q, features, lo, hi, None)
     dquery, _ = _keys_of_head(of, reads, query, visits, place, taking_part, sizes, TILE)
     store_tile(written.dquery, b, h, first_row, sizes.T, dquery, TILE.d, BLOCK_M, TILE.block_d)
 
@@ -221,16 +223,23 @@ def _collaborative_queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE
             if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
                     columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    features = Features(columns, used, chunks, 0, None)
+                    features = Features(columns, used, chunks, 0, None, None, None)
                     q = load_query(of, features, b, h, first_row, rows < T, BLOCK_M, TILE)
-                    query = QueryRows(q, features, lo, hi)
+                    query = QueryRows(q, features, lo, hi, None)
                     _add_head(of, reads, query, visits, written, split, place, sizes, splits, TILE)
         if TILE.chunks * BLOCK_D > RESIDENT:  # noqa: SIM102
             if count * BLOCK_D > RESIDENT:
                 for number in range(0, count, RESIDENT // BLOCK_D):
                     columns, used = gathered(chunks, number, RESIDENT, TILE)
-                    features = Features(columns, used, chunks, number, active)
-                    query = QueryRows(None, features, lo, hi)
+                    if TILE.rest:
+                        rest, rest_used = others(chunks, number, TILE)
+                        features = Features(columns, used, chunks, number, None, rest, rest_used)
+                        q = load_query(of, features, b, h, first_row, rows < T, BLOCK_M, TILE)
+                        q_rest = load_mixed(of, b, h, first_row, rows < T, rest, rest_used, BLOCK_M)
+                        query = QueryRows(q, features, lo, hi, q_rest)
+                    else:
+                        features = Features(columns, used, chunks, number, active, None, None)
+                        query = QueryRows(None, features, lo, hi, None)
                     _add_head(of, reads, query, visits, written, split, place, sizes, splits, TILE)
 
 

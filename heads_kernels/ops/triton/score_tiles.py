@@ -3,7 +3,9 @@
 Mixing vectors are read in chunks of BLOCK_D features; a head skips chunks that are all zero, so heads that use few
 features take few steps per tile. The number of steps is determined on the device. If a head uses at most RESIDENT
 features, its chunks of the query are gathered into one tile, mixed once, and stay on chip like the query of an ordinary
-head; so do the same features of keys. Otherwise its scores are computed chunk by chunk in every tile.
+head; so do the same features of keys. Otherwise the backward passes take RESIDENT features of a gradient at a time, and
+the other features of the head, up to REST, are a second tile on chip. Where that does not fit, and in the forward pass,
+scores are computed chunk by chunk in every tile.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Features(NamedTuple):
     """The features in a tile of queries or keys, in a kernel.
 
     `columns` and `used` [W] are those of the list `chunks` from place `first` on; None: all features of a head that has
-    its own query. `scored` is None if these features give the scores, else the list of all chunks that do.
+    its own query. `scored` is None if these features give the scores, together with the features `rest` [REST] unless
+    that is None; else it is the list of all chunks that do.
     """
 
     columns: Any
@@ -47,30 +50,35 @@ class Features(NamedTuple):
     chunks: Any
     first: Any
     scored: Any
+    rest: Any
+    rest_used: Any
 
 
 class QueryRows(NamedTuple):
     """The query rows of a program for a head, in a kernel: `q` [BLOCK_M, W], and the range of keys of each [BLOCK_M].
 
-    `q` is None if scores are computed chunk by chunk.
+    `q` is None if scores are computed chunk by chunk; `rest` [BLOCK_M, REST] has the features `features.rest`.
     """
 
     q: Any
     features: Any
     lo: Any
     hi: Any
+    rest: Any
 
 
 class OwnKeys(NamedTuple):
     """The keys of a program for a head, in a kernel: `k` [BLOCK_N, W], `v` [BLOCK_N, BLOCK_DV] and `content` [BLOCK_N].
 
-    `k` is None if scores are computed chunk by chunk, `content` if there is no content bias.
+    `k` is None if scores are computed chunk by chunk, `content` if there is no content bias; `rest` [BLOCK_N, REST] has
+    the features `features.rest`.
     """
 
     k: Any
     v: Any
     content: Any
     features: Any
+    rest: Any
 
 
 class KeyTiles(NamedTuple):
@@ -149,6 +157,15 @@ def gathered(chunks, first, COLUMNS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def others(chunks, first, TILE: tl.constexpr):
+    """`gathered`, both [REST], of the listed chunks beside the RESIDENT features from place `first` on."""
+    step = tl.arange(0, TILE.rest) // TILE.block_d
+    place = tl.where(step < first, step, step + TILE.resident // TILE.block_d)
+    columns = chunk_at(chunks, place) * TILE.block_d + tl.arange(0, TILE.rest) % TILE.block_d
+    return columns, (place < chunks.length) & (columns < TILE.d)
+
+
+@triton.jit
 def halves(tile):
     """The left and the right half of `tile` [M, W]."""
     return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
@@ -178,9 +195,15 @@ def load_query(of, features, b, h, first, there, BLOCK: tl.constexpr, TILE: tl.c
     if features.columns is None:
         q = load_tile(of.query, b, h, first, there, TILE.d, BLOCK, TILE.block_d)
     else:
-        q = load_features(of.query, b, first, there, features.columns, features.used, BLOCK)
-        q = mixed(q, of.mixing, h, features.columns, features.used)
+        q = load_mixed(of, b, h, first, there, features.columns, features.used, BLOCK)
     return q
+
+
+@triton.jit
+def load_mixed(of, b, h, first, there, columns, used, BLOCK: tl.constexpr):
+    """`[BLOCK, W]`: the features `columns` of rows of a shared query, mixed; the rest as in `load_features`."""
+    q = load_features(of.query, b, first, there, columns, used, BLOCK)
+    return mixed(q, of.mixing, h, columns, used)
 
 
 @triton.jit
@@ -258,8 +281,12 @@ def raw_scores(
         v = load_keys(
             of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv
         )
+    if features.rest is not None:
+        k_rest = load_features(of.key, b, first, there, features.rest, features.rest_used, BLOCK_N)
     if features.scored is None:
         raw = product(query.q, tl.trans(k), tl.zeros((TILE.block_m, BLOCK_N), tl.float32))
+    if features.rest is not None:
+        raw = product(query.rest, tl.trans(k_rest), raw)
     if of.content_bias is not None:
         raw += content[None, :]
     return raw, k, v
@@ -303,6 +330,8 @@ def scores_of_rows(
     q, do = 0, 0
     if (features.scored is None) or (features.columns is not None):
         q = load_query(of, features, b, h, first, there, BLOCK_M, TILE)
+    if features.rest is not None:
+        q_rest = load_mixed(of, b, h, first, there, features.rest, features.rest_used, BLOCK_M)
     if dattended is not None:
         do = load_tile(dattended, b, h, first, there, TILE.dv, BLOCK_M, TILE.block_dv)
     pairs = Pairs(b, h, rows[None, :], place.at[:, None])
@@ -313,6 +342,8 @@ def scores_of_rows(
         )  # fmt: skip
     else:
         raw = product(keys.k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+    if features.rest is not None:
+        raw = product(keys.rest, tl.trans(q_rest), raw)
     if keys.content is not None:
         raw += keys.content[:, None]
     scores, cap = finish(raw, bias, of.terms, sizes.scale)

@@ -160,12 +160,12 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     k, content, chunks = None, None, None
     if of.mixing is not None:
         chunks = active_chunks(of.mixing, h, TILE)
-    features = Features(None, None, chunks, 0, chunks)
+    features = Features(None, None, chunks, 0, chunks, None, None)
     if of.mixing is None:
         k = load_key(of, None, features, b, place.hk, first_key, at < S, BLOCK_N, TILE)
     if of.content_bias is not None:
         content = load_content_bias(of.content_bias, b, h, at, S)
-    keys = OwnKeys(k, None, content, features)
+    keys = OwnKeys(k, None, content, features, None)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for number in range(visits.full_start, visits.full_end):
         tile = full_tile(of.visible, b, h, own, number)

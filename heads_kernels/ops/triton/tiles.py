@@ -15,6 +15,10 @@ kernel, compiled for that kind, keeps its sums in registers and its tiles in sha
 - A tile of keys that is loaded through a descriptor takes no registers for addresses, so a step over full tiles has two
   of them. Heads of 64 features use no descriptors: two tiles need more than 128 registers, one saves hardly any
   instructions (3 %).
+- With a wide shared query, a slice of 256 features of a gradient is summed at a time, and the other features of the
+  scores stay in shared memory beside it (`block_rest`): up to 512 of 64 rows and 16 keys. Chunk by chunk, every tile
+  would read the features of both operands again, once for each slice. Tiles of 64 rows or keys and 4 warps leave room
+  for a second program up to 512 features in all; in the loop some loop bounds and addresses are spilled.
 - float32 is multiplied without tensor cores, with an operand in registers, so tiles are small.
 - "other" fits into 64 KiB of shared memory: AMD's GPUs, and NVIDIA's small ones (sm_86, sm_89, sm_120).
 """
@@ -48,6 +52,7 @@ class Tiles:
     _: KW_ONLY
     block_d: int = 0  # features of a step of collaborative attention
     block_slice: int = 0  # the most features of a head that stay on chip there
+    block_rest: int = 0  # the most features beside these that scores keep on chip there
     num_warps: int
     num_stages: int  # of loops over full tiles; in Gluon, of the ring of values
     key_stages: int = 0  # of the ring of keys, of Gluon's forward kernel
@@ -86,6 +91,7 @@ class TileConstants:
     dv: tl.constexpr  # width of values
     chunks: tl.constexpr  # steps that cover d, rounded up to a power of two; 0 without mixing
     resident: tl.constexpr  # the most features of a head that stay on chip, with mixing
+    rest: tl.constexpr  # those beside them that scores keep on chip; 0: none
     stages: tl.constexpr  # tiles in Gluon's ring of values (forward) or of rows (backward)
     key_stages: tl.constexpr  # tiles of the ring of keys, of Gluon's forward kernel
     partial_stages: tl.constexpr  # of loops over partial tiles
@@ -105,9 +111,17 @@ def _constants(
 ) -> TileConstants:
     block_d = tiles.block_d if mixes else width or padded(D)
     chunks = 1 << (max(2, -(-D // block_d)) - 1).bit_length() if mixes and block_d else 0
-    numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice,
+    rest = _rest(tiles, D) if mixes and tiles.block_rest else 0
+    numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice, rest,
         tiles.num_stages, tiles.key_stages, tiles.partial_stages, gate, activation)  # fmt: skip
     return TileConstants(*map(tl.constexpr, numbers))
+
+
+def _rest(tiles: Tiles, Ds: int) -> int:
+    """The features (padded) beside a slice with which all scores of a head stay on chip; 0: none, or too many."""
+    slices = -(-Ds // tiles.block_slice)
+    rest = padded((slices - 1) * tiles.block_slice) if slices > 1 else 0
+    return rest if rest <= tiles.block_rest else 0
 
 
 def tiles_for(
@@ -184,6 +198,7 @@ def _interpreted(like: Tensor, D: int, descriptors: bool) -> Tiles:
         block_n,
         block_d=step,
         block_slice=max(step, min(64, padded(D))),
+        block_rest=128,  # wider queries go chunk by chunk
         num_warps=4,
         num_stages=1,
         full_tiles=2 * descriptors,
@@ -221,8 +236,8 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
 
 #: Chunks that fit into the list of `score_tiles`: 16 of 4 bits each in one int64.
 MOST_CHUNKS: Final = 16
-#: The widest query of collaborative attention of which every head stays on chip: 128 rows of 256 float32 sums take half
-#: of the registers. With wider queries, which need loops over chunks, sums of 256 features spill kilobytes.
+#: The widest query of collaborative attention of which all sums of a head stay on chip: 256 float32 sums of each of 128
+#: rows take half of the registers.
 _MOST_RESIDENT: Final = 256
 
 
@@ -273,10 +288,12 @@ _SM_90: Final = (
     Row("gated_attention.forward", 128, Tiles(128, 64,
         num_warps=8, num_stages=2, partial_stages=3, full_tiles=2), "descriptors"),
     Row("gated_attention.forward", 256, Tiles(128, 32, num_warps=8, num_stages=2, full_tiles=2), "descriptors"),
-    Row("collaborative_attention.keys", 64, Tiles(32, 128, block_d=64, block_slice=128,
-        num_warps=8, num_stages=2), "wide"),
-    Row("collaborative_attention.queries", 256, Tiles(128, 32, block_d=64, block_slice=128,
-        num_warps=8, num_stages=2), "wide"),
+    Row("collaborative_attention.keys", 64, Tiles(16, 64, block_d=64, block_slice=256, block_rest=512,
+        num_warps=4, num_stages=2), "wide"),
+    Row("collaborative_attention.keys", 128, Tiles(16, 64, block_d=64, block_slice=128, block_rest=512,
+        num_warps=4, num_stages=2), "wide"),
+    Row("collaborative_attention.queries", 256, Tiles(64, 16, block_d=64, block_slice=256, block_rest=512,
+        num_warps=4, num_stages=2), "wide"),
 )  # fmt: skip
 _SM_80: Final = (
     Row("gated_attention.forward", 64, Tiles(128, 64, num_warps=8, num_stages=3)),
@@ -334,19 +351,22 @@ _OTHER: Final = (
     Row("collaborative_attention.queries", 64, Tiles(32, 32, block_d=32, block_slice=64,
         num_warps=4, num_stages=1), "wide"),
 )  # fmt: skip
-#: For sm_100, an accumulator of 128 keys and 256 features compiles to a trap in the loops over widths, and statistics
-#: spill with rows of 256 features.
+#: For sm_100, an accumulator of 128 keys and 256 features compiles to a trap in the loops over widths, statistics spill
+#: with rows of 256 features, and wide queries go chunk by chunk: a tile of the rest is for registers and wgmma.
 _SM_100: Final = (
     *(
         row
         for row in _SM_90
         if row.kernel not in ("collaborative_attention.keys", "attention_statistics")
+        and row.variant != "wide"
     ),
     Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=128, num_warps=8, num_stages=3)),
     Row("collaborative_attention.keys", 64, Tiles(16, 64, block_d=64, block_slice=256, num_warps=4, num_stages=2)),
     Row("collaborative_attention.keys", 256, Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2)),
     Row("collaborative_attention.keys", 64,
         Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2), "wide"),
+    Row("collaborative_attention.queries", 256,
+        Tiles(128, 32, block_d=64, block_slice=128, num_warps=8, num_stages=2), "wide"),
 )  # fmt: skip
 #: The rows for 16-bit operands, by kind of GPU.
 _HALF: Final = {"sm_80": _SM_80, "sm_90": _SM_90, "sm_100": _SM_100, "other": _OTHER}
