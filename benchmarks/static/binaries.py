@@ -141,8 +141,8 @@ _PRINTING: Final = threading.Lock()
 
 @contextlib.contextmanager
 def log_kept() -> Iterator[None]:
-    """In this block kernels are compiled with the CUDA release of ptxas and what ptxas says in their metadata, `ptxas` and
-    `ptxas_log`; in Triton's cache too."""
+    """In this block kernels have the CUDA release of ptxas and what it says in their metadata, `ptxas` and `ptxas_log`; in
+    Triton's cache too."""
     make_cubin = CUDABackend.make_cubin
 
     def make(self: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> Any:
