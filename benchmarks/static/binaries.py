@@ -141,7 +141,7 @@ _PRINTING: Final = threading.Lock()
 
 @contextlib.contextmanager
 def log_kept() -> Iterator[None]:
-    """In this block kernels have the CUDA release of ptxas and what it says in their metadata, `ptxas` and `ptxas_log`; in
+    """In this block the metadata of kernels has the CUDA release of ptxas and what it says, `ptxas` and `ptxas_log`; in
     Triton's cache too."""
     make_cubin = CUDABackend.make_cubin
 
