@@ -107,7 +107,8 @@ def table(settings: Settings) -> list[Workload]:
             *entmax(),
             *decoding(settings),
         ]
-        quick = ("gated_D128_T4096_", "collaborative_Ds256_T4096_", "decoding_")
+        quick = ("gated_D128_T4096_", "gated_D64_T4096_", "gated_D128_T16384_", "collaborative_Ds256_T4096_",
+            "collaborative_Ds512_T4096_dense", "decoding_")  # fmt: skip
         return every if settings.form == "full" else [w for w in every if w.name.startswith(quick)]
     if settings.form == "smoke":
         return [*standard(64), *score_terms(8), *entmax(8), *decoding(settings)]
