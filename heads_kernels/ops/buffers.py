@@ -11,6 +11,7 @@ GPU, the sums over heads or keys are split over programs, and their float32 part
 from __future__ import annotations
 
 import functools
+import math
 from typing import Final
 
 import torch
@@ -110,3 +111,14 @@ def programs_wanted(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return _WAVES * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def programs_in_turn(count: int, of_example: int, device: torch.device) -> int:
+    """The number of programs that take turns with `count` tiles, `of_example` of each example.
+
+    It has no common factor with `of_example`: else some programs would have all tiles of a head, or the last of each.
+    """
+    programs = min(count, programs_wanted(device))
+    while programs < count and math.gcd(programs, of_example) > 1:
+        programs -= 1
+    return programs

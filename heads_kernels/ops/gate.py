@@ -5,8 +5,8 @@ A gate multiplies the output of a head: `out = act(gate) * attended`. Its rank d
 
 GPU kernels treat a closed head as one whose rows see no key: each program reads its own gate, its loops run zero
 times, and it stores zeros. The host never waits for the values of a gate, and a captured CUDA graph can be replayed
-with other heads closed. There is no list of open heads: a program without work costs no more than writing its zeros,
-and building a list would cost a launch.
+with other heads closed. There is no list of open heads: in a forward pass, a program without work costs no more than
+writing its zeros, and building a list would cost a launch.
 """
 
 from __future__ import annotations

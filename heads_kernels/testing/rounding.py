@@ -14,9 +14,9 @@ errors of an ideal kernel are propagated through the formula, in float64, one he
                          adding thousands of terms one by one to a large partial sum does not
     a score              its sum of absolute terms times u_c, and u_c times its own size for scale
                          and exponent; on tensor cores every term is also truncated to the last bit of a
-                         float32 as large as the largest of them (2 u_c times that); a shared query is also
-                         rounded after mixing, once for all keys, so that its errors in lse are independent
-                         by feature and not by score
+                         float32 as large as the largest of them (2 u_c times that), always toward 0, so
+                         that these errors add up linearly in lse; a shared query is also rounded after mixing,
+                         once for all keys, so that its errors in lse are independent by feature, not by score
     a probability        relative error = absolute error of its score, and its rounding as operand; with entmax
                          the slope of p times the absolute error of its score
     the cap of a score   its slope times the error of the score, and roundings of division, tanh and product
@@ -341,9 +341,10 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
         score, size = score + content_bias, size + content_bias.abs()
     score, size = scale * score, abs(scale) * size
     alone = u.compute * (size + score.abs())  # independent in every score
+    aligned = torch.zeros_like(alone)
     if u.aligned and q.shape[1]:
         term = q.abs().amax(1)[:, None] * k.abs().amax(1)  # no term is larger
-        alone = alone + u.aligned * q.shape[1] * abs(scale) * term
+        aligned = u.aligned * q.shape[1] * abs(scale) * term
     mixing_error = torch.zeros_like(alone)
     if shared:  # the mixed query is rounded
         mixing_error = u.mixed * abs(scale) * (q**2 @ (k**2).T).sqrt()
@@ -385,6 +386,7 @@ def _head_floor(head: _Head, scale: float, softcap: float, u: _Units, shared: bo
     lse_error = (W / total * alone).square().sum(-1).sqrt() + u.compute * (
         lse[:, 0].abs() + largest + 2
     )
+    lse_error = lse_error + (W / total * slope * aligned).sum(-1)
     if shared:
         lse_error = lse_error + u.mixed * abs(scale) * (q * (P @ k)).square().sum(-1).sqrt()
 

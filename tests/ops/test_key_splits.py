@@ -174,3 +174,18 @@ def test_splits_occur_on_the_cpu() -> None:
     for tiles, splits in {0: 1, 1: 1, 2: 2, 5: 3, 100: 4}.items():
         assert buffers.key_splits(1, 1000, tiles, like) == splits
     assert buffers.key_splits(17, 1, 100, like) == 1
+
+
+@pytest.mark.parametrize(("H", "row_tiles"), [(12, 32), (8, 4), (1, 396), (396, 1), (7, 5)])
+def test_programs_that_take_turns_share_what_is_equally_far_apart(
+    H: int, row_tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where heads have numbers of their own the last tiles of all heads, else the tiles of a head."""
+    monkeypatch.setattr(buffers, "programs_wanted", lambda device: 3 * 132)
+    count = 4 * H * row_tiles
+    programs = buffers.programs_in_turn(count, H * row_tiles, torch.device("cpu"))
+    assert programs <= min(count, 3 * 132)
+    for apart in (row_tiles, H):
+        tiles = [number % apart == 0 for number in range(count)]
+        shares = [sum(tiles[program::programs]) for program in range(programs)]
+        assert max(shares) - min(shares) <= 1 or programs == count

@@ -4,8 +4,7 @@ how many programs share its work."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -270,20 +269,10 @@ class Tools:
     def __init__(self, release: str) -> None:
         self.bundled = mock.Mock(path="old", version=release)
         self.ptxas_blackwell = mock.Mock(path="new", version="12.9")
-        self.named = ""
 
     @property
     def ptxas(self) -> Any:
-        return self.ptxas_blackwell if self.named == "new" else self.bundled
-
-    @ptxas.setter
-    def ptxas(self, path: str) -> None:
-        self.named = path
-
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        yield
-        self.named = ""
+        return self.ptxas_blackwell if vars(self).get("ptxas") == "new" else self.bundled
 
 
 @pytest.mark.skipif(TRITON_INTERPRETED, reason="nothing is compiled")

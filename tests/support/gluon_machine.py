@@ -199,9 +199,6 @@ class Machine:
     def __init__(self, order: str, added: Added | None = None) -> None:
         self.order = order
         self.added = added or Added()
-        self._adding: list[int] = []
-        self._known: set[int] = set()  # additions that are in memory before what follows
-        self._asked: tuple[int, int | None] | None = None
         self.barriers: list[Barrier] = []
         self.cells: list[Cell] = []
         self.copies = 0
@@ -245,6 +242,16 @@ class Machine:
         return self._own.__dict__.setdefault("stores", [])  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ additions, and their order
+    @property
+    def _adding(self) -> list[int]:
+        """Additions of the partition that runs, under way."""
+        return self._own.__dict__.setdefault("adding", [])  # type: ignore[no-any-return]
+
+    @property
+    def _known(self) -> set[int]:
+        """Additions that are in memory before what the partition that runs does next."""
+        return self._own.__dict__.setdefault("known", set())  # type: ignore[no-any-return]
+
     def adds(self, at: tuple[int, ...]) -> None:
         """A copy stores or adds to the tile `at`, a tensor and a place in it: whoever did before must be done."""
         before = self.added.to.setdefault(at, [])
@@ -270,15 +277,16 @@ class Machine:
         known = self.added.released.setdefault(counter, [set()])
         if more:
             known.append(known[found] | (self._known if sem == "release" else set()))
-            self._asked = None
+            self._own.asked = None
             return found
-        if self._asked == (counter, found):
+        asked = getattr(self._own, "asked", None)
+        if asked == (counter, found):
             raise Fault(f"a deadlock: counter {counter} stays {found}")
-        first = self._asked != (counter, None)
-        self._asked = (counter, None if first else found)
+        first = asked != (counter, None)
+        self._own.asked = (counter, None if first else found)
         seen = max(found - 1, 0) if first else found
         if sem == "acquire":
-            self._known |= known[seen]
+            self._known.update(known[seen])
         return seen
 
     # ------------------------------------------------------------------ turns

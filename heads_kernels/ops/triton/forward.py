@@ -23,7 +23,7 @@ from torch import Tensor
 from heads_kernels.backends import FARTHEST_ROW
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.buffers import key_splits, programs_wanted, split_attended
+from heads_kernels.ops.buffers import key_splits, programs_in_turn, split_attended
 from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.triton.attend import (
     Share,
@@ -293,7 +293,7 @@ def closed_pass(call: Call, of: Operands, reads: Reads, dgate_rows: Tensor) -> N
     count = _programs(call, tiles, grouped=False)
     _launch(
         _closed_kernel, call, tiles, of, reads.gate, reads.dattended, dgate_rows, sizes_of(call), count,
-        programs=min(count, programs_wanted(call.query.device)),
+        programs=programs_in_turn(count, count // max(call.B, 1), call.query.device),
     )  # fmt: skip
 
 

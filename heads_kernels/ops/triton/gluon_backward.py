@@ -7,8 +7,8 @@ Grid     One program owns 128 keys of a key head and sums their dkey and dvalue 
          over a part of them, `splits`), in tiles of 64 query rows. A closed head has no tiles. Programs draw their
          numbers when they start, so those with smaller numbers are running or done.
 Order    dquery is summed in float32 by bulk copies that add, in ascending order of the keys: for every tile of rows, a
-         counter says how many programs have added to it. So the same call gives the same bits. The first one stores
-         its tile. Another kernel scales and rounds the sums, and writes 0 in tiles that no program has added to.
+         counter says how many programs have added to it. So the same call gives the same bits. The first program of a
+         tile stores it. Another kernel scales and rounds the sums, and writes 0 in tiles that no program has added to.
 Warps    8 consumer warps compute transposed tiles, [keys, rows]: four warps each have 64 keys, and half of the columns
          of dquery. A producer of 1 warp loads tiles through tensor descriptors, a reader of 1 warp loads lse and delta
          of rows, two adders of 1 warp add dquery in turn.

@@ -1,7 +1,7 @@
 """Tiles of query rows of the backward kernel in Gluon: which ones a program visits, and the warps that move them.
 
 Consumers (`gluon_backward`) read rings of tiles in shared memory, full tiles first, then partial ones. `producer` (one
-warp) and `reader` (one) load them; two of `adder` (one each) add tiles of dquery from shared memory to global memory.
+warp) and `reader` (one) load them; two copies of `adder` (one warp each) add tiles of dquery to global memory.
 """
 
 from __future__ import annotations

@@ -144,10 +144,18 @@ def _sound_ptxas() -> Iterator[None]:
     if sound:
         yield
         return
-    with _COMPILING, tools.scope():
-        if is_sound(tools.ptxas_blackwell.version):
-            tools.ptxas = tools.ptxas_blackwell.path
-        yield
+    # An assignment to the setting would write to the environment too, which other threads may be reading.
+    settings = vars(tools)
+    with _COMPILING:
+        before = dict(settings)
+        with contextlib.suppress(RuntimeError):  # Triton was built without the newer one
+            if is_sound(tools.ptxas_blackwell.version):
+                settings["ptxas"] = tools.ptxas_blackwell.path
+        try:
+            yield
+        finally:
+            settings.pop("ptxas", None)
+            settings.update(before)
 
 
 def is_sound(release: str) -> bool:

@@ -138,7 +138,7 @@ class Visible(NamedTuple):
     stride_keys: int
     by_head: int | None  # not None: `k_lo`, `k_hi` or `first_keys` differ between heads
     dense: Dense | None
-    lists: TileLists | None  # of a call whose intervals do not say which tiles are full
+    lists: TileLists | None  # where a kernel of its own has written which tiles are full
     far_dense: int | None  # as `far_bias`
 
 

@@ -10,15 +10,15 @@ kernel, compiled for that kind, keeps its sums in registers and its tiles in sha
   other.
 - In the passes over keys, scores are transposed: query rows are the columns of a tile and take a register each. So
   tiles have few query rows and 128 keys.
-- In the backward passes of collaborative attention, tiles have 16 rows and 128 keys, or 16 keys and 128 rows: 32 spill
-  in the loop over keys, and in the loop over rows ptxas would serialize their products.
+- In the backward passes of collaborative attention with up to 256 features, tiles have 16 rows and 128 keys, or 16 keys
+  and 128 rows: 32 spill in the loop over keys, and in the loop over rows ptxas would serialize their products.
 - A tile of keys that is loaded through a descriptor takes no registers for addresses, so a step over full tiles has two
   of them. Heads of 64 features use no descriptors: two tiles need more than 128 registers, one saves hardly any
   instructions (3 %).
-- With a wide shared query, a slice of 256 features of a gradient is summed at a time, and the other features of the
-  scores stay in shared memory beside it (`block_rest`): up to 512 of 64 rows and 16 keys. Chunk by chunk, every tile
-  would read the features of both operands again, once for each slice. Tiles of 64 rows or keys and 4 warps leave room
-  for a second program up to 512 features in all; in the loop some loop bounds and addresses are spilled.
+- With a wide shared query, a slice of 256 features of a gradient (128 if values have more than 64 features) is summed
+  at a time, and up to 512 other features of the scores stay in shared memory beside it (`block_rest`). Chunk by chunk,
+  every tile would read the features of both operands again, once for each slice. Tiles of 64 rows or keys and 4 warps
+  leave room for a second program with up to 512 features in all; some loop bounds and addresses are spilled.
 - float32 is multiplied without tensor cores, with an operand in registers, so tiles are small.
 - "other" fits into 64 KiB of shared memory: AMD's GPUs, and NVIDIA's small ones (sm_86, sm_89, sm_120).
 """
@@ -352,7 +352,7 @@ _OTHER: Final = (
         num_warps=4, num_stages=1), "wide"),
 )  # fmt: skip
 #: For sm_100, an accumulator of 128 keys and 256 features compiles to a trap in the loops over widths, statistics spill
-#: with rows of 256 features, and wide queries go chunk by chunk: a tile of the rest is for registers and wgmma.
+#: with rows of 256 features, and wide queries go chunk by chunk: `block_rest` was chosen for the registers of sm_90.
 _SM_100: Final = (
     *(
         row

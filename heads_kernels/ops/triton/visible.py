@@ -7,8 +7,8 @@ ranges of all their rows need no mask arithmetic. So a loop runs over two lists 
     full      the tiles [full_start, full_end), where every row sees every key
     partial   those of [start, full_start), [full_end, end) and [0, front), which are masked element by element
 
-If single pairs may be hidden, by a dense mask or a bias of -inf, intervals do not say which tiles are full. A separate
-kernel then reads mask and bias once and writes both lists for every tile of query rows (for passes over keys, of keys);
+If single pairs may be hidden, by a dense mask or a bias of -inf, or where a kernel of Gluon asks for them, a separate
+kernel reads mask and bias once and writes both lists for every tile of query rows (for passes over keys, of keys);
 entmax leaves out the tiles in which it has no probability above 0. The numbers of `Visits` are places in these lists,
 where `full_tile` and `partial_tile` read the indices of tiles. The lists are written on the device before every launch
 that reads them, so nothing waits for the host.
@@ -433,7 +433,7 @@ def with_tile_lists(
         launch(
             _ranges_kernel, count, call.query, tiles, of.visible, lists, counts, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            AT_ONCE=min(triton.next_power_of_2(length), max(1, _SCAN.value // tiles.block_m)),
+            AT_ONCE=max(2, min(triton.next_power_of_2(length), _SCAN.value // tiles.block_m)),
         )  # fmt: skip
     else:
         launch(
