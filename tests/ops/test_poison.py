@@ -141,7 +141,7 @@ def test_what_one_head_does_not_see_reaches_another_alone(backend: str, length: 
     for name in ("key", "value"):
         given[name][:, :, 50] = torch.nan
     found = run("gated_attention", backend, **given, attn_mask=mask)
-    sees = mask.to_dense(1, 2, length, 100)[..., 50]
+    sees = mask.to_dense(1, 2, length, 100, torch.get_default_device())[..., 50]
     assert torch.equal(found["out"].isnan(), sees[..., None].expand_as(found["out"]))
     assert_alike(found["out"][~sees], clean[~sees])
     assert torch.equal(found["query"].isnan().any(3), sees)

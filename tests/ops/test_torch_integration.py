@@ -163,7 +163,7 @@ def test_autocast(operator: str, backend: str) -> None:
     }
     serve(operator, backend, **narrow)
     direct = call(operator, backend, **narrow)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         out = call(operator, backend, **arguments)
         inside = torch.autograd.grad(out, list(arguments.values()), dout, retain_graph=True)
     assert out.dtype == torch.bfloat16
@@ -180,7 +180,7 @@ def test_autocast_statistics(backend: str) -> None:
     arguments = tensors("attention_statistics", dtype=torch.float32)
     narrow = {name: t.bfloat16() for name, t in arguments.items()}
     want = call("attention_statistics", backend, **narrow, received=True)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         got = call("attention_statistics", backend, **arguments, received=True)
     assert_same_bits(backend, got, want)
 
