@@ -101,10 +101,9 @@ OTHERS_IN_GLUON += works("holes, gate of elements, Ds 256", "dense mask, Ds 256"
 def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cache: Path) -> None:
     """Of specialized warps, in the loops over full and over partial tiles of each consumer.
 
-    The first spills nothing, the second at most 5 instructions, of addresses beside the cells of a mask; in the
-    backward pass none does. With Triton 3.9 forward loops over full tiles spill 1 and backward
-    loops 7 of 456 instructions. Loops over chunks have no
-    exponentials, and spill nothing.
+    The first spills nothing, the second at most 5 instructions, of addresses beside the cells of a mask; backward loops
+    spill at most 1. With Triton 3.9 forward loops over full tiles spill 1 and backward loops 7 of 456 instructions. Loops
+    over chunks have no exponentials, and spill nothing.
 
     ptxas may put the softmax behind the product that it should run beside: then none of the exponentials would be under
     it. Of 66 for a tile of 128 keys two are those of a row's sums; the backward pass has no such sums, and with a cap
@@ -115,7 +114,7 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
         ["sm_90"], softmax, ["bfloat16"], kernel_cache, processes=1, with_loops=True
     )
     passes = {
-        name: [one for one in found if one.kernel.name == f"triton.gluon_{name}"]
+        name: [one for one in found if one.kernel.name == f"triton.gluon_{name}" and one.kernel.matrix]
         for name in ("forward", "backward")
     }
     for one in [*passes["forward"], *passes["backward"]]:
@@ -128,7 +127,7 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
         assert len(one.kernel.loops) == 2
         for loop in one.kernel.loops:
             under_way, every = loop.overlap
-            assert loop.spills <= (7 if newest else 0)
+            assert loop.spills <= (7 if newest else 1)
             assert under_way * 33 >= every * 32
     assert passes["forward"]
     for one in passes["forward"]:
