@@ -102,8 +102,8 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
     """Of specialized warps, in the loops over full and over partial tiles of each consumer.
 
     The first spills nothing, the second at most 5 instructions, of addresses beside the cells of a mask; backward loops
-    spill at most 1. With Triton 3.9 forward loops over full tiles spill 1 and backward loops 7 of 456 instructions. Loops
-    over chunks have no exponentials, and spill nothing.
+    spill at most 1. With Triton 3.9 forward loops over full tiles spill 1 and backward loops 7 of 456 instructions.
+    Loops over chunks have no exponentials, and spill nothing.
 
     ptxas may put the softmax behind the product that it should run beside: then none of the exponentials would be under
     it. Of 66 for a tile of 128 keys two are those of a row's sums; the backward pass has no such sums, and with a cap
@@ -114,7 +114,9 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
         ["sm_90"], softmax, ["bfloat16"], kernel_cache, processes=1, with_loops=True
     )
     passes = {
-        name: [one for one in found if one.kernel.name == f"triton.gluon_{name}" and one.kernel.matrix]
+        name: [
+            one for one in found if one.kernel.name == f"triton.gluon_{name}" and one.kernel.matrix
+        ]
         for name in ("forward", "backward")
     }
     for one in [*passes["forward"], *passes["backward"]]:
