@@ -266,9 +266,9 @@ def test_short_queries_have_short_tiles(kernel: str, kind: str) -> None:
 class Tools:
     """Triton's, with a ptxas of that release beside one that is sound."""
 
-    def __init__(self, release: str) -> None:
+    def __init__(self, release: str, newer: str = "12.9") -> None:
         self.bundled = mock.Mock(path="old", version=release)
-        self.ptxas_blackwell = mock.Mock(path="new", version="12.9")
+        self.ptxas_blackwell = mock.Mock(path="new", version=newer)
 
     @property
     def ptxas(self) -> Any:
@@ -290,6 +290,18 @@ def test_no_kernel_is_compiled_by_a_ptxas_that_miscompiles(release: str, path: s
         other.join()
     assert seen == [path, path]
     assert tools.ptxas.path == "old"
+
+
+@pytest.mark.skipif(TRITON_INTERPRETED, reason="nothing is compiled")
+def test_without_a_ptxas_that_is_right_nothing_is_compiled_for_hopper() -> None:
+    tools, gpu = Tools("12.8", newer="12.8"), mock.Mock()
+    target = gpu.active.get_current_target.return_value
+    with mock.patch.multiple(launching, knobs=mock.Mock(nvidia=tools), driver=gpu):
+        target.arch = 80
+        assert compiling(tools) == "old"
+        target.arch = 90
+        with pytest.raises(RuntimeError, match="TRITON_PTXAS_PATH"):
+            compiling(tools)
 
 
 def compiling(tools: Tools) -> str:

@@ -27,7 +27,7 @@ from heads_kernels.testing import (
 )
 from heads_kernels.testing.accuracy import _chance
 from heads_kernels.testing.case import surrounded
-from heads_kernels.testing.rounding import unit
+from heads_kernels.testing.rounding import limits, unit
 from tests.support.plain import plain
 from tests.support.poison import dirty_allocator
 
@@ -179,6 +179,22 @@ def test_the_floor_is_near_rounding(dtype: torch.dtype) -> None:
         own = unit(torch.float32 if name in ("lse", "dgate") else dtype)
         scale = got.oracle[name].square().mean().sqrt()
         assert float(floor.square().mean().sqrt()) < 40 * own * float(scale), name
+
+
+def test_the_limit_of_lse_on_tensor_cores() -> None:
+    """Every term of a score may be short by 2 u of the largest, all of them in one direction."""
+    inputs = find("gated_attention", "width_96").make(torch.bfloat16)
+    values, call = reference(inputs).oracle, inputs.to(torch.float64).parsed()
+    terms = call.query[:, :, :, None] * call.key[:, :, None]  # [B, H, T, S, D]
+    short = 2 * unit(torch.float32) * terms.abs().amax(-1, keepdim=True)
+    scores, others = (call.scale * each.sum(-1) for each in (terms, terms - short))
+    error = scores.logsumexp(-1) - others.logsumexp(-1)
+    without, allowed = (
+        limits(inputs, values, None, 0.0, aligned)["lse"].floor
+        for aligned in (0.0, 2 * unit(torch.float32))
+    )
+    assert bool((error > without).all())
+    assert bool((error <= allowed).all())
 
 
 def test_float64_is_its_own_oracle() -> None:

@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from triton import AsyncCompileMode, knobs
+from triton.runtime import driver
 
 from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops.triton.operands import POINTERS
@@ -48,7 +49,7 @@ _LOGGER: Final = logging.getLogger("heads_kernels")
 #: Seconds of compilation after which a line is logged: most kernels of gated attention take less.
 _SILENT: Final = 2.0
 
-#: Held while a kernel is compiled: which ptxas Triton runs is a setting of the process.
+#: Held while another ptxas is set than Triton's own: the setting is that of the process.
 _COMPILING: Final = threading.RLock()
 
 
@@ -122,11 +123,8 @@ def launch(
         compiled[programs, 1, 1](*args, *values)
         return
     start = partial(kernel[(programs,)], *args, **constants, **tiles.launch_options)
-    if key in _KEPT:
-        compiled = start()
-    else:
-        with _sound_ptxas():
-            compiled = _start_with_others(start, like)
+    with _sound_ptxas():
+        compiled = start() if key in _KEPT else _start_with_others(start, like)
     if len(_KEPT) >= _MOST_KEPT:
         _KEPT.clear()
     _KEPT[key] = None
@@ -137,7 +135,10 @@ def launch(
 
 @contextlib.contextmanager
 def _sound_ptxas() -> Iterator[None]:
-    """In this block Triton runs a ptxas that compiles kernels right, if it has one. Other threads wait to compile."""
+    """In this block Triton runs a ptxas that compiles kernels right. Other threads wait to compile.
+
+    Raises `RuntimeError` on sm_90 if Triton has none; other GPUs have none of the products that are miscompiled.
+    """
     tools = knobs.nvidia
     with _COMPILING:  # not while another thread has set it
         sound = TRITON_INTERPRETED or torch.version.hip or is_sound(tools.ptxas.version)
@@ -148,14 +149,26 @@ def _sound_ptxas() -> Iterator[None]:
     settings = vars(tools)
     with _COMPILING:
         before = dict(settings)
-        with contextlib.suppress(RuntimeError):  # Triton was built without the newer one
-            if is_sound(tools.ptxas_blackwell.version):
-                settings["ptxas"] = tools.ptxas_blackwell.path
+        if (newer := _newer_ptxas()) is not None:
+            settings["ptxas"] = newer
+        elif driver.active.get_current_target().arch == 90:
+            raise RuntimeError(
+                f"Triton's ptxas is that of CUDA {tools.ptxas.version}, which miscompiles kernels for this GPU; let "
+                "TRITON_PTXAS_PATH name one of CUDA 12.9 or newer, or pass backend='cuda'"
+            )
         try:
             yield
         finally:
             settings.pop("ptxas", None)
             settings.update(before)
+
+
+def _newer_ptxas() -> str | None:
+    """The path of the ptxas that Triton has for sm_100, if it compiles kernels right."""
+    with contextlib.suppress(RuntimeError):  # Triton was built without it
+        tool = knobs.nvidia.ptxas_blackwell
+        return str(tool.path) if is_sound(tool.version) else None
+    return None
 
 
 def is_sound(release: str) -> bool:

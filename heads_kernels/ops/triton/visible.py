@@ -309,18 +309,23 @@ def keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S):
 
 # ---------------------------------------------------------------------- lists
 @triton.jit
-def _lists_kernel(
-    visible, terms, support, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """A program writes the two lists of one tile of rows, or with BY_KEYS of keys, and their lengths."""
+def _own_list(H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of a program's lists: batch, head, their tile of rows (with BY_KEYS of keys), and the most tiles they may have."""
     row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
     if BY_KEYS:
         owners, length = key_tiles, row_tiles
     else:
         owners, length = row_tiles, key_tiles
-    owner = tl.program_id(0) % owners
-    h = tl.program_id(0) // owners % H
-    b = tl.program_id(0) // (owners * H)
+    pair = tl.program_id(0) // owners
+    return pair // H, pair % H, tl.program_id(0) % owners, length
+
+
+@triton.jit
+def _lists_kernel(
+    visible, terms, support, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """A program writes the two lists of one tile of rows, or with BY_KEYS of keys, and their lengths."""
+    b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
     if BY_KEYS:
         visits = tiles_that_see(visible, b, h, owner * BLOCK_N, T, S, BLOCK_N, BLOCK_M)
     else:
@@ -361,15 +366,8 @@ def _ranges_kernel(
     visible, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The lists of `_lists_kernel` where ranges alone say which pairs are visible: AT_ONCE tiles at a time."""
-    row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
-    if BY_KEYS:
-        owners, length = key_tiles, row_tiles
-    else:
-        owners, length = row_tiles, key_tiles
-    owner = tl.program_id(0) % owners
-    h = tl.program_id(0) // owners % H
-    b = tl.program_id(0) // (owners * H)
+    """The lists of `_lists_kernel` where ranges alone say which pairs are visible, AT_ONCE tiles at a time."""
+    b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
     at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
     for start in range(0, length, AT_ONCE):
