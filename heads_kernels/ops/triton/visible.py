@@ -310,7 +310,7 @@ def keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S):
 # ---------------------------------------------------------------------- lists
 @triton.jit
 def _own_list(H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a program's lists: batch, head, their tile of rows (with BY_KEYS of keys), and the most tiles they may have."""
+    """Of a program's lists: batch, head, their tile of rows (with BY_KEYS of keys), and their capacity."""
     row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
     if BY_KEYS:
         owners, length = key_tiles, row_tiles
