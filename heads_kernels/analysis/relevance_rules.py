@@ -32,9 +32,11 @@ from torch.nn import functional
 
 from heads_kernels.call import Call
 from heads_kernels.checks import refuse
+from heads_kernels.dispatch import select
 from heads_kernels.nn.attention_call import blocks
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops import gate as gates
+from heads_kernels.ops.attention import attend
 
 #: Computes the relevance of a function's inputs from that of its output.
 Back: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
@@ -89,10 +91,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Step:
 
     Outputs without relevance are skipped: of many logits only those with relevance cost anything.
     """
-    if type(weight) not in (
-        Tensor,
-        nn.Parameter,
-    ):  # of torchao, which computes with few of its bits
+    if type(weight) not in (Tensor, nn.Parameter):  # torchao's compute with few of their bits
         return [input], refusing("linear", f"whose weight is quantised ({type(weight).__name__})")
 
     def back(relevance: Tensor) -> Sequence[Tensor]:
@@ -176,7 +175,7 @@ def _by_rows(input: Tensor, relevance: Tensor, tile_of: Callable[[Tensor], Tile]
             share = some[r, None, c] / (z.clamp_(min=0).sum(-1) + EPSILON)
             found[r] += (share.flatten(1)[:, None] @ z.flatten(1, 2))[:, 0]
     whole = flat.new_zeros(len(flat), n)
-    whole[rows] = _kept(found, some)
+    [whole[rows]] = _kept([found], some, 1)
     return whole.view(input.shape)
 
 
@@ -200,7 +199,7 @@ def rms_norm(input: Tensor, output: Tensor, eps: float) -> Step:
         own, others = size * (1 - w), size * (w.sum(-1, keepdim=True) - w)
         shared = relevance * size / (others + EPSILON)
         found = relevance * own / (own + EPSILON) + w * (shared.sum(-1, keepdim=True) - shared)
-        return [_kept(found, relevance)]
+        return _kept([found], relevance, found.dim() - 1)
 
     return [input], back
 
@@ -210,8 +209,8 @@ def _identity(input: Tensor, *rest: Any, **options: Any) -> Step:
     return [input], lambda given: [given]
 
 
-def add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
-    """A sum with broadcasting, whose sum of relevance over the last dimension is kept over both terms together.
+def _add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
+    """A sum with broadcasting; sums over a row of both terms together are kept.
 
     Tensors get a share even if they carry no relevance; numbers get none.
     """
@@ -221,17 +220,39 @@ def add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
     if len(terms) == 1:
         return inputs, lambda given: [given]
 
-    def back(relevance: Tensor) -> Sequence[Tensor]:
-        found = [torch.zeros_like(relevance) for _ in terms]
-        for side in SIGNS:
-            parts = [(side * by * x.to(relevance.dtype)).clamp(min=0) for x, by in terms]
-            share = relevance / (sum(parts) + EPSILON)
-            found = [each.addcmul(part, share) for each, part in zip(found, parts, strict=True)]
-        total = torch.stack(found).sum(0).sum(-1, keepdim=True)
-        factor = _factor(total, relevance.sum(-1, keepdim=True))
-        return [(each * factor).sum_to_size(x.shape) for each, x in zip(found, inputs, strict=True)]
+    def back(given: Tensor) -> Sequence[Tensor]:
+        signed = [(factor * x.detach().to(given.dtype)).expand(given.shape) for x, factor in terms]
+        found = _by_signs(torch.add, signed, given, given.dim() - 1)
+        return [each.sum_to_size(x.shape) for each, x in zip(found, inputs, strict=True)]
 
     return inputs, back
+
+
+def _mean(function: Any, input: Tensor, *rest: Any, **options: Any) -> Step:
+    """A mean or a sum within each example, whose sum is kept."""
+    if function(input, *rest, **options).shape[:1] != input.shape[:1]:
+        return [input], refusing(function.__name__, "over the examples")
+
+    def back(given: Tensor) -> Sequence[Tensor]:
+        return _by_signs(lambda part: function(part, *rest, **options), [input], given, 1)
+
+    return [input], back
+
+
+def _by_signs(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], relevance: Tensor, dims: int
+) -> list[Tensor]:
+    """The relevance of all inputs of a linear function with weights >= 0: z has the sign of its input."""
+    found = [torch.zeros_like(x, dtype=relevance.dtype) for x in inputs]
+    for sign in SIGNS:
+        wide = [x.detach().to(relevance.dtype) for x in inputs]
+        parts = [(sign * x).clamp(min=0).requires_grad_() for x in wide]
+        with torch.enable_grad():
+            total = function(*parts)
+        weights = torch.autograd.grad(total, parts, relevance / (total.detach() + EPSILON))
+        for each, part, weight in zip(found, parts, weights, strict=True):
+            each.addcmul_(part.detach(), weight)
+    return _kept(found, relevance, dims)
 
 
 def _mul(input: Any, other: Any) -> Step:
@@ -251,33 +272,18 @@ def _div(input: Any, other: Any) -> Step:
     return [input], lambda given: [given.sum_to_size(input.shape)]
 
 
-def weighted(function: Any, input: Tensor, *rest: Any, **options: Any) -> Step:
-    """A linear function with weights >= 0, such as a mean; the sum of each example is kept."""
+def _kept(found: Sequence[Tensor], relevance: Tensor, dims: int) -> list[Tensor]:
+    """`found`, scaled together to the sums of `relevance` at each index of the first `dims` dimensions.
 
-    def back(relevance: Tensor) -> Sequence[Tensor]:
-        found = torch.zeros_like(input, dtype=relevance.dtype)
-        for sign in SIGNS:
-            part = (sign * input.detach().to(relevance.dtype)).clamp(min=0).requires_grad_()
-            with torch.enable_grad():
-                total = function(part, *rest, **options)
-            share = relevance / (total.detach() + EPSILON)
-            found.addcmul_(part.detach(), torch.autograd.grad(total, part, share)[0])
-        factor = _factor(found.flatten(1).sum(1), relevance.flatten(1).sum(1))
-        return [found * factor.view(-1, *[1] * (found.dim() - 1))]
+    They are 0 where no input contributes.
+    """
 
-    if function(input, *rest, **options).shape[:1] != input.shape[:1]:
-        return [input], refusing(function.__name__, "over the examples")
-    return [input], back
+    def sums(x: Tensor) -> Tensor:
+        return x[..., None].flatten(dims).sum(-1)
 
-
-def _kept(found: Tensor, relevance: Tensor, dims: int | tuple[int, ...] = -1) -> Tensor:
-    """`found`, scaled to the sums of `relevance` over these dimensions."""
-    return found * _factor(found.sum(dims, keepdim=True), relevance.sum(dims, keepdim=True))
-
-
-def _factor(total: Tensor, wanted: Tensor) -> Tensor:
-    """`wanted / total`, and 0 where no input contributes."""
-    return torch.where(total > torch.finfo(total.dtype).tiny, wanted / total, 0.0)
+    total = torch.stack([sums(each) for each in found]).sum(0)
+    factor = torch.where(total > torch.finfo(total.dtype).tiny, sums(relevance) / total, 0.0)
+    return [each * factor.view(*factor.shape, *[1] * (each.dim() - dims)) for each in found]
 
 
 #: The rules by the names of functions.
@@ -286,13 +292,13 @@ RULES: Final[dict[str, Callable[..., Step]]] = {
     "addmm": _addmm,
     "matmul": _matmul,
     "layer_norm": _layer_norm,
-    "add": add,
-    "sub": partial(add, sign=-1),
-    "__rsub__": partial(add, sign=-1),  # the rule treats both signs alike
+    "add": _add,
+    "sub": partial(_add, sign=-1),
+    "__rsub__": partial(_add, sign=-1),  # the rule treats both signs alike
     "mul": _mul,
     "div": _div,
-    "sum": partial(weighted, torch.sum),
-    "mean": partial(weighted, torch.mean),
+    "sum": partial(_mean, torch.sum),
+    "mean": partial(_mean, torch.mean),
     **dict.fromkeys(_ELEMENTWISE, _identity),
 }
 
@@ -309,62 +315,49 @@ def gate_rule(heads: Tensor, gate: Tensor, activation: str) -> Step:
 
 @torch.enable_grad()
 def attention_rule(call: Call, full: bool) -> Step:
-    """Attention before its gate; unless `full`, probabilities are constants."""
-    B, H, T, S = call.sizes
+    """Attention before its gate, whose sums are kept for each example and head.
+
+    Heads that share a key or a value each get a copy, whose relevance autograd adds up. Unless `full`, probabilities
+    are constants: then the operator itself gives sums over keys, and its gradient sums over rows.
+    """
 
     def per_head(x: Tensor) -> Tensor:
-        """`[B, H, ...]`: heads that share x each get a copy, whose relevance autograd adds up."""
         x = x if x.dim() == 4 else x[:, None]
-        copies = H // max(x.shape[1], 1)
-        return x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)
+        return x.repeat_interleave(call.H // x.shape[1], 1)
+
+    query, key, value = inputs = [per_head(x) for x in (call.query, call.key, call.value)]
+    if not full:
+        return [value], lambda given: _by_signs(partial(_attended, call), [value], given, 2)
+    if call.content_bias is not None:
+        inputs.append(call.content_bias)
 
     def probabilities(rows: slice) -> Tensor:
         return eager.row_probabilities(scores.of_rows(call, rows.start, rows.stop))
 
-    value = per_head(call.value)
-    if not full:
-        rows = blocks(T, B * H * S)
-        return [value], lambda R: [attention_values(probabilities, value, R, rows)]
-    inputs = [per_head(call.query), per_head(call.key), value]
-    if call.content_bias is not None:
-        inputs.append(call.content_bias)
-
-    def to_all(relevance: Tensor) -> Sequence[Tensor]:
-        query, key = inputs[0].to(relevance.dtype), inputs[1]
+    def back(given: Tensor) -> Sequence[Tensor]:
+        q, k = query.to(given.dtype) * call.scale, key
         if call.mixing is not None:
-            query = query * call.mixing[:, None]
-        if call.content_bias is not None:  # as one more feature, which is 1 in every query
-            query = functional.pad(query, (0, 1), value=1.0)
-            key = torch.cat((key, call.content_bias[..., None]), -1)
-        rows = blocks(T, B * H * S * call.Dv)
-        features = blocks(call.Dv, B * H * S * rows[0].stop)
-        operands = query * call.scale, key, value
-        q, k, v = attention(probabilities, *operands, relevance, rows, features)
+            q = q * call.mixing[:, None]
+        if call.content_bias is not None:  # as one more feature, which is the scale in every query
+            q = functional.pad(q, (0, 1), value=call.scale)
+            k = torch.cat((k, call.content_bias[..., None]), -1)
+        q, k, v = attention(probabilities, q, k, value, given)
         parts = [q[..., : call.D], k[..., : call.D], v]
         return parts if call.content_bias is None else [*parts, k[..., call.D]]
 
-    return inputs, to_all
+    return inputs, back
 
 
-def attention_values(
-    probabilities: Probabilities, value: Tensor, relevance: Tensor, blocks: Sequence[slice]
-) -> Tensor:
-    """Relevance of the values in `probabilities @ value`: z of row t, key s and feature d is `p_ts v_sd`.
-
-    Args:
-        probabilities: gives a block of rows.
-        value: `[B, H, S, Dv]`.
-        relevance: `[B, H, T, Dv]`.
-        blocks: slices that make up the rows 0 to T - 1.
-    """
-    both = torch.cat((value, -value), -1).to(relevance.dtype).clamp(min=0)  # [B, H, S, 2 Dv]
-    moved = torch.zeros_like(both)
-    for rows in blocks:
-        p = probabilities(rows).to(relevance.dtype)
-        share = relevance[:, :, rows].repeat(1, 1, 1, 2) / (p @ both + EPSILON)
-        moved += p.mT @ share
-    positive, negative = (both * moved).chunk(2, -1)
-    return _kept(positive + negative, relevance, (2, 3))
+def _attended(call: Call, value: Tensor) -> Tensor:
+    """The operator's output before its gate, for another value `[B, H, S, Dv]`, which alone has a gradient."""
+    query, key = (x.detach().to(value.dtype) for x in (call.query, call.key))
+    if call.mixing is None:
+        key = key.repeat_interleave(value.shape[1] // key.shape[1], 1)
+    terms = [x.detach() if isinstance(x, Tensor) else x for x in call]
+    bare = Call(*terms)._replace(
+        query=query, key=key, value=value, gate=None, gate_activation="identity", dropout_p=0.0
+    )
+    return attend(bare, select(bare))
 
 
 def attention(
@@ -373,9 +366,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     relevance: Tensor,
-    blocks: Sequence[slice],
-    features: Sequence[slice],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """Relevance of query, key and value in attention, by its full Jacobian.
 
     With `u_tsd = p_ts * (v_sd - out_td)`, z of output td is `q_te * sum_s u_tsd * k_se` for feature e of query t and
@@ -383,15 +374,17 @@ def attention(
     over e are matrix products. The largest tensor is u, which is computed in tiles.
 
     Args:
+        probabilities: gives a block of rows.
         query: `[B, H, T, D]`, times the scale of the scores; other terms of the scores are not inputs.
-        key: `[B, H, S, D]`.
-        value, relevance, probabilities, blocks: as in `attention_values`.
-        features: slices that make up the features 0 to Dv - 1: a tile is `[B, H, rows, S, features]`.
+        key, value, relevance: `[B, H, S, D]`, `[B, H, S, Dv]` and `[B, H, T, Dv]`.
     """
     q, k, v = (x.to(relevance.dtype) for x in (query, key, value))
     found = q_found, k_found, v_found = tuple(map(torch.zeros_like, (q, k, v)))
     k_up, k_down = k.clamp(min=0), (-k).clamp(min=0)
-    for rows in blocks:
+    (B, H, T, Dv), S = relevance.shape, k.shape[2]
+    row_blocks = blocks(T, B * H * S * Dv)
+    features = blocks(Dv, B * H * S * row_blocks[0].stop)
+    for rows in row_blocks:
         p = probabilities(rows).to(v.dtype)
         q_up, q_down = q[:, :, rows].clamp(min=0), (-q[:, :, rows]).clamp(min=0)
         scores_up = q_up @ k_up.mT + q_down @ k_down.mT  # positive part of q k, [B, H, rows, S]
@@ -410,6 +403,4 @@ def attention(
                 by_up, by_down = ((x @ share[..., None])[..., 0].mT for x in (up, down))
                 k_found += k_up * (by_up @ q_up + by_down @ q_down)
                 k_found += k_down * (by_up @ q_down + by_down @ q_up)
-    total = torch.stack([each.sum((2, 3), keepdim=True) for each in found]).sum(0)
-    factor = _factor(total, relevance.sum((2, 3), keepdim=True))
-    return q_found * factor, k_found * factor, v_found * factor
+    return _kept(found, relevance, 2)

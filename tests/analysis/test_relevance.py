@@ -14,6 +14,7 @@ import heads_kernels as hk
 from heads_kernels.analysis import relevance
 from heads_kernels.analysis import relevance_rules as rules
 from heads_kernels.analysis.relevance_rules import RULES
+from heads_kernels.parse import parse
 from tests.analysis.jacobian_relevance import Encoder, by_jacobian, by_rows, encoder_by_jacobian
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread
@@ -86,12 +87,15 @@ def test_sum_of_tensors() -> None:
         assert_alike(back(given), [expected[0], expected[1].sum(0)])
 
 
-def test_mean_over_tokens() -> None:
-    x, given = random(2, 4, 5), random(2, 5, positive=True)
-    _, back = RULES["mean"](x, 1)
+@pytest.mark.parametrize("dims", [(0,), (0, 1)])
+def test_mean_within_examples(dims: tuple[int, ...]) -> None:
+    """Over tokens, and over all that an example has."""
+    x = random(2, 4, 5)
+    given = random(*x.mean([1 + dim for dim in dims]).shape, positive=True)
+    _, back = RULES["mean"](x, [1 + dim for dim in dims])
     [found] = back(given)
     for example in range(2):
-        expected = by_jacobian(lambda y: y.mean(0), [x[example]], given[example])
+        expected = by_jacobian(lambda y: y.mean(dims), [x[example]], given[example])
         assert_alike(found[example], expected[0])
 
 
@@ -113,29 +117,27 @@ def attention_of(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> 
     return torch.nan_to_num(scores.softmax(-1)) @ value
 
 
-@pytest.mark.parametrize("border", [0, 3])
-def test_attention(border: int) -> None:
-    blocks, features = ([slice(0, border), slice(border, end)] for end in (4, 6))
+@pytest.mark.parametrize("in_tiles", [False, True])
+def test_attention(in_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_tiles:
+        monkeypatch.setattr(rules, "blocks", lambda n, width: [slice(0, 3), slice(3, n)])
     q, k, v = random(2, 2, 4, 3), random(2, 2, 5, 3), random(2, 2, 5, 6)
     given = random(2, 2, 4, 6, positive=True)
     visible = torch.rand(2, 2, 4, 5) > 0.3
     visible[..., 0] = True
     visible[0, 0, 1] = False  # a row that sees nothing, whose relevance the others of its head get
+    call = parse("gated_attention", q, k, v, attn_mask=visible, scale=1.0)[0]
     p = attention_of(q, k, torch.eye(5, dtype=torch.float64), visible)
-    values = rules.attention_values(lambda rows: p[:, :, rows], v, given, blocks)
-    found = rules.attention(lambda rows: p[:, :, rows], q, k, v, given, blocks, features)
+    [values] = rules.attention_rule(call, False)[1](given)
+    found = rules.attention_rule(call, True)[1](given)
     for at in [(b, h) for b in range(2) for h in range(2)]:
-
-        def as_constant(value: Tensor, at: tuple[int, int] = at) -> Tensor:
-            return p[at] @ value
+        [expected] = by_jacobian(lambda value, at=at: p[at] @ value, [v[at]], given[at])
+        assert_alike(values[at], expected)
 
         def whole(*operands: Tensor, at: tuple[int, int] = at) -> Tensor:
             return attention_of(*operands, visible[at])
 
-        assert_alike(values[at], by_jacobian(as_constant, [v[at]], given[at])[0])
-        expected = by_jacobian(whole, [q[at], k[at], v[at]], given[at])
-        assert_alike([x[at] for x in found], expected)
-        assert_alike(sum(x[at].sum() for x in found), given[at].sum())
+        assert_alike([x[at] for x in found], by_jacobian(whole, [q[at], k[at], v[at]], given[at]))
 
 
 @pytest.mark.parametrize("attention", ["constant", "full"])
