@@ -10,9 +10,8 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import each_batch, evaluation, of_this_thread
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
-from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.observe import each_batch, evaluation, observe, of_this_thread
 from heads_kernels.checks import check_choice, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.heads.patching import Edit, edited, outputs

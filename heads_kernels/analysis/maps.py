@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import reading, run
+from heads_kernels.analysis.observe import reading, run
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.layers import (
     AttentionLayer,

@@ -27,9 +27,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from heads_kernels.analysis.batches import each_batch, evaluation, of_this_thread, run
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
-from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.observe import each_batch, evaluation, observe, of_this_thread, run
 from heads_kernels.analysis.relevance_rules import (
     RULES,
     Back,

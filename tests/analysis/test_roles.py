@@ -243,6 +243,14 @@ def test_planted_heads_of_repeated_tokens() -> None:
     assert "an earlier copy" in repr(found)
 
 
+def test_rows_of_repeats_are_those_of_layers_that_have_heads() -> None:
+    model = use(tiny_models.build("gpt2"))
+    hk.heads.prune(model, {0: range(4)})
+    found = hk.analysis.roles(model, [{"input_ids": ids([7, 3, 7, 3])}], repeats=True)
+    assert found.repeats is not None
+    assert found.repeats.rows == (3, 2, 2)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
 def test_repeats_are_sums_of_maps(family: str) -> None:
     model = use(tiny_models.build(family))
@@ -271,8 +279,9 @@ def test_repeats_are_sums_of_maps(family: str) -> None:
 def test_repeats_that_can_not_be_scored() -> None:
     with pytest.raises(ValueError, match="repeats is True, but no token of the data comes twice"):
         hk.analysis.roles(Planted(), [batch(ids([1, 2, 3]))], repeats=True)
-    with pytest.raises(ValueError, match=r"data has 'input_ids' .*, but layer 0 .* runs on"):
-        hk.analysis.roles(Longer(), [{"input_ids": ids([1, 2, 1])}], repeats=True)
+    for options in ({"repeats": True}, {"counts": {1: 2}}):
+        with pytest.raises(ValueError, match=r"data has 'input_ids' .*, but layer 0 .* runs on"):
+            hk.analysis.roles(Longer(), [{"input_ids": ids([1, 2, 1])}], **options)
     layer = hk.nn.GatedMultiheadAttention(16, 4)
     with pytest.raises(ValueError, match="repeats is given, but a batch has no 'input_ids'"):
         hk.analysis.roles(layer, [torch.randn(1, 4, 16)], repeats=True)
