@@ -165,15 +165,13 @@ _ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 def _by_gradients(task: _Task, batch: Any) -> _Terms:
     """By factors of 1 on the gates of every head and row; the operator's backward has all their derivatives."""
-    ones: dict[int, list[Tensor]] = {layer.index: [] for layer in task.layers}  # [B, H, T] of a run
-    real: dict[int, list[Tensor]] = {layer.index: [] for layer in task.layers}  # [B, T] of a run
-    is_over = (
-        False  # checkpointed layers run again in the backward pass, on a GPU on another thread
-    )
+    ones: list[tuple[int, Tensor]] = []  # of each run the index of its layer, and factors [B, H, T]
+    real: list[Tensor] = []  # of each run [B, T]
+    is_over = False  # checkpointed layers run again, on a GPU on another thread
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
         if not is_over:
-            real[layer.index].append(call.real_queries)
+            real.append(call.real_queries)
 
     def multiply(index: int, gates: Tensor, B: int, T: int) -> Tensor:
         gates = gates[None] if gates.dim() == 1 else gates
@@ -181,7 +179,7 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
         size = (B, gates.shape[1], T)
         factor = torch.ones(size, dtype=gates.dtype, device=gates.device, requires_grad=True)
         if not is_over:
-            ones[index].append(factor)
+            ones.append((index, factor))
         return factor * gates
 
     multiply_here = of_this_thread(multiply)
@@ -189,6 +187,7 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
     def change(index: int, *arguments: Any) -> Tensor | None:
         return (multiply if is_over else multiply_here)(index, *arguments)
 
+    terms: dict[int, list[Tensor]] = {}
     with ExitStack() as block:
         block.enter_context(observe(task.model, look, task.names))
         for layer in task.layers:
@@ -196,15 +195,12 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
         block.enter_context(torch.enable_grad())
         value = task.loss(task.model, batch)
         is_over = True
-        factors = [factor for of_layer in ones.values() for factor in of_layer]
+        factors = [factor for _, factor in ones]
         B = _check_value(value, [len(factor) for factor in factors])
-        slopes = task.slopes(value, factors)
-        terms = {
-            index: [torch.where(rows[:, None], next(slopes), 0) for rows in of_layer]
-            for index, of_layer in real.items()
-        }
+        for (index, _), rows, slope in zip(ones, real, task.slopes(value, factors), strict=True):
+            terms.setdefault(index, []).append(torch.where(rows[:, None], slope, 0))
     estimate = _ESTIMATORS[task.estimator]
-    return B, {index: estimate(torch.cat(each, 2)) for index, each in terms.items() if each}
+    return B, {index: estimate(torch.cat(each, 2)) for index, each in terms.items()}
 
 
 def _by_patching(task: _Task, pair: Any) -> _Terms:
