@@ -44,8 +44,6 @@ Back: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 Step: TypeAlias = tuple[Sequence[Any], Back]
 #: `tile(rows, columns, z)` writes z of these rows and outputs, `[rows, columns, n]`.
 Tile: TypeAlias = Callable[[slice, slice, Tensor], object]
-#: `probabilities(rows)`, `[B, H, rows, S]`.
-Probabilities: TypeAlias = Callable[[slice], Tensor]
 
 #: Keeps sums of z away from 0.
 EPSILON: Final = 1e-5
@@ -331,9 +329,6 @@ def attention_rule(call: Call, full: bool) -> Step:
     if call.content_bias is not None:
         inputs.append(call.content_bias)
 
-    def probabilities(rows: slice) -> Tensor:
-        return eager.row_probabilities(scores.of_rows(call, rows.start, rows.stop))
-
     def back(given: Tensor) -> Sequence[Tensor]:
         q, k = query.to(given.dtype) * call.scale, key
         if call.mixing is not None:
@@ -341,7 +336,7 @@ def attention_rule(call: Call, full: bool) -> Step:
         if call.content_bias is not None:  # as one more feature, which is the scale in every query
             q = functional.pad(q, (0, 1), value=call.scale)
             k = torch.cat((k, call.content_bias[..., None]), -1)
-        q, k, v = attention(probabilities, q, k, value, given)
+        q, k, v = _full_attention(call, q, k, value, given)
         parts = [q[..., : call.D], k[..., : call.D], v]
         return parts if call.content_bias is None else [*parts, k[..., call.D]]
 
@@ -360,12 +355,8 @@ def _attended(call: Call, value: Tensor) -> Tensor:
     return attend(bare, select(bare))
 
 
-def attention(
-    probabilities: Probabilities,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    relevance: Tensor,
+def _full_attention(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, relevance: Tensor
 ) -> list[Tensor]:
     """Relevance of query, key and value in attention, by its full Jacobian.
 
@@ -374,21 +365,22 @@ def attention(
     over e are matrix products. The largest tensor is u, which is computed in tiles.
 
     Args:
-        probabilities: gives a block of rows.
+        call: gives the probabilities.
         query: `[B, H, T, D]`, times the scale of the scores; other terms of the scores are not inputs.
         key, value, relevance: `[B, H, S, D]`, `[B, H, S, Dv]` and `[B, H, T, Dv]`.
     """
     q, k, v = (x.to(relevance.dtype) for x in (query, key, value))
-    found = q_found, k_found, v_found = tuple(map(torch.zeros_like, (q, k, v)))
-    k_up, k_down = k.clamp(min=0), (-k).clamp(min=0)
-    (B, H, T, Dv), S = relevance.shape, k.shape[2]
+    (B, H, T, Dv), S, D = relevance.shape, *k.shape[2:]
+    q_signs, k_signs = (torch.cat((x, -x), -1).clamp(min=0) for x in (q, k))  # [..., 2 D]
+    q_found, k_found, v_found = (torch.zeros_like(x) for x in (q, k_signs, v))
     row_blocks = blocks(T, B * H * S * Dv)
     features = blocks(Dv, B * H * S * row_blocks[0].stop)
     for rows in row_blocks:
-        p = probabilities(rows).to(v.dtype)
-        q_up, q_down = q[:, :, rows].clamp(min=0), (-q[:, :, rows]).clamp(min=0)
-        scores_up = q_up @ k_up.mT + q_down @ k_down.mT  # positive part of q k, [B, H, rows, S]
-        scores_down = q_up @ k_down.mT + q_down @ k_up.mT
+        p = eager.row_probabilities(scores.of_rows(call, rows.start, rows.stop)).to(v.dtype)
+        alike = q_signs[:, :, rows]
+        opposed = alike.roll(D, -1)
+        scores_up = alike @ k_signs.mT  # positive part of q k, [B, H, rows, S]
+        scores_down = opposed @ k_signs.mT
         for d in features:
             values, R = v[..., d], relevance[:, :, rows, d]
             u = p[..., None] * (values[:, :, None] - (p @ values)[..., None, :])
@@ -401,6 +393,5 @@ def attention(
                 v_found[..., d] += of_value * (p.mT @ share)
                 q_found[:, :, rows] += (share[..., None, :] @ of_row)[..., 0, :]
                 by_up, by_down = ((x @ share[..., None])[..., 0].mT for x in (up, down))
-                k_found += k_up * (by_up @ q_up + by_down @ q_down)
-                k_found += k_down * (by_up @ q_down + by_down @ q_up)
-    return _kept(found, relevance, 2)
+                k_found += k_signs * (by_up @ alike + by_down @ opposed)
+    return _kept([q_found, k_found[..., :D] + k_found[..., D:], v_found], relevance, 2)
