@@ -228,7 +228,10 @@ def _add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
 
 def _mean(function: Any, input: Tensor, *rest: Any, **options: Any) -> Step:
     """A mean or a sum within each example, whose sum is kept."""
-    if function(input, *rest, **options).shape[:1] != input.shape[:1]:
+    # As many examples as no other dimension has.
+    examples = sum(input.shape) + 1
+    alike = torch.empty((examples, *input.shape[1:]), dtype=input.dtype, device="meta")
+    if function(alike, *rest, **options).shape[:1] != (examples,):
         return [input], refusing(function.__name__, "over the examples")
 
     def back(given: Tensor) -> Sequence[Tensor]:

@@ -113,16 +113,18 @@ def test_sum_of_tensors() -> None:
         assert_alike(back(given), [expected[0], expected[1].sum(0)])
 
 
-@pytest.mark.parametrize("dims", [(0,), (0, 1)])
-def test_mean_within_examples(dims: tuple[int, ...]) -> None:
-    """Over tokens, and over all that an example has."""
-    x = random(2, 4, 5)
-    given = random(*x.mean([1 + dim for dim in dims]).shape, positive=True)
-    _, back = RULES["mean"](x, [1 + dim for dim in dims])
-    [found] = back(given)
-    for example in range(2):
-        expected = by_jacobian(lambda y: y.mean(dims), [x[example]], given[example])
-        assert_alike(found[example], expected[0])
+def test_mean_within_examples() -> None:
+    """Over tokens, and over all that an example has; not over examples, also if they are as many as tokens."""
+    x = random(4, 4, 5)
+    for dims in ((0,), (0, 1)):
+        over = [1 + dim for dim in dims]
+        given = random(*x.mean(over).shape, positive=True)
+        [found] = RULES["mean"](x, over)[1](given)
+        for example in range(4):
+            expected = by_jacobian(lambda y, dims=dims: y.mean(dims), [x[example]], given[example])
+            assert_alike(found[example], expected[0])
+    with pytest.raises(ValueError, match="model computes mean, over the examples"):
+        RULES["mean"](x, 0)[1](random(4, 5))
 
 
 def test_a_product_is_halved_among_what_carries_relevance() -> None:
