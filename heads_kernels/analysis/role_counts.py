@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -57,10 +58,13 @@ class RelationCounts:
             was = f"is a {type(relations).__name__}"
             refuse("relations", was, "pass a list with an entry for each example", TypeError)
         self.sentences = [_checked(number, entry) for number, entry in enumerate(relations)]
-        names = sorted({name for sentence in self.sentences for name, _, _ in sentence})
-        self.numbers = {name: 2 * number for number, name in enumerate(names)}
-        self.offsets: list[Counter[int]] = [Counter() for _ in range(2 * len(names))]
-        self.shares = Shares(layers, len(self.offsets))  # of pairs, once for each run
+        pairs = list(chain(*self.sentences))
+        kinds = list(product(sorted({name for name, *_ in pairs}), ("to head", "to dependent")))
+        self.numbers = {kind: number for number, kind in enumerate(kinds)}
+        self.offsets: list[Counter[int]] = [Counter() for _ in kinds]
+        for name, direction, row, key in pairs:
+            self.offsets[self.numbers[name, direction]][key - row] += 1
+        self.shares = Shares(layers, len(kinds))  # of pairs, once for each run
         self.first, self.B = 0, 0  # the first example of this batch, and its size once it is known
         self.pairs = torch.zeros(4, 0, dtype=torch.int64)
 
@@ -85,16 +89,11 @@ class RelationCounts:
         if len(sentences) < len(real):
             was = f"has {len(self.sentences)} entries, but data has more examples"
             refuse("relations", was, "pass one for each, empty where there is nothing to say")
-        pairs = []
-        for example, sentence in enumerate(sentences):
-            for name, head, dependent in sentence:
-                number = self.numbers[name]
-                pairs += [
-                    (number, example, dependent, head),
-                    (number + 1, example, head, dependent),
-                ]
-        for number, _, row, key in pairs:
-            self.offsets[number][key - row] += 1
+        pairs = [
+            (self.numbers[name, direction], example, row, key)
+            for example, sentence in enumerate(sentences)
+            for name, direction, row, key in sentence
+        ]
         found = torch.tensor(pairs, dtype=torch.int64, device=real.device).view(-1, 4).T
         found[2:] += first_real(real)[found[1]]
         outside = found[2] >= real.shape[1]
@@ -106,26 +105,22 @@ class RelationCounts:
         return found
 
     def result(self) -> tuple[Relation, ...]:
-        """Both directions of each relation, those without pairs left out."""
         seen = self.first + self.B
         if seen < len(self.sentences):
             was = f"has {len(self.sentences)} entries, but data has {seen} examples"
             refuse("relations", was, "pass one for each")
-        return tuple(
-            self._relation(name, number + way, direction)
-            for name, number in self.numbers.items()
-            for way, direction in enumerate(("to head", "to dependent"))
-        )
-
-    def _relation(self, name: str, number: int, direction: str) -> Relation:
-        pairs = self.offsets[number].total()
-        offset, count = self.offsets[number].most_common(1)[0]
-        accuracy = self.shares.scores(number, f"accuracy of {name} {direction}")
-        return Relation(name, direction, pairs, offset, count / pairs, accuracy)
+        found = []
+        for (name, direction), number in self.numbers.items():
+            offsets = self.offsets[number]
+            [(offset, count)] = offsets.most_common(1)
+            baseline = count / offsets.total()
+            accuracy = self.shares.scores(number, f"accuracy of {name} {direction}")
+            found.append(Relation(name, direction, offsets.total(), offset, baseline, accuracy))
+        return tuple(found)
 
 
-def _checked(number: int, entry: Relations) -> list[tuple[str, int, int]]:
-    """The pairs of one sentence, (relation, head, dependent) each."""
+def _checked(number: int, entry: Relations) -> list[tuple[str, str, int, int]]:
+    """Relation, direction, row and key of the pairs of one sentence, in both directions."""
     instead = "pass {relation: [(head, dependent), ...]}, tokens counted from 0"
     if not isinstance(entry, Mapping):
         refuse(f"relations[{number}]", f"is a {type(entry).__name__}", instead, TypeError)
@@ -141,7 +136,8 @@ def _checked(number: int, entry: Relations) -> list[tuple[str, int, int]]:
                 refuse(argument, f"has {pair!r}", instead)
             if head < 0 or dependent < 0:
                 refuse(argument, f"has {pair!r}", instead)
-            found.append((name, head, dependent))
+            found.append((name, "to head", dependent, head))
+            found.append((name, "to dependent", head, dependent))
     return found
 
 

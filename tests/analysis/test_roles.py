@@ -31,25 +31,15 @@ class Planted(nn.Module):
             places = torch.eye(LONGEST).repeat(H, 1)
             self.attention.k_proj.weight.copy_(nn.functional.pad(places, (width, 0)))
 
-    def forward(self, input_ids: Tensor, targets: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, targets: Tensor, padding: Tensor | None = None, times: int = 1
+    ) -> Tensor:
+        """On `times` as many tokens as there are ids."""
         B, T = input_ids.shape
         asked = nn.functional.one_hot(targets, LONGEST).transpose(1, 2).flatten(2)
         places = nn.functional.one_hot(torch.arange(T), LONGEST).expand(B, -1, -1)
-        x = torch.cat([asked, places], 2).float()
+        x = torch.cat([asked, places], 2).float().repeat(1, times, 1)
         output: Tensor = self.attention(x, key_padding_mask=padding)[0]
-        return output
-
-
-class Longer(nn.Module):
-    """A layer that runs on one token more than its input has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = hk.nn.GatedMultiheadAttention(16, 4)
-
-    def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
-        x = torch.randn(len(input_ids), input_ids.shape[1] + 1, 16)
-        output: Tensor = self.attention(x)[0]
         return output
 
 
@@ -281,7 +271,7 @@ def test_repeats_that_can_not_be_scored() -> None:
         hk.analysis.roles(Planted(), [batch(ids([1, 2, 3]))], repeats=True)
     for options in ({"repeats": True}, {"counts": {1: 2}}):
         with pytest.raises(ValueError, match=r"data has 'input_ids' .*, but layer 0 .* runs on"):
-            hk.analysis.roles(Longer(), [{"input_ids": ids([1, 2, 1])}], **options)
+            hk.analysis.roles(Planted(), [batch(ids([1, 2, 1])) | {"times": 2}], **options)
     layer = hk.nn.GatedMultiheadAttention(16, 4)
     with pytest.raises(ValueError, match="repeats is given, but a batch has no 'input_ids'"):
         hk.analysis.roles(layer, [torch.randn(1, 4, 16)], repeats=True)
