@@ -69,12 +69,10 @@ def importance(
 
     Existing gates stay in effect: a closed head scores 0. Heads have their current numbers. For a layer that runs
     several times in a pass (ALBERT), derivatives are summed over its runs, and a head is left out of all of them. A
-    layer that no pass reaches scores 0. The model runs in evaluation mode with frozen weights; mode, gates and
-    `requires_grad` are restored at the end.
+    layer that no pass reaches scores 0. The model runs in evaluation mode with frozen weights and is restored.
 
     Args:
-        model: with attention layers (`hk.heads.attention_layers`); a transformers model after
-            `hk.integrations.transformers.use(model)`.
+        model: as in `statistics`.
         data: an iterable of batches, for "patching" of pairs of batches.
         loss: `loss(model, batch)` returns a scalar, the SUM over the examples of the batch (a mean times B), the losses
             of the examples `[B]`, or outputs `[B, ...]`.

@@ -54,9 +54,7 @@ def maps(
     `call.probabilities(rows, heads)`.
 
     Args:
-        model: with attention layers (`hk.heads.attention_layers`); a transformers model after
-            `hk.integrations.transformers.use(model)`.
-        batch: a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model.
+        model, batch: as in `statistics`; a single batch.
         heads: `{layer: [heads]}`, layers by index or name, heads by their current number; default all.
         example: its index in the batch; None for the whole batch.
         rows: a slice of the query rows of the batch, padding included, without a step; default all.

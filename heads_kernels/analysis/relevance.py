@@ -84,10 +84,7 @@ def relevance(
     linear map from n to m features costs m * n multiplications per token; padded rows cost nothing, with relevance 0.
 
     Args:
-        model: with attention layers that `hk.heads.attention_layers` finds; a transformers model after
-            `hk.integrations.transformers.use(model)`. It runs in evaluation mode, and its mode is restored.
-        data: an iterable of batches; without `output` a batch is what the model takes: keyword arguments in a mapping,
-            arguments in a tuple or list, or one argument.
+        model, data: as in `statistics`; with `output` a batch is what that takes.
         output: `output(model, batch)` returns scores `[B, C]`, or `[B, T, C]` for all positions; examples and positions
             of padding, according to the masks of attention over T rows, do not count. Or it returns a pair: such a
             tensor, and the initial relevance of its elements, of the same shape and >= 0; examples and positions where

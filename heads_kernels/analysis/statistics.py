@@ -193,8 +193,7 @@ class HeadReceived:
     """The mean attention that the tokens of each example receive from its query rows.
 
     Attributes:
-        layers: names of the layers, in the order of `attention_layers`.
-        kinds: "encoder", "decoder" or "cross" of each.
+        layers, kinds: as in `HeadScores`.
         examples: of each layer and each example `[H, S]`, float, on the CPU: a number for each head and each of the
             example's keys that is a token. Without sinks they sum to 1 over the keys. A layer without heads has no
             examples.

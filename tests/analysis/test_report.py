@@ -24,7 +24,7 @@ import transformers
 import heads_kernels as hk
 from heads_kernels.__main__ import main
 from heads_kernels.report import command, panels
-from heads_kernels.report.inputs import Inputs, load
+from heads_kernels.report.inputs import BadOption, Inputs, load
 from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.check
@@ -227,6 +227,13 @@ def test_bad_options(
     given = good | {"--limit": "2"}
     extra = "pip install 'heads_kernels[report]'"
     assert_refused(capsys, [extra], *(word for pair in given.items() for word in pair))
+
+
+def test_positions_after_the_padding_index(text: Path, tmp_path: Path) -> None:
+    model = saved(tmp_path / "roberta", "roberta", special=True)
+    limit = 64 - 1 - transformers.AutoConfig.from_pretrained(model).pad_token_id
+    with pytest.raises(BadOption, match=f"at most {limit}"):
+        loaded(model, text, "--sentence", "cat " * 80)
 
 
 def truncated_weights(path: Path) -> None:
