@@ -119,10 +119,10 @@ def bertviz(
     _check_found(found)
     kinds = dict.fromkeys(each.kind for each in found)
     several = len(kinds) > 1
-    decoder = tokens if decoder_tokens is None else decoder_tokens
+    decoder = decoder_tokens if several and decoder_tokens is not None else tokens
     for each in found:
-        rows = tokens if each.kind == "encoder" or not several else decoder
-        keys = decoder if each.kind == "decoder" and several else tokens
+        rows = tokens if each.kind == "encoder" else decoder
+        keys = decoder if each.kind == "decoder" else tokens
         _check_tokens(each, rows, keys)
     most = max(len(each.heads) for each in found)
     attention = {
