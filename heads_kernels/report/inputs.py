@@ -20,11 +20,12 @@ Batch = dict[str, Tensor]
 _BATCH: Final = 16
 
 
-class BadOption(Exception):
-    """An option that does not fit the model; the message names it."""
+class BadOption(argparse.ArgumentTypeError):
+    """An option that cannot be used, or does not fit the model."""
 
     def __init__(self, option: str, was: str, instead: str) -> None:
-        super().__init__(f"argument --{option}: {was}; {instead}")
+        super().__init__(f"{was}; {instead}")
+        self.option = option
 
 
 @dataclass(frozen=True, eq=False)
