@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import Layers, formula, layer_of
+from tests.support.nn_layers import Gates, Layers, layer_of
 from tests.support.tiny_models import as_linear, batch, build
 
 importance = hk.analysis.importance
@@ -211,41 +211,28 @@ def test_layers_that_no_pass_reaches_score_nothing() -> None:
             assert bool(scores.any()) == (kind == "encoder")
 
 
-X = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)).double()
-HIDDEN = torch.tensor([[False] * 7, [True] * 2 + [False] * 5])
-VISIBLE = ~(HIDDEN[:, None, :, None] | HIDDEN[:, None, None, :]).expand(2, 4, 7, 7)
-
-
-def of_encoder(model: Any, data: tuple[Tensor, Tensor]) -> Tensor:
-    return of_real(model(*data))
-
-
-def of_real(x: Tensor) -> Tensor:
-    return x.masked_fill(HIDDEN[..., None], 0).square().sum((1, 2))
-
-
-def test_a_module_by_its_formula_beside_learned_gates() -> None:
+def test_gates_stay_in_effect() -> None:
+    """A factor on a gate has the gate's own derivative, times the gate; a head is left out of the others' gates."""
+    gates = Gates([0.0, 0.3, 0.7, 1.0]).double()
     layer = layer_of(dropout=0.5)
-    gate = hk.nn.HardConcrete(4, stretch=(-0.1, 1.1))
-    gate.log_alpha.data = torch.tensor([-3.0, -1.0, 0.5, 4.0]).double()  # closed, two between, open
-    layer.head_gate = gate
-    model = Layers(layer).train()
-    gates = gate.export()
-    assert gates[0] == 0
-    ones = torch.ones(2, 4, 7, dtype=torch.float64, requires_grad=True)
-    out = of_real(X + formula(layer, X, X, VISIBLE, (ones * gates[:, None])[..., None]))
-    terms = torch.autograd.grad(out.sum(), ones)[0] * ~HIDDEN[:, None]
-    for reduce, reduced in REDUCED.items():
-        found = importance(model, [(X, HIDDEN)], of_encoder, reduce=reduce)
-        assert_alike(found.scores[0], reduced(terms).detach())
-        assert found.scores[0][0] == 0
-        assert (found.scores[0][1:] > 0).all()
-    left_out = importance(model, [(X, HIDDEN)], of_encoder, method="leave_one_out").scores[0]
-    for head in range(4):
-        some = gates.index_fill(0, torch.tensor([head]), 0)
-        without = of_real(X + formula(layer, X, X, VISIBLE, some[:, None, None]))
-        assert_alike(left_out[head], (without - out).mean().detach())
-    assert layer.head_gate is gate
+    layer.head_gate = gates
+    model, x = Layers(layer), torch.randn(2, 7, 24, dtype=torch.float64)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x).square().sum((1, 2))
+
+    slopes = [torch.autograd.grad(loss(model, one[None]).sum(), gates.gates)[0] for one in x]
+    whole = loss(model, x).detach()
+    for method, reduced in (("gradient", Tensor.abs), ("fisher", Tensor.square)):
+        found = importance(model.train(), [x], loss, method=method).scores[0]
+        assert_alike(found, reduced(torch.stack(slopes) * gates.export()).mean(0))
+    left_out = importance(model, [x], loss, method="leave_one_out").scores[0]
+    for head, gate in enumerate(gates.export().tolist()):
+        with torch.no_grad():
+            gates.gates[head] = 0.0
+            assert_alike(left_out[head], (loss(model.eval(), x) - whole).mean())
+            gates.gates[head] = gate
+    assert layer.head_gate is gates
 
 
 def other_loss(model: Any, arguments: dict[str, Tensor]) -> Tensor:
