@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
 from heads_kernels.analysis.observe import each_batch, evaluation, observe, of_this_thread
-from heads_kernels.checks import check_choice, refuse
+from heads_kernels.checks import check_choice, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.heads.patching import Edit, edited, outputs
 from heads_kernels.nn.attention_call import AttentionCall
@@ -94,8 +94,7 @@ def importance(
     if reduce != "example" and method != "gradient":
         refuse("reduce", f"is {reduce!r}, but the method is {method!r}", "leave it out")
     if not callable(loss):
-        was = f"is a {type(loss).__name__}"
-        refuse("loss", was, "pass a function loss(model, batch) -> Tensor", TypeError)
+        refuse_type("loss", loss, "pass a function loss(model, batch) -> Tensor")
     chosen = choose_layers(attention_layers(model), layers)
     if not any(layer.num_heads for layer in chosen):
         was = f"has no heads left in its {len(chosen)} attention layer(s)"

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import is_int, refuse
+from heads_kernels.checks import is_int, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.heads.observers import observed
 from heads_kernels.nn.attention_call import AttentionCall
@@ -111,8 +111,7 @@ def each_batch(data: Iterable[Any], argument: str = "data") -> Iterator[Any]:
         ValueError: `data` is empty.
     """
     if isinstance(data, (str, bytes, Tensor, Mapping)) or not isinstance(data, Iterable):
-        was = f"is a {type(data).__name__}"
-        refuse(argument, was, "pass an iterable of batches, [batch] for a single one", TypeError)
+        refuse_type(argument, data, "pass an iterable of batches, [batch] for a single one")
     empty = True
     for batch in data:
         empty = False
@@ -168,8 +167,7 @@ def keys_by_kind(
                 refuse(argument, f"gave a {type(keys).__name__}", instead, TypeError)
         return found
     if isinstance(tokens, (str, Tensor)) or not isinstance(tokens, Collection):
-        was = f"is a {type(tokens).__name__}"
-        refuse(argument, was, "pass a list of token ids or a function of a batch", TypeError)
+        refuse_type(argument, tokens, "pass a list of token ids or a function of a batch")
     if not all(map(is_int, tokens)):
         refuse(argument, f"is {tokens!r}", "pass token ids, which are ints", TypeError)
     names = dict.fromkeys(kinds, "input_ids")

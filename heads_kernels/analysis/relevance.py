@@ -39,7 +39,7 @@ from heads_kernels.analysis.relevance_rules import (
     refusing,
 )
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import check_choice, check_tensor, refuse
+from heads_kernels.checks import check_choice, check_tensor, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops.attention import attention_op
@@ -104,8 +104,7 @@ def relevance(
     check_choice("attention", attention, ("constant", "full"))
     output = _logits if output is None else output
     if not callable(output):
-        was = f"is a {type(output).__name__}"
-        refuse("output", was, "pass a function of model and batch", TypeError)
+        refuse_type("output", output, "pass a function of model and batch")
     chosen = choose_layers(attention_layers(model), layers)
     sums = {layer.index: torch.zeros(layer.num_heads, dtype=torch.float64) for layer in chosen}
     count = 0

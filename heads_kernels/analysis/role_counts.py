@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heads_kernels.analysis.head_scores import HeadScores, Shares
 from heads_kernels.analysis.positions import Band, attended, first_real
-from heads_kernels.checks import refuse
+from heads_kernels.checks import refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops.statistics import AttentionStatistics
@@ -55,8 +55,7 @@ class RelationCounts:
 
     def __init__(self, relations: Sequence[Relations], layers: Iterable[AttentionLayer]) -> None:
         if not isinstance(relations, Sequence):
-            was = f"is a {type(relations).__name__}"
-            refuse("relations", was, "pass a list with an entry for each example", TypeError)
+            refuse_type("relations", relations, "pass a list with an entry for each example")
         self.sentences = [_checked(number, entry) for number, entry in enumerate(relations)]
         pairs = list(chain(*self.sentences))
         kinds = list(product(sorted({name for name, *_ in pairs}), ("to head", "to dependent")))
@@ -123,7 +122,7 @@ def _checked(number: int, entry: Relations) -> list[tuple[str, str, int, int]]:
     """Relation, direction, row and key of the pairs of one sentence, in both directions."""
     instead = "pass {relation: [(head, dependent), ...]}, tokens counted from 0"
     if not isinstance(entry, Mapping):
-        refuse(f"relations[{number}]", f"is a {type(entry).__name__}", instead, TypeError)
+        refuse_type(f"relations[{number}]", entry, instead)
     found = []
     for name, pairs in entry.items():
         argument = f"relations[{number}][{name!r}]"
@@ -271,7 +270,7 @@ def _checked_counts(counts: Counts) -> Tensor:
             refuse("counts", f"is {counts.dtype} {list(counts.shape)}", instead)
         table = counts.long().cpu()
     else:
-        refuse("counts", f"is a {type(counts).__name__}", instead, TypeError)
+        refuse_type("counts", counts, instead)
     if bool((table < 0).any()):
         refuse("counts", f"has the count {int(table.min())}", "pass counts of at least 0")
     return torch.nn.functional.pad(table, (0, 1))

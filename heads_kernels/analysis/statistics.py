@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from heads_kernels.analysis.head_scores import HeadScores, Shares, grid
 from heads_kernels.analysis.observe import TokenKeys, each_batch, keys_by_kind, reading, run
 from heads_kernels.analysis.positions import Band, OffsetCounts, attended, own_keys
-from heads_kernels.checks import check_size, refuse
+from heads_kernels.checks import check_size, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
 
@@ -107,7 +107,9 @@ def statistics(
     """
     there = attention_layers(model)
     chosen = choose_layers(there, layers)
-    sets = _checked(token_sets)
+    if not isinstance(token_sets, (Mapping, NoneType)):
+        refuse_type("token_sets", token_sets, "pass {name: token ids or function of a batch}")
+    sets = token_sets or {}
     measures = [*MEASURES, *(f"to {name}" for name in sets)]
     means, offsets = Shares(chosen, len(measures)), OffsetCounts(chosen)
     excluded: dict[str, Tensor] = {}  # of this batch, by kind of layer bool [B, S]
@@ -141,13 +143,6 @@ def statistics(
         offsets=tuple(each.cpu() for each in offsets.counts.values()),
         rows=tuple(int(each[0]) for each in means.rows.values()),
     )
-
-
-def _checked(token_sets: Mapping[str, TokenKeys] | None) -> Mapping[str, TokenKeys]:
-    if not isinstance(token_sets, (Mapping, NoneType)):
-        was = f"is a {type(token_sets).__name__}"
-        refuse("token_sets", was, "pass {name: token ids or function of a batch}", TypeError)
-    return token_sets or {}
 
 
 def _set(name: str, member: Tensor | None, call: AttentionCall) -> Tensor:
