@@ -29,6 +29,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from heads_kernels.call import Call
 from heads_kernels.checks import refuse
@@ -348,11 +349,11 @@ def attention_rule(call: Call, full: bool) -> Step:
 
 def _attended(call: Call, value: Tensor) -> Tensor:
     """The operator's output before its gate, for another value `[B, H, S, Dv]`, which alone has a gradient."""
-    query, key = (x.detach().to(value.dtype) for x in (call.query, call.key))
+    constant = tree_map_only(Tensor, Tensor.detach, call)
+    query, key = (x.to(value.dtype) for x in (constant.query, constant.key))
     if call.mixing is None:
         key = key.repeat_interleave(value.shape[1] // key.shape[1], 1)
-    terms = [x.detach() if isinstance(x, Tensor) else x for x in call]
-    bare = Call(*terms)._replace(
+    bare = constant._replace(
         query=query, key=key, value=value, gate=None, gate_activation="identity", dropout_p=0.0
     )
     return attend(bare, select(bare))

@@ -336,6 +336,8 @@ class RepeatCounts(_TokenCounts):
         if not all(bool(each.all()) for each in rows):
             was = "is True, but no token of the data comes twice in an example"
             refuse("repeats", was, "pass longer texts, or random tokens repeated once")
-        scores = (self.shares.scores(kind, what) for kind, what in enumerate(_KINDS))
+        previous, duplicate, induction = (
+            self.shares.scores(kind, what) for kind, what in enumerate(_KINDS)
+        )
         one, two, three = rows[0].long().tolist()
-        return Repeats(*scores, rows=(one, two, three))
+        return Repeats(previous, duplicate, induction, (one, two, three))
