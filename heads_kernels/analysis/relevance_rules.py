@@ -53,9 +53,9 @@ EPSILON: Final = 1e-5
 TILES: Final = {"cpu": 1 << 18}
 TILE: Final = 1 << 24  # on every other device; heuristic: 64 MiB
 SIGNS: Final = (1, -1)
-#: Each output element depends on one input element, which receives its relevance unchanged.
+#: Each output element depends on one element of the first argument, which receives its relevance unchanged.
 _ELEMENTWISE: Final = (
-    "celu", "clamp", "clamp_max", "clamp_min", "dropout", "elu", "gelu", "hardsigmoid", "hardswish",
+    "celu", "clamp", "clamp_max", "clamp_min", "div", "dropout", "elu", "gelu", "hardsigmoid", "hardswish",
     "hardtanh", "leaky_relu", "mish", "neg", "negative", "prelu", "relu", "relu6", "selu", "sigmoid", "silu",
     "softplus", "tanh",
 )  # fmt: skip
@@ -114,7 +114,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha:
 
 
 def _matmul(input: Tensor, other: Tensor) -> Step:
-    if carries(other) or other.dim() != 2:
+    if other.dim() != 2:
         return [input, other], refusing("matmul", "whose second factor is not a weight matrix")
     return linear(input, other.detach().mT)
 
@@ -205,7 +205,7 @@ def rms_norm(input: Tensor, output: Tensor, eps: float) -> Step:
 
 # ---------------------------------------------------------------------- sums and products
 def _identity(input: Tensor, *rest: Any, **options: Any) -> Step:
-    return [input], lambda given: [given]
+    return [input], lambda given: [given.sum_to_size(input.shape)]
 
 
 def _add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
@@ -268,12 +268,6 @@ def _mul(input: Any, other: Any) -> Step:
     return [x for x, _ in factors], back
 
 
-def _div(input: Any, other: Any) -> Step:
-    if carries(other):
-        return [input, other], refusing("div", "by a tensor that depends on heads")
-    return [input], lambda given: [given.sum_to_size(input.shape)]
-
-
 def _kept(found: Sequence[Tensor], relevance: Tensor, dims: int) -> list[Tensor]:
     """`found`, scaled together to the sums of `relevance` at each index of the first `dims` dimensions.
 
@@ -298,7 +292,6 @@ RULES: Final[dict[str, Callable[..., Step]]] = {
     "sub": partial(_add, sign=-1),
     "__rsub__": partial(_add, sign=-1),  # the rule treats both signs alike
     "mul": _mul,
-    "div": _div,
     "sum": partial(_mean, torch.sum),
     "mean": partial(_mean, torch.mean),
     **dict.fromkeys(_ELEMENTWISE, _identity),
