@@ -11,7 +11,7 @@ from typing import Any
 
 from report import Bar
 
-from benchmarks.results import this_machine, write_whole
+from benchmarks.results import this_machine, write_text
 
 Run = dict[str, Any]
 
@@ -81,7 +81,7 @@ class Results:
             f"{json.dumps(name)}: {json.dumps(run)}" for name, run in self.runs.items()
         )
         settings = json.dumps(self.settings)
-        write_whole(self.path, f'{{"settings": {settings},\n"runs": {{\n{runs}\n}}}}\n')
+        write_text(self.path, f'{{"settings": {settings},\n"runs": {{\n{runs}\n}}}}\n')
 
 
 def rounded(value: Any) -> Any:
