@@ -137,7 +137,6 @@ def _gpu_goals() -> Iterator[Goal]:
 
 
 GOALS: Final = (*_cpu_goals(), *_gpu_goals())
-HAVE_GOALS: Final = frozenset(goal.workload for goal in GOALS)
 MEMORY_GOAL_MIB: Final = 64.0
 #: Twice the length may take twice the memory, and a tenth for what does not divide evenly.
 _LINEAR: Final = 2.2

@@ -68,19 +68,19 @@ class Report:
         rows = self.results.checks
         if not rows:
             return
-        heads = ["workload", "worst error", "of bound", "counted", "executed", "share", ""]
+        heads = ["workload", "worst error", "of bound", "dense", "executed", "share", ""]
         self._table("Accuracy and FLOPs, before anything is timed", heads, [
             [row["workload"], row["worst"], f"{row['ratio']:.2f}",
-             f"{row['counted'] * 1e-9:.2f}", f"{row['executed'] * 1e-9:.2f}",
-             f"{row['executed'] / max(row['counted'], 1):.0%}",
+             f"{row['dense'] * 1e-9:.2f}", f"{row['executed'] * 1e-9:.2f}",
+             f"{row['executed'] / max(row['dense'], 1):.0%}",
              Text("FAIL", "bold red") if row["failures"] else Text("ok", "green")]
             for row in rows
         ])  # fmt: skip
         self._note(
             "Errors of out, lse and all gradients (where pairs are many, of some heads and batches) "
             "against eager in float64, as a part of what the accuracy rule allows. GFLOP of the "
-            "forward pass: counted by FlopCounterMode, the same for our operator, plain PyTorch and "
-            "the closed formula; executed is what masks, closed heads and empty mixing chunks leave."
+            "forward pass: dense are those of every pair, as FlopCounterMode counts them; executed is "
+            "what masks, closed heads and empty mixing chunks leave."
         )
         errors = [row["model_error"] for row in rows if row["model_error"] is not None]
         if errors:
