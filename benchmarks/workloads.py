@@ -93,20 +93,10 @@ def table(settings: Settings) -> list[Workload]:
     """The workloads of a form on a device; those of MiniLM, on a CPU, come by capturing it."""
     if settings.device == "cuda":
         if settings.form == "smoke":
-            return [
-                *_long(32, 64, (16,), (32,)),
-                *_long_shared(32, (32,), (32,), 16),
-                *score_terms(16)[:1],
-                *decoding(settings),
-            ]
-        every = [
-            *_long(),
-            *_long_shared(),
-            *_half(),
-            *score_terms(),
-            *entmax(),
-            *decoding(settings),
-        ]
+            tiny = [*_long(32, 64, (16,), (32,)), *_long_shared(32, (32,), (32,), 16)]
+            return [*tiny, *score_terms(16)[:1], *decoding(settings)]
+        every = [*_long(), *_long_shared(), *_half(), *score_terms(), *entmax()]
+        every += decoding(settings)
         quick = ("gated_D128_T4096_", "gated_D64_T4096_", "gated_D128_T16384_", "collaborative_Ds256_T4096_",
             "collaborative_Ds512_T4096_dense", "decoding_")  # fmt: skip
         return every if settings.form == "full" else [w for w in every if w.name.startswith(quick)]
@@ -125,10 +115,7 @@ CLOSED_SERIES: Final = (25, 50, 75, 100)
 
 
 def standard(T: int = 512, closed: tuple[int, ...] = CLOSED) -> list[Workload]:
-    """Both operators in BERT-base's shape, and an output-gated language model with grouped heads.
-
-    `closed` are the percentages of gated attention.
-    """
+    """Both operators in BERT-base's shape, and an output-gated language model; `closed` is for gated attention."""
     gated = replace(find("gated_attention", "bert_base_512"), T=T, S=T)
     shared = replace(find("collaborative_attention", "bert_base_256"), T=T, S=T)
     ragged = replace(find("collaborative_attention", "bert_base_256_ragged"), T=T, S=T)
@@ -186,8 +173,7 @@ def sentence_lengths(B: int, T: int, share: float) -> list[int]:
     u = (torch.randperm(B, generator=generator) + torch.rand(B, generator=generator)) / B
     drawn = (T * u ** (1 / share - 1)).round().clamp(1, T).int()
     drawn[drawn.argmax()] = T
-    result: list[int] = drawn.tolist()
-    return result
+    return [int(length) for length in drawn]
 
 
 def _gated(B: int, T: int, D: int) -> Case:
@@ -307,17 +293,15 @@ def score_terms(part: int = 1) -> list[Workload]:
         mask=fixed(Mask(window=(L // 4 - 1, 0))), layout="transposed")  # fmt: skip
     heads = GatedCase("head_windows", 1, 8, 8 * L, 8 * L, D=64, Dv=64, layout="transposed",
         mask=by_head(*4 * [(-1, 0), (L // 2 - 1, 0)]))  # fmt: skip
+    of_models = {
+        "t5_base": (f"T5-base encoder, B8 H12 T{L} D64", t5),
+        "gemma_2": (f"Gemma 2, B1 H8 Hk4 T{2 * L} D256, cap", gemma),
+        "gpt_oss": (f"GPT-OSS, B1 H64 Hk8 T{L} D64, sinks", gpt_oss),
+        "head_windows": (f"window {L // 2} in every other head, B1 H8 T{8 * L} D64", heads),
+    }
     table = "bias by offset, cap, sinks in the shapes of models"
     result += [
-        Workload("t5_base", table, f"T5-base encoder, B8 H12 T{L} D64", drawn(t5)),
-        Workload("gemma_2", table, f"Gemma 2, B1 H8 Hk4 T{2 * L} D256, cap", drawn(gemma)),
-        Workload("gpt_oss", table, f"GPT-OSS, B1 H64 Hk8 T{L} D64, sinks", drawn(gpt_oss)),
-        Workload(
-            "head_windows",
-            table,
-            f"window {L // 2} in every other head, B1 H8 T{8 * L} D64",
-            drawn(heads),
-        ),
+        Workload(name, table, label, drawn(case)) for name, (label, case) in of_models.items()
     ]
     dense = replace(find("gated_attention", "bert_base_512"), T=L, S=L)
     table = f"dense bool masks [B, 1, T, S], B{dense.B} H{dense.H} T{L} D64"
@@ -386,10 +370,9 @@ def decoding(settings: Settings) -> list[Workload]:
 
 def random_pairs(sizes: Sizes, device: torch.device) -> Tensor:
     """Half of the pairs, and the diagonal; the same ones every time."""
-    drawn = (
-        torch.rand(sizes.B, 1, sizes.T, sizes.S, generator=torch.Generator().manual_seed(0)) < 0.5
-    )
-    return (drawn | torch.eye(sizes.T, sizes.S, dtype=torch.bool)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    half = torch.rand(sizes.B, 1, sizes.T, sizes.S, generator=generator) < 0.5
+    return (half | torch.eye(sizes.T, sizes.S, dtype=torch.bool)).to(device)
 
 
 def block_sparse(sizes: Sizes, device: torch.device) -> Tensor:
@@ -400,20 +383,17 @@ def block_sparse(sizes: Sizes, device: torch.device) -> Tensor:
 
 
 # ---------------------------------------------------------------------- on a GPU
-#: Tokens of a call on a GPU, features over its heads, and lengths, the most telling first: the convention of
-#: FlashAttention's charts. Collaborative attention has 12 heads of 64 values, as BERT-base.
-_TOKENS: Final = 16384
-_FEATURES: Final = 2048
+#: Lengths, the most telling first. These, the 16384 tokens of a call and the 2048 features over its heads are the
+#: convention of FlashAttention's charts. Collaborative attention has 12 heads of 64 values, as BERT-base.
 GPU_LENGTHS: Final = (8192, 4096, 16384, 1024)
 GPU_SHARED: Final = (256, 512)
-#: Of the first lengths heads are closed and sequences padded, too.
-_VARIED: Final = 2
-GPU_VARIED: Final = GPU_LENGTHS[:_VARIED]
+#: Of these heads are closed and sequences padded, too.
+GPU_VARIED: Final = GPU_LENGTHS[:2]
 
 
 def _long(
-    tokens: int = _TOKENS,
-    features: int = _FEATURES,
+    tokens: int = 16384,
+    features: int = 2048,
     widths: tuple[int, ...] = (128, 64),
     every: tuple[int, ...] = GPU_LENGTHS,
 ) -> list[Workload]:
@@ -423,11 +403,11 @@ def _long(
         B, H = tokens // T, features // D
         case = GatedCase(f"T{T}_D{D}", B, H, T, T, D=D, Dv=D, gate="H", layout="transposed")
         found = variants(f"gated_D{D}_T{T}", f"gated attention, B{B} H{H} T{T} D{D}", case, CLOSED)
-        n, wide = every.index(T), D in widths[:1]
-        if n == 0 and wide:
+        varied, wide = T in every[: len(GPU_VARIED)], widths[0] == D
+        if every[0] == T and wide:
             found = [replace(one, flex=True) for one in found]
-        result += found[: None if n < _VARIED else 2]
-        if n < _VARIED and wide:
+        result += found if varied else found[:2]
+        if varied and wide:
             grouped = replace(
                 case, H=2 * H, Hk=H // 2, gate="BHTD", gate_activation="sigmoid", is_causal=True
             )
@@ -437,7 +417,7 @@ def _long(
 
 
 def _long_shared(
-    tokens: int = _TOKENS,
+    tokens: int = 16384,
     widths: tuple[int, ...] = (*GPU_SHARED, 768),
     every: tuple[int, ...] = (8192, 4096, 2048),
     Dv: int = 64,
@@ -445,7 +425,7 @@ def _long_shared(
     """Collaborative attention at these lengths."""
     result = []
     for T, Ds in product(every, widths):
-        B, H = tokens // T, 12 if Dv == 64 else 4
+        B, H = tokens // T, 12
         case = CollaborativeCase(f"T{T}_Ds{Ds}", B, H, T, T, Ds=Ds, Dv=Dv, layout="transposed")
         name = f"collaborative_Ds{Ds}_T{T}"
         table = f"collaborative attention, B{B} H{H} T{T} Ds{Ds} Dv{Dv}"
