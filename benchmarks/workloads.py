@@ -135,9 +135,8 @@ def standard(T: int = 512, closed: tuple[int, ...] = CLOSED) -> list[Workload]:
 #: T to B of the series over length, about a thousand tokens a call: at 12 heads of width 64 all
 #: tensors of a call are 12 MB, so no length has the help of a cache that another has not.
 LENGTHS: Final = {32: 32, 64: 16, 128: 8, 256: 4, 512: 2, 1024: 1, 2048: 1}
-#: Of these both directions are timed, at two widths; they have goals.
+#: Of these both directions are timed, at two widths.
 LONG: Final = (512, 2048)
-WIDTHS: Final = (64, 128)
 
 #: B by T of short sentences, and the share of their tokens that is real: MiniLM's batches of real
 #: text (`minilm`) have 0.4, batches sorted by length more.
@@ -149,18 +148,6 @@ REAL: Final = (90, 70, 50, 25)
 
 #: Widths of the shared query and key; BERT-base's 256 stands in `standard`.
 SHARED: Final = (96, 256, 384)
-
-
-def by_length(T: int, D: int) -> str:
-    """What the names of the dense and the causal workload of this length and width begin with."""
-    return "gated" if (T, D) == (512, 64) else f"gated_T{T}_D{D}"
-
-
-def by_sharing(model: str, Ds: int) -> tuple[str, str]:
-    """Names of the workloads of dense and of ragged mixing."""
-    if (model, Ds) == ("bert_base", 256):
-        return "collaborative_dense", "collaborative_ragged"
-    return f"collaborative_{model}_{Ds}", f"collaborative_{model}_{Ds}_ragged"
 
 
 def sentence_lengths(B: int, T: int, share: float) -> list[int]:
@@ -184,17 +171,16 @@ def _gated(B: int, T: int, D: int) -> Case:
 def lengths() -> list[Workload]:
     """T 32 to 2048 dense and causal, without what `standard` has."""
     result = []
-    for D in WIDTHS:
-        for T, B in LENGTHS.items():
-            name, case = by_length(T, D), _gated(B, T, D)
-            if name == "gated" or (D == 128 and T not in LONG):
-                continue
-            table = f"gated attention by length, B{B} H12 T{T} D{D}"
-            directions = DIRECTIONS if T in LONG else DIRECTIONS[:1]
-            result += [
-                Workload(f"{name}_{kind}", table, kind, drawn(of), directions=directions)
-                for kind, of in (("dense", case), ("causal", replace(case, is_causal=True)))
-            ]
+    for D, (T, B) in product((64, 128), LENGTHS.items()):
+        if (T, D) == (512, 64) or (D == 128 and T not in LONG):
+            continue
+        case, name = _gated(B, T, D), f"gated_T{T}_D{D}"
+        table = f"gated attention by length, B{B} H12 T{T} D{D}"
+        directions = DIRECTIONS if T in LONG else DIRECTIONS[:1]
+        result += [
+            Workload(f"{name}_{kind}", table, kind, drawn(of), directions=directions)
+            for kind, of in (("dense", case), ("causal", replace(case, is_causal=True)))
+        ]
     return result
 
 
@@ -227,18 +213,19 @@ def real_padding(B: int = 8, T: int = 256) -> list[Workload]:
 def shared() -> list[Workload]:
     """Collaborative attention by its shared width, dense and ragged mixing, without what `standard` has."""
     result = []
-    for model, B, T, Dv in (("bert_base", 2, 512, 64), ("minilm", 8, 128, 32)):
-        for Ds in SHARED:
-            dense, ragged = by_sharing(model, Ds)
-            if dense == "collaborative_dense":
-                continue
-            table = f"collaborative attention, B{B} H12 T{T} Ds{Ds} Dv{Dv} ({model})"
-            case = CollaborativeCase(f"{model}_{Ds}", B, 12, T, T, Ds=Ds, Dv=Dv, scale=Dv**-0.5,
-                content_bias=True, layout="transposed")  # fmt: skip
-            result += [
-                Workload(dense, table, "dense mixing", drawn(case)),
-                Workload(ragged, table, "ragged mixing", drawn(replace(case, mixing="ragged")), dense),
-            ]  # fmt: skip
+    for (model, B, T, Dv), Ds in product(
+        (("bert_base", 2, 512, 64), ("minilm", 8, 128, 32)), SHARED
+    ):
+        if (model, Ds) == ("bert_base", 256):
+            continue
+        dense, ragged = f"collaborative_{model}_{Ds}", f"collaborative_{model}_{Ds}_ragged"
+        table = f"collaborative attention, B{B} H12 T{T} Ds{Ds} Dv{Dv} ({model})"
+        case = CollaborativeCase(f"{model}_{Ds}", B, 12, T, T, Ds=Ds, Dv=Dv, scale=Dv**-0.5,
+            content_bias=True, layout="transposed")  # fmt: skip
+        result += [
+            Workload(dense, table, "dense mixing", drawn(case)),
+            Workload(ragged, table, "ragged mixing", drawn(replace(case, mixing="ragged")), dense),
+        ]
     return result
 
 
@@ -269,16 +256,12 @@ def models() -> list[Workload]:
     ]  # fmt: skip
 
 
-#: Heads of the rows of an alignment with pair bias.
-PAIR_HEADS: Final = (4, 8)
-
-
 def score_terms(part: int = 1) -> list[Workload]:
     """Calls with a bias, a cap, sinks and dense masks, in the shapes of models; all lengths divided by `part`."""
     rows, T, L = 128 // part, 256 // part, 512 // part
     table = f"pair bias [1, H, T, T], B{rows} T{T} D32, sigmoid gate by element"
     result = []
-    for H in PAIR_HEADS:
+    for H in (4, 8):  # heads of the rows of an alignment
         case = GatedCase(f"pair_bias_{H}", rows, H, T, T, D=32, Dv=32, gate="BHTD", gate_dtype=None,
             gate_activation="sigmoid", bias="1HTS", bias_dtype=None, layout="transposed")  # fmt: skip
         result.append(Workload(f"pair_bias_H{H}", table, f"H{H}", drawn(case)))
@@ -386,9 +369,6 @@ def block_sparse(sizes: Sizes, device: torch.device) -> Tensor:
 #: Lengths, the most telling first. These, the 16384 tokens of a call and the 2048 features over its heads are the
 #: convention of FlashAttention's charts. Collaborative attention has 12 heads of 64 values, as BERT-base.
 GPU_LENGTHS: Final = (8192, 4096, 16384, 1024)
-GPU_SHARED: Final = (256, 512)
-#: Of these heads are closed and sequences padded, too.
-GPU_VARIED: Final = GPU_LENGTHS[:2]
 
 
 def _long(
@@ -397,13 +377,16 @@ def _long(
     widths: tuple[int, ...] = (128, 64),
     every: tuple[int, ...] = GPU_LENGTHS,
 ) -> list[Workload]:
-    """Gated attention at the lengths of language models; the first, at the first width, has FlexAttention beside it."""
+    """Gated attention at the lengths of language models; the first, at the first width, has FlexAttention beside it.
+
+    Of the first two heads are closed and sequences padded, too.
+    """
     result = []
     for T, D in product(every, widths):
         B, H = tokens // T, features // D
         case = GatedCase(f"T{T}_D{D}", B, H, T, T, D=D, Dv=D, gate="H", layout="transposed")
         found = variants(f"gated_D{D}_T{T}", f"gated attention, B{B} H{H} T{T} D{D}", case, CLOSED)
-        varied, wide = T in every[: len(GPU_VARIED)], widths[0] == D
+        varied, wide = T in every[:2], widths[0] == D
         if every[0] == T and wide:
             found = [replace(one, flex=True) for one in found]
         result += found if varied else found[:2]
@@ -418,7 +401,7 @@ def _long(
 
 def _long_shared(
     tokens: int = 16384,
-    widths: tuple[int, ...] = (*GPU_SHARED, 768),
+    widths: tuple[int, ...] = (256, 512, 768),
     every: tuple[int, ...] = (8192, 4096, 2048),
     Dv: int = 64,
 ) -> list[Workload]:

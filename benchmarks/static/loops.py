@@ -37,14 +37,14 @@ from typing import Any, Final
 import triton
 
 from benchmarks.results import commit, write_text
-from benchmarks.static import ahead_of_time, cuda_resources, sass
+from benchmarks.static import ahead_of_time, binaries, cuda_resources, sass
 from heads_kernels.backends import TRITON_INTERPRETED
 
 KEPT: Final = Path(__file__).parents[1] / "results" / "loops.json"
 BACKENDS: Final = ("triton", "cuda")
 #: What is kept is few enough to be compiled by a test.
 TARGETS: Final = {"triton": ("sm_90",), "cuda": ("sm_80", "sm_90")}
-_NVIDIA: Final = [target for target in ahead_of_time.TARGETS if target.startswith("sm_")]
+_NVIDIA: Final = [target for target in binaries.TARGETS if target.startswith("sm_")]
 _ENDS: Final = (
     "gate of heads, D 64", "gate of heads, D 128", "gate of heads, Ds 256", "decoding, D 128", "decoding, Ds 256",
 )  # fmt: skip
