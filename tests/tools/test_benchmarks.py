@@ -25,6 +25,7 @@ from benchmarks import (
     goals,
     measure,
     minilm,
+    peak,
     results,
     run,
     workloads,
@@ -375,6 +376,15 @@ def test_peaks_count_what_every_thread_computed(dtype: torch.dtype) -> None:
     if "avx512bf16" in counts:
         pairs = 2 if dtype == torch.bfloat16 else 1
         assert counts["avx512bf16"] == pairs * counts["avx512"]
+
+
+def test_memory_that_cannot_be_read_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a system without procfs, where it was 0."""
+    monkeypatch.setattr(peak, "_STATUS", tmp_path / "status")
+    with pytest.raises(RuntimeError, match="procfs"):
+        peak.peak_memory(lambda: None)
 
 
 # ---------------------------------------------------------------------- kept results and figures
