@@ -53,8 +53,10 @@ def no_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(minilm, "capture", capture)
 
 
-def bench(*options: str, path: Path | None = None) -> int:
-    return cli.main(["--smoke", *options, *(["--json", str(path)] if path else [])])
+def bench(path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit status of a smoke run of some workloads, and its numbers."""
+    status = cli.main(["--smoke", "--json", str(path), "--only", *options])
+    return status, json.loads(path.read_text())
 
 
 def named(name: str, settings: Settings = SMOKE) -> Workload:
@@ -147,10 +149,9 @@ def test_a_wrong_result_is_said_and_not_timed(
         return replace(report, quantities=(first, *report.quantities[1:]))
 
     monkeypatch.setattr(checks.testing, "compare", worse)
-    path = tmp_path / "numbers.json"
-    assert bench("--only", "gated_closed_50", path=path) == 1
+    status, numbers = bench(tmp_path / "numbers.json", "gated_closed_50")
+    assert status == 1
     assert "FAIL gated_closed_50: accuracy: FAIL out" in capsys.readouterr().out
-    numbers = json.loads(path.read_text())
     assert numbers["failures"]
     assert numbers["speed"] == []
 
@@ -165,11 +166,11 @@ def test_a_baseline_that_computes_something_else_is_left_out(
         return (lambda: out) if name == "sdpa" else attention(name, inputs, **options)
 
     monkeypatch.setattr(checks, "attention", zeros)
-    path = tmp_path / "numbers.json"
-    assert bench("--only", "gated_closed_50", path=path) == 1
+    status, numbers = bench(tmp_path / "numbers.json", "gated_closed_50")
+    assert status == 1
     assert "FAIL gated_closed_50: baseline sdpa: off" in capsys.readouterr().out
-    rows = json.loads(path.read_text())["speed"]
-    assert {name for row in rows for name in row["times"]} == {"ours", "eager", "dense"}
+    timed = {name for row in numbers["speed"] for name in row["times"]}
+    assert timed == {"ours", "eager", "dense"}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_baseline_that_computes_something_else_is_left_out(
 )  # fmt: skip
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
-        bench(*options)
+        cli.main(["--smoke", *options])
     assert error.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -205,10 +206,10 @@ def test_interrupted_run_keeps_what_it_has_and_goes_on(
 
     monkeypatch.setattr(measure, "speed", once)
     path = tmp_path / "numbers.json"
-    assert bench("--only", "collaborative_ragged", path=path) == 130
+    status, numbers = bench(path, "collaborative_ragged")
+    assert status == 130
     assert "interrupted" in capsys.readouterr().out
     assert sorted(tmp_path.iterdir()) == [path]
-    numbers = json.loads(path.read_text())
     assert not numbers["complete"]
     first = numbers["speed"]
     assert [row["direction"] for row in first] == ["forward"]
@@ -217,8 +218,8 @@ def test_interrupted_run_keeps_what_it_has_and_goes_on(
 
     monkeypatch.setattr(measure, "speed", speed)
     monkeypatch.setattr(checks, "check", None)  # not again
-    assert bench("--only", "collaborative_ragged", path=path) == 0
-    numbers = json.loads(path.read_text())
+    status, numbers = bench(path, "collaborative_ragged")
+    assert status == 0
     assert numbers["complete"]
     assert numbers["speed"][:1] == first
     assert [row["direction"] for row in numbers["speed"]] == list(DIRECTIONS)
@@ -236,11 +237,11 @@ def test_what_ended_a_run_is_a_failure_and_left_out(
     with monkeypatch.context() as patched:
         patched.setattr(measure, "speed", crash)
         with pytest.raises(MemoryError):
-            bench("--only", "gated_causal", path=path)
+            bench(path, "gated_causal")
     ended = "timing gated_causal forward"
     assert json.loads(path.read_text())["running"] == ended
-    assert bench("--only", "gated_causal", path=path) == 1
-    numbers = json.loads(path.read_text())
+    status, numbers = bench(path, "gated_causal")
+    assert status == 1
     assert numbers["complete"]
     assert numbers["failures"] == [f"{ended}: the run ended here"]
     assert [row["direction"] for row in numbers["speed"]] == [*DIRECTIONS][1:]
