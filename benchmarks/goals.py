@@ -70,7 +70,6 @@ _RATE: Final = 1 / 1.15
 #: At most 1.15 times the time in float32.
 _NARROW: Final = 1 / 1.15
 
-
 _DENSE: Final = "gated_dense gated_T512_D128_dense gated_T2048_*_dense"
 _CAUSAL: Final = "gated_causal gated_T512_D128_causal gated_T2048_*_causal"
 _SHARED: Final = "collaborative_dense collaborative_bert_base_*[0-9] collaborative_minilm_*[0-9]"
