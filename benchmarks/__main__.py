@@ -5,7 +5,7 @@ With `--device cuda` on a GPU: against each kernel of SDPA, FlexAttention and fl
 HEADS_KERNELS_EMULATE_CUDA=1).
 
 The file of `--json` is written after every measurement. The same command goes on where one ended that was interrupted
-or crashed; what it was running when it crashed is a failure.
+or crashed, with parts from their start; what it was running when it crashed is a failure.
 
 Exit status: 0; 1 where a check failed or nothing can be plotted; 2 for a bad option; 3 where a kernel broke the CUDA
 context (the same command goes on after it); 130 where it was interrupted, after the report of what was measured.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads_kernels.offset_bias import OffsetBias
+from heads_kernels.ops.gate import activate, as_4d
 from heads_kernels.testing import Inputs
 
 Call = Callable[[], Tensor]
@@ -146,7 +147,7 @@ def _bias(inputs: Inputs, scale: float) -> Tensor | None:
         return tensors["bias"].to(dtype)
     if "offset_table" not in tensors:
         return None
-    T, S = tensors["query"].shape[2], tensors["key"].shape[2]
+    T, S = tensors["query"].shape[-2], tensors["key"].shape[-2]
     return OffsetBias(tensors["offset_table"]).to_dense(T, S).to(dtype)
 
 
@@ -155,13 +156,8 @@ def times_gate(out: Tensor, inputs: Inputs) -> Tensor:
     gate = inputs.tensors.get("gate")
     if gate is None:
         return out
-    activation = inputs.options.get("gate_activation", "identity")
-    if activation == "sigmoid":
-        gate = torch.sigmoid(gate)
-    elif activation == "softplus":
-        gate = F.softplus(gate)
-    gate = gate[None] if gate.dim() == 1 else gate
-    return out * gate.to(out.dtype)[(...,) + (None,) * (4 - gate.dim())]
+    gate = activate(gate, inputs.options.get("gate_activation", "identity"))
+    return out * as_4d(gate).to(out.dtype)
 
 
 def _masks(inputs: Inputs) -> _Masks:

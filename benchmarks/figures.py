@@ -48,7 +48,7 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure, drawn in `STYLE`, into an SVG file: whole or not at all."""
     text = io.StringIO()
     figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
-    results.write_whole(path, text.getvalue().replace("</style>", f"\n{_DARK}</style>", 1))
+    results.write_text(path, text.getvalue().replace("</style>", f"\n{_DARK}</style>", 1))
 
 
 def message(axes: Any, text: str) -> None:

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any, Final
 
 from benchmarks.candidates import BASELINES, SDPA
-from benchmarks.workloads import (
-    DIRECTIONS,
-    GPU_LENGTHS,
-    GPU_SHARED,
-    GPU_VARIED,
-    LONG,
-    NARROW,
-    PAIR_HEADS,
-    REAL,
-    SHARED,
-    SHORT,
-    WIDTHS,
-    Direction,
-    by_length,
-    by_sharing,
-)
+from benchmarks.workloads import DIRECTIONS
 
 #: What a goal is held against, and the words for it in a table. Baselines are times the gate; of "sdpa" it is the
 #: fastest kernel on a GPU. Times are divided by ours; of a rate, ours is the numerator.
@@ -43,17 +29,26 @@ VERSUS: Final = {
 
 @dataclass(frozen=True)
 class Goal:
-    """The least ratio that a workload should reach; `one_thread` where that is another one there."""
+    """The least ratios that workloads should reach in each direction, None where there is no goal.
 
-    workload: str
-    direction: Direction
-    versus: str  # one of VERSUS
-    ratio: float
+    workloads    patterns of names, with spaces between them
+    versus       one of VERSUS
+    one_thread   forward, where it is another one there
+    """
+
+    workloads: str
+    versus: str
+    forward: float | None
+    backward: float | None = None
     one_thread: float | None = None
 
-    def wanted(self, threads: int | None) -> float:
-        """On this number of threads."""
-        return self.one_thread if threads == 1 and self.one_thread is not None else self.ratio
+    def wanted(self, row: dict[str, Any]) -> float | None:
+        """For a row of times."""
+        if not any(fnmatchcase(row["workload"], pattern) for pattern in self.workloads.split()):
+            return None
+        if row["direction"] == "backward":
+            return self.backward
+        return self.one_thread if self.one_thread and row["threads"] == 1 else self.forward
 
 
 @dataclass(frozen=True)
@@ -75,69 +70,45 @@ _RATE: Final = 1 / 1.15
 #: At most 1.15 times the time in float32.
 _NARROW: Final = 1 / 1.15
 
+_DENSE: Final = "gated_dense gated_T512_D128_dense gated_T2048_*_dense"
+_CAUSAL: Final = "gated_causal gated_T512_D128_causal gated_T2048_*_causal"
+_SHARED: Final = "collaborative_dense collaborative_bert_base_*[0-9] collaborative_minilm_*[0-9]"
+_RAGGED: Final = (
+    "collaborative_ragged collaborative_bert_base_*_ragged collaborative_minilm_*_ragged"
+)
+#: On a GPU, by width and mask.
+_LONG: Final = "gated_D{0}_T4096_{1} gated_D{0}_T8192_{1} gated_D{0}_T16384_{1}"
+_LONG_SHARED: Final = "collaborative_Ds256_T*_dense collaborative_Ds512_T*_dense"
 
-def _cpu_goals() -> Iterator[Goal]:
-    for name in (by_length(T, D) for D in WIDTHS for T in LONG):
-        yield Goal(f"{name}_dense", "forward", "sdpa", 1.5, one_thread=1.15)
-        yield Goal(f"{name}_causal", "forward", "best", 2.0)
-        yield Goal(f"{name}_dense", "backward", "best", 1.3)
-        yield Goal(f"{name}_causal", "backward", "best", 2.0)
-    for D in WIDTHS:
-        yield Goal(f"{by_length(2048, D)}_dense", "forward", "sgemm", 0.8)
-    for B, T in SHORT:
-        yield Goal(f"gated_T{T}_B{B}_padded", "forward", "best", 1.5)
-    yield Goal("minilm_open", "forward", "best", 1.5)
-    for direction in DIRECTIONS:
-        yield Goal("gated_closed_50", direction, "dense", 1.9)
-        yield Goal("gated_closed_75", direction, "dense", 3.7)
-        yield Goal("gated_half_padded", direction, "dense rate", _RATE)
-        for percent in REAL:
-            yield Goal(f"gated_real_{percent}", direction, "dense rate", _RATE)
-    for model in ("bert_base", "minilm"):
-        for Ds in SHARED:
-            dense, ragged = by_sharing(model, Ds)
-            yield Goal(dense, "forward", "best", 3.0)
-            yield Goal(dense, "backward", "best", 2.0)
-            for direction in DIRECTIONS:
-                yield Goal(ragged, direction, "dense rate", _RATE)
-    for H in PAIR_HEADS:
-        yield Goal(f"pair_bias_H{H}", "forward", "sdpa", 1.6)
-        yield Goal(f"pair_bias_H{H}", "backward", "sdpa", 2.3)
-        yield Goal(f"pair_bias_H{H}", "backward", "eager", 4.0)
-    yield Goal("t5_base", "forward", "sdpa", 1.5)
-    yield Goal("mask_random", "forward", "sdpa", 1.3)
-    yield Goal("mask_blocks", "forward", "dense rate", _RATE)
-    for base in NARROW:
-        for direction in DIRECTIONS:
-            yield Goal(f"{base}_bfloat16", direction, "float32", _NARROW)
-
-
-#: On a GPU of the H100's class, TFLOP/s: forward, backward. Of the backend `cuda`, by width.
-_SHARED_RATES: Final = (250.0, 120.0)
-_OF_CUDA: Final = {64: (280.0, 220.0), 128: (320.0, 220.0)}
-_SHARED_OF_CUDA: Final = (250.0, 150.0)
-
-
-def _gpu_goals() -> Iterator[Goal]:
-    for (n, direction), D, T in product(enumerate(DIRECTIONS), _OF_CUDA, GPU_LENGTHS):
-        name = f"gated_D{D}_T{T}"
-        if T >= 4096:
-            for kind in ("dense", "causal"):
-                yield Goal(f"{name}_{kind}", direction, "cudnn", (0.75, 0.6)[n])
-            yield Goal(f"{name}_dense", direction, "cuda TFLOP/s", _OF_CUDA[D][n])
-        if T in GPU_VARIED:
-            yield Goal(f"{name}_closed_50", direction, "dense", 1.8)
-            yield Goal(f"{name}_closed_75", direction, "dense", 3.4)
-            yield Goal(f"{name}_half_padded", direction, "sdpa", 1.7)
-    for (n, direction), Ds, T in product(enumerate(DIRECTIONS), GPU_SHARED, (8192, 4096, 2048)):
-        name = f"collaborative_Ds{Ds}_T{T}_dense"
-        yield Goal(name, direction, "TFLOP/s", _SHARED_RATES[n])
-        yield Goal(name, direction, "cuda TFLOP/s", _SHARED_OF_CUDA[n])
-        yield Goal(name, direction, "best", 3.0)
-
-
-GOALS: Final = (*_cpu_goals(), *_gpu_goals())
-HAVE_GOALS: Final = frozenset(goal.workload for goal in GOALS)
+GOALS: Final = (
+    Goal(_DENSE, "sdpa", 1.5, one_thread=1.15),
+    Goal(_DENSE, "best", None, 1.3),
+    Goal(_CAUSAL, "best", 2.0, 2.0),
+    Goal("gated_T2048_*_dense", "sgemm", 0.8),
+    Goal("gated_T*_B*_padded minilm_open", "best", 1.5),
+    Goal("gated_closed_50", "dense", 1.9, 1.9),
+    Goal("gated_closed_75", "dense", 3.7, 3.7),
+    Goal("gated_half_padded gated_real_*", "dense rate", _RATE, _RATE),
+    Goal(_SHARED, "best", 3.0, 2.0),
+    Goal(_RAGGED, "dense rate", _RATE, _RATE),
+    Goal("pair_bias_H*", "sdpa", 1.6, 2.3),
+    Goal("pair_bias_H*", "eager", None, 4.0),
+    Goal("t5_base", "sdpa", 1.5),
+    Goal("mask_random", "sdpa", 1.3),
+    Goal("mask_blocks", "dense rate", _RATE),
+    Goal("gated_*_bfloat16 collaborative_*_bfloat16", "float32", _NARROW, _NARROW),
+    # A GPU of the H100's class.
+    Goal(_LONG.format("*", "dense"), "cudnn", 0.75, 0.6),
+    Goal(_LONG.format("*", "causal"), "cudnn", 0.75, 0.6),
+    Goal(_LONG.format(64, "dense"), "cuda TFLOP/s", 280, 220),
+    Goal(_LONG.format(128, "dense"), "cuda TFLOP/s", 320, 220),
+    Goal("gated_D*_closed_50", "dense", 1.8, 1.8),
+    Goal("gated_D*_closed_75", "dense", 3.4, 3.4),
+    Goal("gated_D*_half_padded", "sdpa", 1.7, 1.7),
+    Goal(_LONG_SHARED, "TFLOP/s", 250, 120),
+    Goal(_LONG_SHARED, "cuda TFLOP/s", 250, 150),
+    Goal(_LONG_SHARED, "best", 3.0, 3.0),
+)
 MEMORY_GOAL_MIB: Final = 64.0
 #: Twice the length may take twice the memory, and a tenth for what does not divide evenly.
 _LINEAR: Final = 2.2
@@ -190,17 +161,12 @@ def ratio(row: dict[str, Any], versus: str) -> float | None:
 
 def outcomes(speed: list[dict[str, Any]], parts: dict[str, list[dict[str, Any]]]) -> list[Outcome]:
     """The goals of what was measured, on every number of threads."""
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in speed:
-        rows.setdefault((row["workload"], row["direction"]), []).append(row)
     found = []
-    for goal in GOALS:
-        for row in rows.get((goal.workload, goal.direction), ()):
-            if (got := ratio(row, goal.versus)) is not None:
-                wanted = goal.wanted(row["threads"])
-                found.append(Outcome(f"{goal.workload} {goal.direction}",
-                    VERSUS[goal.versus], _shown(goal.versus, wanted),
-                    _shown(goal.versus, got), got >= wanted, row["threads"]))  # fmt: skip
+    for goal, row in product(GOALS, speed):
+        wanted, got = goal.wanted(row), ratio(row, goal.versus)
+        if wanted is not None and got is not None:
+            found.append(Outcome(f"{row['workload']} {row['direction']}", VERSUS[goal.versus],
+                _shown(goal.versus, wanted), _shown(goal.versus, got), got >= wanted, row["threads"]))  # fmt: skip
     found += _memory(parts.get("memory", []))
     for row in parts.get("models", []):
         least = UNPADDED.get((row["batch"].split(":")[0], row["use"]))

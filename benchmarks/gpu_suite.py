@@ -35,7 +35,6 @@ from typing import Any, Final
 
 import torch
 
-import heads_kernels as hk
 from benchmarks import results
 
 ROOT: Final = Path(__file__).parent.parent
@@ -106,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not (options.simulate or torch.cuda.is_available()):
         parser.error("no CUDA device: torch.cuda.is_available() is False; try --simulate")
-    run = _this_run(options.simulate)
+    run = results.origin("simulated" if options.simulate else torch.cuda.get_device_name())
     folder = f"{run['device']}-{run['commit'][:12]}".lower().replace(" ", "-")
     out: Path = (options.out or ROOT / "build" / "gpu-suite" / folder).resolve()
     record = {**run, "stages": {}}
@@ -117,17 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--out {out} has another run: {'; '.join(other)}; name another folder")
     out.mkdir(parents=True, exist_ok=True)
     return _run(record, out, options.only, options.simulate)
-
-
-def _this_run(simulate: bool) -> dict[str, Any]:
-    """What a record holds for: a run that differs in any of these is another."""
-    versions = {"heads_kernels": hk.__version__, "torch": torch.__version__, "cuda": torch.version.cuda,
-        "python": sys.version.split()[0], "triton": results.version_of("triton")}  # fmt: skip
-    return {
-        "device": "simulated" if simulate else torch.cuda.get_device_name(),
-        "commit": results.commit() or hk.build_info().get("commit") or "unknown",
-        "versions": versions,
-    }
 
 
 def _run(record: dict[str, Any], out: Path, only: list[str] | None, simulate: bool) -> int:
@@ -149,7 +137,7 @@ def _run(record: dict[str, Any], out: Path, only: list[str] | None, simulate: bo
             "seconds": round(time.monotonic() - started, 1),
             "output": file.read_text(encoding="utf-8", errors="replace")[-_TAIL:],
         }  # fmt: skip
-        results.write_whole(out / "record.json", json.dumps(record, indent=1) + "\n")
+        results.write_text(out / "record.json", json.dumps(record, indent=1) + "\n")
         if interrupted:
             break
     print(*_table(record, list(every)), f"record in {out}", sep="\n", flush=True)

@@ -64,8 +64,6 @@ def speed(
     dense: Workload | None,
     direction: Direction,
     settings: Settings,
-    *,
-    has_goal: bool = True,
     without: Collection[str] = (),
 ) -> tuple[Row, dict[str, str]]:
     """The row, and what failed of ours. A row that was disturbed is measured once more, and the calmer one stays."""
@@ -90,7 +88,7 @@ def speed(
     yardstick = Yardstick(inputs, direction) if settings.floor else None
     if yardstick:  # right after ours, whose turn then finds the caches as in a run without
         calls = {"ours": calls["ours"], **yardstick.calls, **calls}
-    effort = settings.effort(has_goal)
+    effort = settings.effort()
 
     def measured() -> Row:
         with torch.set_grad_enabled(direction == "backward"):

@@ -88,11 +88,12 @@ class Batch:
         return torch.where(self.real[..., None], out, 0.0)
 
 
-def bert_base() -> Model:
-    """BERT-base as its configuration's defaults give it, random weights."""
+def bert(**sizes: Any) -> Model:
+    """An encoder of these sizes, by default BERT-base, random weights."""
     import transformers
 
-    return random_model(transformers.BertModel, transformers.BertConfig(), add_pooling_layer=False)
+    config = transformers.BertConfig(**sizes)
+    return random_model(transformers.BertModel, config, add_pooling_layer=False)
 
 
 def llama(layers: int = 6) -> Model:
@@ -212,7 +213,7 @@ def measure(settings: Settings) -> Iterator[Found]:
     layers, few = (2, 4) if smoke else (6, 8)
     jobs: list[tuple[str, Callable[[], Model], int]] = [
         ("MiniLM", lambda: minilm.load(attn_implementation="sdpa", **shortened), 4 if smoke else 32),
-        *([] if smoke else [("BERT-base", bert_base, few)]),
+        *([] if smoke else [("BERT-base", bert, few)]),
         ("Llama-shaped", lambda: llama(layers), few),
         ("T5-small", lambda: t5(layers), few),
     ]  # fmt: skip

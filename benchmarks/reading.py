@@ -18,7 +18,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from benchmarks.measure import Found
-from benchmarks.models import Model, random_model
+from benchmarks.models import Model, bert
 from benchmarks.peak import peak_memory
 from benchmarks.settings import Settings
 from heads_kernels.testing import time_in_turn
@@ -29,22 +29,6 @@ TOLERANCE: Final = 1e-5
 MARK: Final = 1
 
 Reading = dict[str, Tensor]
-
-
-def bert(layers: int, width: int, heads: int, longest: int) -> Model:
-    """Random weights that make attention neither even nor a single key."""
-    import transformers
-
-    config = transformers.BertConfig(
-        vocab_size=1000,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        max_position_embeddings=longest,
-        initializer_range=0.07,
-    )
-    return random_model(transformers.BertModel, config, add_pooling_layer=False)
 
 
 def tokens(B: int, T: int) -> Tensor:
@@ -110,7 +94,12 @@ def measure(settings: Settings) -> Iterator[Found]:
             "MiB": "{mib:,.1f}",
             "x our MiB": "{x_mib:.1f}",
         })  # fmt: skip
-        _measure(bert(layers, width, heads, T), tokens(1, T), 0.1 if smoke else 15.0, found)
+        stock = bert(
+            vocab_size=1000, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+            intermediate_size=4 * width, max_position_embeddings=T,
+            initializer_range=0.07,  # attention is neither even nor a single key
+        )  # fmt: skip
+        _measure(stock, tokens(1, T), 0.1 if smoke else 15.0, found)
         yield found
 
 

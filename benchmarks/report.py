@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.candidates import RIVALS
-from benchmarks.goals import Outcome, milliseconds, rate, ratio
+from benchmarks.goals import milliseconds, rate, ratio
 from benchmarks.measure import Found, Row, disturbed
 from benchmarks.results import Results
 from benchmarks.settings import Device
@@ -68,19 +68,19 @@ class Report:
         rows = self.results.checks
         if not rows:
             return
-        heads = ["workload", "worst error", "of bound", "counted", "executed", "share", ""]
+        heads = ["workload", "worst error", "of bound", "dense", "executed", "share", ""]
         self._table("Accuracy and FLOPs, before anything is timed", heads, [
             [row["workload"], row["worst"], f"{row['ratio']:.2f}",
-             f"{row['counted'] * 1e-9:.2f}", f"{row['executed'] * 1e-9:.2f}",
-             f"{row['executed'] / max(row['counted'], 1):.0%}",
+             f"{row['dense'] * 1e-9:.2f}", f"{row['executed'] * 1e-9:.2f}",
+             f"{row['executed'] / max(row['dense'], 1):.0%}",
              Text("FAIL", "bold red") if row["failures"] else Text("ok", "green")]
             for row in rows
         ])  # fmt: skip
         self._note(
             "Errors of out, lse and all gradients (where pairs are many, of some heads and batches) "
             "against eager in float64, as a part of what the accuracy rule allows. GFLOP of the "
-            "forward pass: counted by FlopCounterMode, the same for our operator, plain PyTorch and "
-            "the closed formula; executed is what masks, closed heads and empty mixing chunks leave."
+            "forward pass: dense are those of every pair, as FlopCounterMode counts them; executed is "
+            "what masks, closed heads and empty mixing chunks leave."
         )
         errors = [row["model_error"] for row in rows if row["model_error"] is not None]
         if errors:
@@ -156,25 +156,16 @@ class Report:
             )
 
     def _goals(self) -> None:
-        """A line a goal, its outcomes side by side, one a number of threads."""
-        outcomes = self.results.goals()
-        if not outcomes:
-            return
-        known = sorted({outcome.threads for outcome in outcomes if outcome.threads}, reverse=True)
-        numbers: list[int | None] = [*known] if known else [None]
-        heads = [head for n in numbers for head in ("goal", f"{n} thr" if n else "got", "")]
-        lines: dict[tuple[str, str], dict[int | None, Outcome]] = {}
-        for outcome in outcomes:
-            threads = outcome.threads or numbers[0]
-            lines.setdefault((outcome.goal, outcome.against), {})[threads] = outcome
-        rows: list[list[Cell]] = []
-        for words, found in lines.items():
-            rows.append([*words])
-            for threads in numbers:
-                one = found.get(threads)
-                rows[-1] += [one.wanted, one.got, _verdict(one.met)] if one else ["", "", ""]
-        self._table("Goals", ["", "against", *heads], rows)
-        self.console.print(f"{sum(o.met for o in outcomes)} of {len(outcomes)} goals met")
+        """A line for each outcome; those of one goal on several numbers of threads follow each other."""
+        outcomes = sorted(self.results.goals(), key=lambda outcome: (outcome.goal, outcome.against))
+        if outcomes:
+            self._table("Goals", ["", "against", "threads", "goal", "got", ""], [
+                [outcome.goal, outcome.against, str(outcome.threads or ""), outcome.wanted, outcome.got,
+                 Text("met", "green") if outcome.met else Text("short", "bold yellow")]
+                for outcome in outcomes
+            ])  # fmt: skip
+            met = sum(outcome.met for outcome in outcomes)
+            self.console.print(f"{met} of {len(outcomes)} goals met")
 
     def _table(self, title: str, heads: Sequence[str], rows: Sequence[list[Cell]]) -> None:
         """Words are left-aligned, numbers right-aligned; what repeats the first column of the row above is left out."""
@@ -197,10 +188,6 @@ class Report:
 
 def _plain(cells: Sequence[Cell]) -> list[str]:
     return [str(cell) for cell in cells]
-
-
-def _verdict(met: bool) -> Text:
-    return Text("met", "green") if met else Text("short", "bold yellow")
 
 
 def _ms(milliseconds: float) -> str:

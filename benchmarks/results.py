@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,7 @@ import heads_kernels as hk
 from benchmarks.goals import Outcome, outcomes
 from benchmarks.measure import Found, Row
 from benchmarks.settings import Settings, word
+from heads_kernels.files import write_whole
 
 _HERE = Path(__file__).parent
 
@@ -90,7 +90,7 @@ class Results:
     def write(self) -> None:
         """The file, whole or not at all."""
         if self.path:
-            write_whole(self.path, json.dumps(self.to_json(), indent=1) + "\n")
+            write_text(self.path, json.dumps(self.to_json(), indent=1) + "\n")
 
     def step(self, name: str) -> None:
         self.running = name
@@ -138,7 +138,7 @@ def this_machine(device: str = "cpu") -> Machine:
 def _gpu() -> dict[str, Any]:
     """Its name, and the versions that its times depend on; on a machine without one, that kernels are simulated."""
     about: dict[str, Any] = {"name": "simulated on the CPU", "cuda": torch.version.cuda}
-    about |= {name: version_of(name) for name in ("triton", "flash_attn")}
+    about |= {name: _version(name) for name in ("triton", "flash_attn")}
     if not torch.cuda.is_available():
         return about
     properties = torch.cuda.get_device_properties(0)
@@ -152,7 +152,22 @@ def _gpu() -> dict[str, Any]:
     }
 
 
-def version_of(package: str) -> str | None:
+def origin(device: str) -> dict[str, Any]:
+    """What a result of that device depends on besides."""
+    return {
+        "device": device,
+        "commit": commit() or hk.build_info().get("commit") or "unknown",
+        "versions": {
+            "heads_kernels": hk.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": _version("triton"),
+            "cuda": torch.version.cuda,
+        },
+    }
+
+
+def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -182,7 +197,7 @@ def keep(results: Results) -> Path:
     path = kept_file(results.machine)
     path.parent.mkdir(exist_ok=True)
     lines = path.read_text() if path.exists() else ""
-    write_whole(path, lines + json.dumps(results.to_json()) + "\n")
+    write_text(path, lines + json.dumps(results.to_json()) + "\n")
     return path
 
 
@@ -195,12 +210,9 @@ def kept(path: Path) -> Iterator[Row]:
                 yield run
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` whole or not at all: into a new folder beside `path`, then renamed."""
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        new = Path(folder) / path.name
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -28,8 +28,6 @@ _EFFORT: Final = {
     "cpu": {"smoke": Effort(0.02, 2), "quick": Effort(2.0, 9), "full": Effort(1.5, 9)},
     "cuda": {"smoke": Effort(0.01, 1), "quick": Effort(0.3, 7), "full": Effort(0.3, 7)},
 }
-#: In full on a CPU, of workloads without a goal: points of a series, which a plot draws.
-_POINT: Final = Effort(0.6, 5)
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,7 @@ class Settings:
     def wants(self, name: str) -> bool:
         return self.only is None or fnmatchcase(name, f"*{self.only}*")
 
-    def effort(self, has_goal: bool = True) -> Effort:
-        if self.device == "cpu" and self.form == "full" and not has_goal:
-            return _POINT
+    def effort(self) -> Effort:
         return _EFFORT[self.device][self.form]
 
     def threads(self, own: int) -> list[int | None]:

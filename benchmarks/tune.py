@@ -30,7 +30,6 @@ from typing import Any, Final
 
 import torch
 
-import heads_kernels as hk
 from benchmarks import results
 from benchmarks.tuning import CALLS, ROOT, Job, Row, Tiles, run_jobs
 
@@ -137,6 +136,8 @@ class _Tuner:
 
     def _tune(self, job: Job, D: int, Dv: int, used: list[str], until: float) -> None:
         """Compile with many processes, time with one, check, write."""
+        from heads_kernels.ops.triton.tiles import padded  # --help needs no Triton
+
         today = job.tiles[0]
         tried = [today, *neighbours(today, used)][: 3 if self.simulate else None]
         # Six tenths of the time for compiling: heuristic.
@@ -165,7 +166,7 @@ class _Tuner:
                 break
             (checked,) = self._do([replace(job, what="check", tiles=(tiles,))])
             if "wrong" not in checked:
-                self._write({"kernel": job.kernel, "dtype": job.dtype, "D": _padded(D), "Dv": _padded(Dv),
+                self._write({"kernel": job.kernel, "dtype": job.dtype, "D": padded(D), "Dv": padded(Dv),
                     **tiles, "ms": round(ms, 4), "heuristic_ms": round(before, 4)})  # fmt: skip
                 print(
                     f"    {_short(tiles)} {ms:.3f} ms, today {_short(today)} {before:.3f} ms",
@@ -183,25 +184,12 @@ class _Tuner:
 
     def _write(self, entry: dict[str, Any]) -> None:
         """Into the file, in the place of what it has of this kernel, dtype and widths."""
-        import triton
-
         old: dict[str, Any] = json.loads(self.out.read_text()) if self.out.exists() else {}
         key = ("kernel", "dtype", "D", "Dv")
         tiles = [e for e in old.get("tiles", []) if [e[k] for k in key] != [entry[k] for k in key]]
-        versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
-            "heads_kernels": hk.__version__}  # fmt: skip
-        data = {
-            "device": self.device,
-            "commit": results.commit() or hk.build_info().get("commit") or "unknown",
-            "versions": versions,
-            "tiles": sorted([*tiles, entry], key=lambda e: [e[k] for k in key]),
-        }
-        results.write_whole(self.out, json.dumps(data, indent=1) + "\n")
-
-
-def _padded(width: int) -> int:
-    """Up to a power of two, at least 16, as tuned tiles are looked up."""
-    return int(max(16, 1 << (width - 1).bit_length()))
+        tiles = sorted([*tiles, entry], key=lambda e: [e[k] for k in key])
+        data = {**results.origin(self.device), "tiles": tiles}
+        results.write_text(self.out, json.dumps(data, indent=1) + "\n")
 
 
 def _short(tiles: Tiles) -> str:

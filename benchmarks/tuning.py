@@ -286,15 +286,10 @@ def _replaced(function: Callable[..., Any]) -> Iterator[None]:
 
 def _launchers() -> list[Any]:
     """The modules of the Triton backend that ask for tiles."""
-    found = []
-    for info in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
-        _, _, last = info.name.rpartition(".")
-        in_backend = f"{ops.__name__}.{BACKEND}." in info.name or last.split("_")[0] == BACKEND
-        if in_backend and last != "tiles":
-            module = import_module(info.name)
-            if hasattr(module, "tiles_for"):
-                found.append(module)
-    return found
+    package = import_module(f"{ops.__name__}.{BACKEND}")
+    names = [info.name for info in pkgutil.iter_modules(package.__path__) if info.name != "tiles"]
+    modules = [import_module(f"{package.__name__}.{name}") for name in names]
+    return [module for module in modules if hasattr(module, "tiles_for")]
 
 
 if __name__ == "__main__":

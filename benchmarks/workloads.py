@@ -93,20 +93,10 @@ def table(settings: Settings) -> list[Workload]:
     """The workloads of a form on a device; those of MiniLM, on a CPU, come by capturing it."""
     if settings.device == "cuda":
         if settings.form == "smoke":
-            return [
-                *_long(32, 64, (16,), (32,)),
-                *_long_shared(32, (32,), (32,), 16),
-                *score_terms(16)[:1],
-                *decoding(settings),
-            ]
-        every = [
-            *_long(),
-            *_long_shared(),
-            *_half(),
-            *score_terms(),
-            *entmax(),
-            *decoding(settings),
-        ]
+            tiny = [*_long(32, 64, (16,), (32,)), *_long_shared(32, (32,), (32,), 16)]
+            return [*tiny, *score_terms(16)[:1], *decoding(settings)]
+        every = [*_long(), *_long_shared(), *_half(), *score_terms(), *entmax()]
+        every += decoding(settings)
         quick = ("gated_D128_T4096_", "gated_D64_T4096_", "gated_D128_T16384_", "collaborative_Ds256_T4096_",
             "collaborative_Ds512_T4096_dense", "decoding_")  # fmt: skip
         return every if settings.form == "full" else [w for w in every if w.name.startswith(quick)]
@@ -125,10 +115,7 @@ CLOSED_SERIES: Final = (25, 50, 75, 100)
 
 
 def standard(T: int = 512, closed: tuple[int, ...] = CLOSED) -> list[Workload]:
-    """Both operators in BERT-base's shape, and an output-gated language model with grouped heads.
-
-    `closed` are the percentages of gated attention.
-    """
+    """Both operators in BERT-base's shape, and an output-gated language model; `closed` is for gated attention."""
     gated = replace(find("gated_attention", "bert_base_512"), T=T, S=T)
     shared = replace(find("collaborative_attention", "bert_base_256"), T=T, S=T)
     ragged = replace(find("collaborative_attention", "bert_base_256_ragged"), T=T, S=T)
@@ -148,9 +135,8 @@ def standard(T: int = 512, closed: tuple[int, ...] = CLOSED) -> list[Workload]:
 #: T to B of the series over length, about a thousand tokens a call: at 12 heads of width 64 all
 #: tensors of a call are 12 MB, so no length has the help of a cache that another has not.
 LENGTHS: Final = {32: 32, 64: 16, 128: 8, 256: 4, 512: 2, 1024: 1, 2048: 1}
-#: Of these both directions are timed, at two widths; they have goals.
+#: Of these both directions are timed, at two widths.
 LONG: Final = (512, 2048)
-WIDTHS: Final = (64, 128)
 
 #: B by T of short sentences, and the share of their tokens that is real: MiniLM's batches of real
 #: text (`minilm`) have 0.4, batches sorted by length more.
@@ -164,18 +150,6 @@ REAL: Final = (90, 70, 50, 25)
 SHARED: Final = (96, 256, 384)
 
 
-def by_length(T: int, D: int) -> str:
-    """What the names of the dense and the causal workload of this length and width begin with."""
-    return "gated" if (T, D) == (512, 64) else f"gated_T{T}_D{D}"
-
-
-def by_sharing(model: str, Ds: int) -> tuple[str, str]:
-    """Names of the workloads of dense and of ragged mixing."""
-    if (model, Ds) == ("bert_base", 256):
-        return "collaborative_dense", "collaborative_ragged"
-    return f"collaborative_{model}_{Ds}", f"collaborative_{model}_{Ds}_ragged"
-
-
 def sentence_lengths(B: int, T: int, share: float) -> list[int]:
     """Tokens of B sentences, the longest T, about `share` of the B T real; the same ones every time.
 
@@ -186,8 +160,7 @@ def sentence_lengths(B: int, T: int, share: float) -> list[int]:
     u = (torch.randperm(B, generator=generator) + torch.rand(B, generator=generator)) / B
     drawn = (T * u ** (1 / share - 1)).round().clamp(1, T).int()
     drawn[drawn.argmax()] = T
-    result: list[int] = drawn.tolist()
-    return result
+    return [int(length) for length in drawn]
 
 
 def _gated(B: int, T: int, D: int) -> Case:
@@ -198,17 +171,16 @@ def _gated(B: int, T: int, D: int) -> Case:
 def lengths() -> list[Workload]:
     """T 32 to 2048 dense and causal, without what `standard` has."""
     result = []
-    for D in WIDTHS:
-        for T, B in LENGTHS.items():
-            name, case = by_length(T, D), _gated(B, T, D)
-            if name == "gated" or (D == 128 and T not in LONG):
-                continue
-            table = f"gated attention by length, B{B} H12 T{T} D{D}"
-            directions = DIRECTIONS if T in LONG else DIRECTIONS[:1]
-            result += [
-                Workload(f"{name}_{kind}", table, kind, drawn(of), directions=directions)
-                for kind, of in (("dense", case), ("causal", replace(case, is_causal=True)))
-            ]
+    for D, (T, B) in product((64, 128), LENGTHS.items()):
+        if (T, D) == (512, 64) or (D == 128 and T not in LONG):
+            continue
+        case, name = _gated(B, T, D), f"gated_T{T}_D{D}"
+        table = f"gated attention by length, B{B} H12 T{T} D{D}"
+        directions = DIRECTIONS if T in LONG else DIRECTIONS[:1]
+        result += [
+            Workload(f"{name}_{kind}", table, kind, drawn(of), directions=directions)
+            for kind, of in (("dense", case), ("causal", replace(case, is_causal=True)))
+        ]
     return result
 
 
@@ -241,18 +213,19 @@ def real_padding(B: int = 8, T: int = 256) -> list[Workload]:
 def shared() -> list[Workload]:
     """Collaborative attention by its shared width, dense and ragged mixing, without what `standard` has."""
     result = []
-    for model, B, T, Dv in (("bert_base", 2, 512, 64), ("minilm", 8, 128, 32)):
-        for Ds in SHARED:
-            dense, ragged = by_sharing(model, Ds)
-            if dense == "collaborative_dense":
-                continue
-            table = f"collaborative attention, B{B} H12 T{T} Ds{Ds} Dv{Dv} ({model})"
-            case = CollaborativeCase(f"{model}_{Ds}", B, 12, T, T, Ds=Ds, Dv=Dv, scale=Dv**-0.5,
-                content_bias=True, layout="transposed")  # fmt: skip
-            result += [
-                Workload(dense, table, "dense mixing", drawn(case)),
-                Workload(ragged, table, "ragged mixing", drawn(replace(case, mixing="ragged")), dense),
-            ]  # fmt: skip
+    for (model, B, T, Dv), Ds in product(
+        (("bert_base", 2, 512, 64), ("minilm", 8, 128, 32)), SHARED
+    ):
+        if (model, Ds) == ("bert_base", 256):
+            continue
+        dense, ragged = f"collaborative_{model}_{Ds}", f"collaborative_{model}_{Ds}_ragged"
+        table = f"collaborative attention, B{B} H12 T{T} Ds{Ds} Dv{Dv} ({model})"
+        case = CollaborativeCase(f"{model}_{Ds}", B, 12, T, T, Ds=Ds, Dv=Dv, scale=Dv**-0.5,
+            content_bias=True, layout="transposed")  # fmt: skip
+        result += [
+            Workload(dense, table, "dense mixing", drawn(case)),
+            Workload(ragged, table, "ragged mixing", drawn(replace(case, mixing="ragged")), dense),
+        ]
     return result
 
 
@@ -283,16 +256,12 @@ def models() -> list[Workload]:
     ]  # fmt: skip
 
 
-#: Heads of the rows of an alignment with pair bias.
-PAIR_HEADS: Final = (4, 8)
-
-
 def score_terms(part: int = 1) -> list[Workload]:
     """Calls with a bias, a cap, sinks and dense masks, in the shapes of models; all lengths divided by `part`."""
     rows, T, L = 128 // part, 256 // part, 512 // part
     table = f"pair bias [1, H, T, T], B{rows} T{T} D32, sigmoid gate by element"
     result = []
-    for H in PAIR_HEADS:
+    for H in (4, 8):  # heads of the rows of an alignment
         case = GatedCase(f"pair_bias_{H}", rows, H, T, T, D=32, Dv=32, gate="BHTD", gate_dtype=None,
             gate_activation="sigmoid", bias="1HTS", bias_dtype=None, layout="transposed")  # fmt: skip
         result.append(Workload(f"pair_bias_H{H}", table, f"H{H}", drawn(case)))
@@ -307,17 +276,15 @@ def score_terms(part: int = 1) -> list[Workload]:
         mask=fixed(Mask(window=(L // 4 - 1, 0))), layout="transposed")  # fmt: skip
     heads = GatedCase("head_windows", 1, 8, 8 * L, 8 * L, D=64, Dv=64, layout="transposed",
         mask=by_head(*4 * [(-1, 0), (L // 2 - 1, 0)]))  # fmt: skip
+    of_models = {
+        "t5_base": (f"T5-base encoder, B8 H12 T{L} D64", t5),
+        "gemma_2": (f"Gemma 2, B1 H8 Hk4 T{2 * L} D256, cap", gemma),
+        "gpt_oss": (f"GPT-OSS, B1 H64 Hk8 T{L} D64, sinks", gpt_oss),
+        "head_windows": (f"window {L // 2} in every other head, B1 H8 T{8 * L} D64", heads),
+    }
     table = "bias by offset, cap, sinks in the shapes of models"
     result += [
-        Workload("t5_base", table, f"T5-base encoder, B8 H12 T{L} D64", drawn(t5)),
-        Workload("gemma_2", table, f"Gemma 2, B1 H8 Hk4 T{2 * L} D256, cap", drawn(gemma)),
-        Workload("gpt_oss", table, f"GPT-OSS, B1 H64 Hk8 T{L} D64, sinks", drawn(gpt_oss)),
-        Workload(
-            "head_windows",
-            table,
-            f"window {L // 2} in every other head, B1 H8 T{8 * L} D64",
-            drawn(heads),
-        ),
+        Workload(name, table, label, drawn(case)) for name, (label, case) in of_models.items()
     ]
     dense = replace(find("gated_attention", "bert_base_512"), T=L, S=L)
     table = f"dense bool masks [B, 1, T, S], B{dense.B} H{dense.H} T{L} D64"
@@ -386,10 +353,9 @@ def decoding(settings: Settings) -> list[Workload]:
 
 def random_pairs(sizes: Sizes, device: torch.device) -> Tensor:
     """Half of the pairs, and the diagonal; the same ones every time."""
-    drawn = (
-        torch.rand(sizes.B, 1, sizes.T, sizes.S, generator=torch.Generator().manual_seed(0)) < 0.5
-    )
-    return (drawn | torch.eye(sizes.T, sizes.S, dtype=torch.bool)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    half = torch.rand(sizes.B, 1, sizes.T, sizes.S, generator=generator) < 0.5
+    return (half | torch.eye(sizes.T, sizes.S, dtype=torch.bool)).to(device)
 
 
 def block_sparse(sizes: Sizes, device: torch.device) -> Tensor:
@@ -400,34 +366,31 @@ def block_sparse(sizes: Sizes, device: torch.device) -> Tensor:
 
 
 # ---------------------------------------------------------------------- on a GPU
-#: Tokens of a call on a GPU, features over its heads, and lengths, the most telling first: the convention of
-#: FlashAttention's charts. Collaborative attention has 12 heads of 64 values, as BERT-base.
-_TOKENS: Final = 16384
-_FEATURES: Final = 2048
+#: Lengths, the most telling first. These, the 16384 tokens of a call and the 2048 features over its heads are the
+#: convention of FlashAttention's charts. Collaborative attention has 12 heads of 64 values, as BERT-base.
 GPU_LENGTHS: Final = (8192, 4096, 16384, 1024)
-GPU_SHARED: Final = (256, 512)
-#: Of the first lengths heads are closed and sequences padded, too.
-_VARIED: Final = 2
-GPU_VARIED: Final = GPU_LENGTHS[:_VARIED]
 
 
 def _long(
-    tokens: int = _TOKENS,
-    features: int = _FEATURES,
+    tokens: int = 16384,
+    features: int = 2048,
     widths: tuple[int, ...] = (128, 64),
     every: tuple[int, ...] = GPU_LENGTHS,
 ) -> list[Workload]:
-    """Gated attention at the lengths of language models; the first, at the first width, has FlexAttention beside it."""
+    """Gated attention at the lengths of language models; the first, at the first width, has FlexAttention beside it.
+
+    Of the first two heads are closed and sequences padded, too.
+    """
     result = []
     for T, D in product(every, widths):
         B, H = tokens // T, features // D
         case = GatedCase(f"T{T}_D{D}", B, H, T, T, D=D, Dv=D, gate="H", layout="transposed")
         found = variants(f"gated_D{D}_T{T}", f"gated attention, B{B} H{H} T{T} D{D}", case, CLOSED)
-        n, wide = every.index(T), D in widths[:1]
-        if n == 0 and wide:
+        varied, wide = T in every[:2], widths[0] == D
+        if every[0] == T and wide:
             found = [replace(one, flex=True) for one in found]
-        result += found[: None if n < _VARIED else 2]
-        if n < _VARIED and wide:
+        result += found if varied else found[:2]
+        if varied and wide:
             grouped = replace(
                 case, H=2 * H, Hk=H // 2, gate="BHTD", gate_activation="sigmoid", is_causal=True
             )
@@ -437,15 +400,15 @@ def _long(
 
 
 def _long_shared(
-    tokens: int = _TOKENS,
-    widths: tuple[int, ...] = (*GPU_SHARED, 768),
+    tokens: int = 16384,
+    widths: tuple[int, ...] = (256, 512, 768),
     every: tuple[int, ...] = (8192, 4096, 2048),
     Dv: int = 64,
 ) -> list[Workload]:
     """Collaborative attention at these lengths."""
     result = []
     for T, Ds in product(every, widths):
-        B, H = tokens // T, 12 if Dv == 64 else 4
+        B, H = tokens // T, 12
         case = CollaborativeCase(f"T{T}_Ds{Ds}", B, H, T, T, Ds=Ds, Dv=Dv, layout="transposed")
         name = f"collaborative_Ds{Ds}_T{T}"
         table = f"collaborative attention, B{B} H{H} T{T} Ds{Ds} Dv{Dv}"

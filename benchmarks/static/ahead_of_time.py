@@ -72,9 +72,13 @@ def _statistics(inputs: Inputs, seed: torch.Tensor | None) -> None:
 class Work:
     """A call whose kernels are compiled."""
 
-    name: str
     case: Case
     drive: Callable[[Inputs, torch.Tensor | None], None]
+
+    @property
+    def name(self) -> str:
+        operator = "attention_statistics" if self.drive is _statistics else self.case.operator
+        return f"{operator}: {self.case}"
 
     def dtypes(self) -> Sequence[str]:
         """Every dtype at the widths of most models; elsewhere bfloat16, whose kernels float16's are like."""
@@ -104,27 +108,21 @@ def _works() -> tuple[Work, ...]:
         "dense mask": {"mask": mask.dense_blocks},
         "streaming heads": {"mask": streaming, "gate": "H"},
     }  # fmt: skip
-    result = []
+    attended: list[Case] = []
     for D, (words, options) in itertools.product((64, 32, 96, 128, 256), features.items()):
         if D in (64, 128) or words.startswith("causal, gate"):
-            case = GatedCase(f"{words}, D {D}", B, H, T, T, D=D, Dv=D, **options)
-            result.append(Work(f"gated_attention: {case}", case, _attention))
+            attended.append(GatedCase(f"{words}, D {D}", B, H, T, T, D=D, Dv=D, **options))
     for Ds, (words, options) in itertools.product((256, 64, 512, 768), features.items()):
         if Ds == 256 or words.startswith("causal, gate"):
-            shared = CollaborativeCase(
-                f"{words}, Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64, content_bias=words != "plain",
-                **options,
-            )  # fmt: skip
-            result.append(Work(f"collaborative_attention: {shared}", shared, _attention))
-    wide = CollaborativeCase("plain, Dv 128, Ds 256", B, H, T, T, Ds=256, Dv=128)
-    wider = CollaborativeCase("plain, Dv 128, Ds 512", B, H, T, T, Ds=512, Dv=128)
-    widest = CollaborativeCase("plain, Ds 1024", B, H, T, T, Ds=1024, Dv=64)
-    grouped = CollaborativeCase("causal, gate of grouped heads, Ds 256", B, H, T, T, Ds=256, Dv=64,
-        Hv=2, content_bias=True, is_causal=True, gate="H")  # fmt: skip
-    result += [
-        Work(f"collaborative_attention: {shared}", shared, _attention)
-        for shared in (wide, wider, widest, grouped)
-    ]
+            attended.append(CollaborativeCase(f"{words}, Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64,
+                content_bias=words != "plain", **options))  # fmt: skip
+    attended += [
+        CollaborativeCase("plain, Dv 128, Ds 256", B, H, T, T, Ds=256, Dv=128),
+        CollaborativeCase("plain, Dv 128, Ds 512", B, H, T, T, Ds=512, Dv=128),
+        CollaborativeCase("plain, Ds 1024", B, H, T, T, Ds=1024, Dv=64),
+        CollaborativeCase("causal, gate of grouped heads, Ds 256", B, H, T, T, Ds=256, Dv=64, Hv=2,
+            content_bias=True, is_causal=True, gate="H"),
+    ]  # fmt: skip
     decoding: dict[str, dict[str, Any]] = {
         "decoding": {"mask": mask.lower_right, "gate": "H"},
         "decoding, dense mask, dropout, sinks": {
@@ -133,38 +131,32 @@ def _works() -> tuple[Work, ...]:
         "decoding, streaming heads": {"mask": streaming},
         "decoding, bias": {"mask": mask.padded(T, T // 2, queries=False), "bias": "1HTS", "gate": "BHT"},
     }  # fmt: skip
+    decoded: list[Case] = []
     for D, (words, options) in itertools.product((128, 64, 256), decoding.items()):
         if D == 128 or words == "decoding":
-            case = GatedCase(f"{words}, D {D}", B, H, 1, T, D=D, Dv=D, Hk=1, **options)
-            result.append(Work(f"gated_attention: {case}", case, _forward))
-    for Ds in (256, 768):
-        shared = CollaborativeCase(
-            f"decoding, Ds {Ds}", B, H, 1, T, Ds=Ds, Dv=64, content_bias=True,
-            mask=mask.lower_right, gate="H",
-        )  # fmt: skip
-        result.append(Work(f"collaborative_attention: {shared}", shared, _forward))
-    sparse = (
-        "plain",
-        "causal, gate of heads",
-        "holes, gate of elements",
-        "causal, dropout",
-        "bias, gate of elements",
-        "streaming heads",
-    )
+            decoded.append(GatedCase(f"{words}, D {D}", B, H, 1, T, D=D, Dv=D, Hk=1, **options))
+    decoded += [
+        CollaborativeCase(f"decoding, Ds {Ds}", B, H, 1, T, Ds=Ds, Dv=64, content_bias=True,
+            **decoding["decoding"])
+        for Ds in (256, 768)
+    ]  # fmt: skip
+    sparse = ("plain", "causal, gate of heads", "holes, gate of elements", "causal, dropout",
+        "bias, gate of elements", "streaming heads")  # fmt: skip
+    entmax: list[Case] = []
     for D, words in itertools.product((64, 128, 256), sparse):
         if D == 64 or words.startswith("causal, gate"):
-            case = EntmaxCase(f"{words}, D {D}", B, H, T, T, D=D, Dv=D, **features[words])
-            result.append(Work(f"entmax_attention: {case}", case, _attention))
-    for D in (64, 128, 256):
-        case = GatedCase(f"D {D}", B, H, T, T, D=D, Dv=D)
-        result.append(Work(f"attention_statistics: {case}", case, _statistics))
-    case = GatedCase("bias, softcap, sinks, D 64", B, H, T, T, D=64, Dv=64, softcap=50.0, sinks=True,
-        bias="1HTS")  # fmt: skip
-    result.append(Work(f"attention_statistics: {case}", case, _statistics))
-    for Ds in (256, 768):
-        shared = CollaborativeCase(f"Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64, content_bias=True)
-        result.append(Work(f"attention_statistics: {shared}", shared, _statistics))
-    return tuple(result)
+            entmax.append(EntmaxCase(f"{words}, D {D}", B, H, T, T, D=D, Dv=D, **features[words]))
+    rows: list[Case] = [
+        *(GatedCase(f"D {D}", B, H, T, T, D=D, Dv=D) for D in (64, 128, 256)),
+        GatedCase("bias, softcap, sinks, D 64", B, H, T, T, D=64, Dv=64, softcap=50.0, sinks=True, bias="1HTS"),
+        *(CollaborativeCase(f"Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64, content_bias=True) for Ds in (256, 768)),
+    ]  # fmt: skip
+    return (
+        *(Work(case, _attention) for case in attended),
+        *(Work(case, _forward) for case in decoded),
+        *(Work(case, _attention) for case in entmax),
+        *(Work(case, _statistics) for case in rows),
+    )
 
 
 #: Found by name in the processes that compile them: masks of cases cannot be sent there.

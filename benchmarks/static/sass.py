@@ -23,6 +23,10 @@ _INSTRUCTION: Final = re.compile(
 _TARGET: Final = re.compile(r"`\((\.L\w+)\)")
 #: Instructions of tensor cores.
 MATRIX: Final = re.compile(r"HMMA|HGMMA|UTC\w*MMA|IMMA|QMMA")
+#: Of HMMA.16816 and HGMMA.64x128x16: rows, columns, features.
+_HMMA: Final = re.compile(r"HMMA\.(16)(8)(16|8|4)\b")
+_HGMMA: Final = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)")
+_WARPGROUP: Final = 4  # warps that share one HGMMA
 _COPY: Final = re.compile(r"LDGSTS|UTMALDG|UBLKCP")
 #: After these no other instruction of the kernel follows.
 _ENDS: Final = {"EXIT", "RET", "BRX", "JMX"}
@@ -59,7 +63,6 @@ class Loop:
 
     instructions: int  # in all ways round it
     hot: tuple[Instruction, ...]  # of the hot path, in order
-    inner: int  # loops on the hot path: with matrix instructions, or counted as one round
 
     @property
     def spills(self) -> int:
@@ -81,23 +84,17 @@ class Loop:
         return counts[0], counts[1]
 
     @property
-    def alone(self) -> tuple[Instruction, ...] | None:
-        """Instructions of the hot path while no product of a warpgroup is under way: between the wait for one and the
-        start of the next. None without such waits: warps that multiply by themselves (`mma.sync`) run side by side.
-        """
-        if not any(each.opcode.startswith("WARPGROUP.DEPBAR") for each in self.hot):
-            return None
-        under_way = False
-        for _ in range(2):  # the second round begins as the first one ends
-            found = []
-            for each in self.hot:
-                if each.name == "HGMMA":
-                    under_way = True
-                elif each.opcode.startswith("WARPGROUP.DEPBAR"):
-                    under_way = not each.operands.endswith(" 0x0")
-                elif not under_way:
-                    found.append(each)
-        return tuple(found)
+    def products(self) -> int | None:
+        """What one warp multiplies and adds on the hot path; None where an instruction does not say."""
+        total = 0
+        for each in self.hot:
+            if MATRIX.match(each.name):
+                shape = _HMMA.match(each.opcode) or _HGMMA.match(each.opcode)
+                if shape is None:  # of tcgen05 it is a number in a register
+                    return None
+                m, n, k = (int(number) for number in shape.groups())
+                total += m * n * k // (_WARPGROUP if each.name == "HGMMA" else 1)
+        return total
 
 
 def parse(text: str) -> dict[str, Code]:
@@ -203,7 +200,6 @@ class _Path:
 
     lines: tuple[Instruction, ...] = ()
     own: tuple[Instruction, ...] = ()
-    inner: int = 0
 
     @property
     def matrix(self) -> int:
@@ -216,11 +212,11 @@ class _Path:
         return self.matrix, copies, -len(self.lines)
 
     def before(self, rest: _Path) -> _Path:
-        return _Path(self.lines + rest.lines, self.own + rest.own, self.inner + rest.inner)
+        return _Path(self.lines + rest.lines, self.own + rest.own)
 
     def inside(self) -> _Path:
         """The same as one step of the loop around it."""
-        return _Path(self.lines, () if self.matrix else self.lines, 1)
+        return _Path(self.lines, () if self.matrix else self.lines)
 
 
 def loops(code: Code) -> list[Loop]:
@@ -235,7 +231,7 @@ def loops(code: Code) -> list[Loop]:
         path = paths[head] = _hot_path(graph, head, bodies, direct, paths)
         if any(MATRIX.match(each.name) for each in path.own):
             size = sum(len(graph.nodes[block]["lines"]) for block in bodies[head])
-            result[head] = Loop(size, path.own, path.inner)
+            result[head] = Loop(size, path.own)
     return [result[head] for head in sorted(result)]
 
 

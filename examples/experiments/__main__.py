@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +43,7 @@ try:
     import page
     import plots
     from lab import Lab, OtherSettings
+    from options import create
     from report import Bar
     from rich.console import Console
 
@@ -68,12 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="how many seeds, 1 to 10, default 2")  # fmt: skip
     add("--quick", action="store_true", help="tiny sizes: does everything run?")
     options = parser.parse_args(arguments)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: {error}")
-    if not os.access(options.out, os.W_OK):
-        parser.error(f"argument --out: {options.out} is not writable")
+    create(options.out, parser)
     return options
 
 

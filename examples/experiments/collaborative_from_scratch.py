@@ -18,7 +18,7 @@ from corpus import END, Batch, padded
 from lab import Lab, Run
 from matplotlib.figure import Figure
 from plots import legend, line
-from tables import by_seed, each, markdown
+from tables import by_seed, markdown, quality_cells
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from training import learn, seconds_to_translate
@@ -157,11 +157,6 @@ def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, st
             costs_header, [[name, *cost_cells(rows[name])] for name in names]
         ),
     }
-
-
-def quality_cells(models: list[Run]) -> list[str]:
-    shares = [each(m[what] for m in models) for what in ("words", "sentences")]
-    return [*shares, each((m["loss"] for m in models), ".3f")]
 
 
 def cost_cells(row: Mapping[str, float]) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from lab import Lab, Run
 from matplotlib.figure import Figure
 from plots import legend, line
-from tables import by_seed, each, markdown
+from tables import by_seed, each, markdown, quality_cells
 from torch import Tensor, nn
 from training import learn
 from transformer import Cache, Translator, feed_forward
@@ -180,11 +180,9 @@ def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, st
     for kind in KINDS:
         for start in STARTS:
             found = by_seed(runs, label(kind, start))
-            shares = [each(m[what] for m in found) for what in ("words", "sentences")]
             reached = each((m["gradients"][0] / m["gradients"][-1] for m in found), ".2g")
-            loss = each((m["loss"] for m in found), ".3f")
             size = format(found[0]["parameters"], ",d")
-            rows.append([label(kind, start), *shares, loss, reached, size])
+            rows.append([label(kind, start), *quality_cells(found), reached, size])
     return {NAME: markdown(header, rows)}
 
 

@@ -16,7 +16,7 @@ from lab import Lab, Results, Run
 from matplotlib.figure import Figure
 from plots import legend, line
 from report import COLORS
-from tables import by_seed, each, markdown
+from tables import by_seed, each, markdown, quality_cells
 from training import learn, learn_gates, learn_on
 from translators import corpus_of, measured, more_batches, new_model, settings_of, trained
 
@@ -81,8 +81,7 @@ def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, st
 
 def row(name: str, models: list[Run]) -> list[str]:
     kinds = (each((m["open_heads"][kind] for m in models), "d") for kind in COLORS)
-    shares = (each(m[what] for m in models) for what in ("words", "sentences"))
-    return [name, *kinds, *shares, each((m["loss"] for m in models), ".3f")]
+    return [name, *kinds, *quality_cells(models)]
 
 
 def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from report import Bar
+from torch import nn
 
-from benchmarks.results import this_machine, write_whole
+import heads_kernels as hk
+from benchmarks.results import this_machine, write_text
 
 Run = dict[str, Any]
+Steps = Iterable[tuple[int, float]]
 
 
 class OtherSettings(Exception):
@@ -39,6 +42,15 @@ class Lab:
     def results(self, name: str, settings: Any) -> Results:
         """The results of the experiment `name`, including those of earlier runs; `settings` is a dataclass."""
         return Results(self.folder / f"{name}.json", asdict(settings))
+
+    def trained(self, name: str, model: nn.Module, steps: int, learn: Callable[[], Steps]) -> None:
+        """Train a model by `learn`, which yields steps and losses: once, then it is read from `folder`."""
+        file = self.folder / f"{name}.safetensors"
+        if file.exists():
+            hk.heads.load(model, file)
+        else:
+            self.bar.follow(f"trained, {name}", steps, learn())
+            hk.heads.save(model, file)
 
 
 class Results:
@@ -81,7 +93,7 @@ class Results:
             f"{json.dumps(name)}: {json.dumps(run)}" for name, run in self.runs.items()
         )
         settings = json.dumps(self.settings)
-        write_whole(self.path, f'{{"settings": {settings},\n"runs": {{\n{runs}\n}}}}\n')
+        write_text(self.path, f'{{"settings": {settings},\n"runs": {{\n{runs}\n}}}}\n')
 
 
 def rounded(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import plots
 
-from benchmarks.results import write_whole
+from benchmarks.results import write_text
 
 EXPERIMENTS: Final = (
     "heads_of_minilm",
@@ -47,10 +47,10 @@ def keep(folder: Path) -> list[str]:
     KEPT.mkdir(exist_ok=True)
     for name in names:
         file = f"{name}.json"
-        write_whole(KEPT / file, (folder / file).read_text(encoding="utf-8"))
+        write_text(KEPT / file, (folder / file).read_text(encoding="utf-8"))
         module, found = module_and_results(KEPT, name)
         plots.save(module.draw, **found, path=KEPT / f"{name}.svg")
-    write_whole(PAGE, text)
+    write_text(PAGE, text)
     return names
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 
 import torch
 from lab import Lab
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-
-import heads_kernels as hk
 
 #: Learning rates of Adam: the highest for a new model, and that for a trained one.
 RATE = 3e-3
@@ -115,13 +113,8 @@ def trained(lab: Lab, seed: int) -> LlamaForCausalLM:
     """The model of the seed after `steps` of training: trained once, then read from the folder."""
     settings = settings_of(lab)
     model = new_model(settings, seed)
-    file = lab.folder / f"rotary-{seed}.safetensors"
-    if file.exists():
-        hk.heads.load(model, file)
-    else:
-        learning = learn(model, batches(settings, seed), settings.steps, RATE)
-        lab.bar.follow(f"trained, seed {seed}", settings.steps, learning)
-        hk.heads.save(model, file)
+    learning = partial(learn, model, batches(settings, seed), settings.steps, RATE)
+    lab.trained(f"rotary-{seed}", model, settings.steps, learning)
     return model
 
 

@@ -16,7 +16,7 @@ from corpus import Corpus, padded
 from lab import Lab, Run
 from matplotlib.figure import Figure
 from plots import DEPTH
-from tables import by_seed, each, markdown, seeds_of
+from tables import by_seed, each, markdown, quality_cells, seeds_of
 from training import learn
 from transformer import Translator
 from translators import corpus_of, logits, new_model, quality
@@ -97,14 +97,12 @@ def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, st
     rows = []
     for kind, (entmax, learned) in KINDS.items():
         found = by_seed(runs, kind)
-        shares = [each(m[what] for m in found) for what in ("words", "sentences")]
-        loss = each((m["loss"] for m in found), ".3f")
         above = [
             each((mean_of(m, of) for m in found), ".0%") if entmax else "100" for of in ATTENTION
         ]
         alphas = [sorted(alphas_of(m)) for m in found]
         spread = ", ".join(f"{each[0]:.2f} to {each[-1]:.2f}" for each in alphas) if learned else ""
-        rows.append([kind, *shares, loss, *above, spread or ("1.5" if entmax else "")])
+        rows.append([kind, *quality_cells(found), *above, spread or ("1.5" if entmax else "")])
     return {NAME: markdown(header, rows)}
 
 

@@ -25,6 +25,13 @@ def by_seed(runs: Mapping[str, Any], name: str) -> list[Any]:
     return [run for run in found if run is not None]
 
 
+def quality_cells(runs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Shares of words and of sentences that are right, and nats per word: a number for each seed."""
+    runs = list(runs)
+    shares = [each(run[what] for run in runs) for what in ("words", "sentences")]
+    return [*shares, each((run["loss"] for run in runs), ".3f")]
+
+
 def each(values: Iterable[float], form: str = ".1%") -> str:
     """One number for each seed, "98.1, 97.5"; shares in percent, without the percent sign."""
     return ", ".join(format(value, form).rstrip("%") for value in values)

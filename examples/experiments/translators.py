@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -82,14 +82,9 @@ def trained(lab: Lab, seed: int) -> Translator:
     """The model of the seed after `steps` of training: trained once, then read from the folder."""
     settings = settings_of(lab)
     model = new_model(settings, seed)
-    file = lab.folder / f"translator-{seed}.safetensors"
-    if file.exists():
-        hk.heads.load(model, file)
-    else:
-        batches = corpus_of(settings, seed).batches(settings.batch, seed)
-        learning = learn(model, batches, settings.steps)
-        lab.bar.follow(f"trained, seed {seed}", settings.steps, learning)
-        hk.heads.save(model, file)
+    batches = corpus_of(settings, seed).batches(settings.batch, seed)
+    learning = partial(learn, model, batches, settings.steps)
+    lab.trained(f"translator-{seed}", model, settings.steps, learning)
     return model
 
 

@@ -44,13 +44,18 @@ def parse(
     options.batch = 32 if options.quick else 64
     options.steps = options.steps or (120 if options.quick else 1200)
     options.gated_steps = options.gated_steps or (80 if options.quick else 1000)
+    create(options.out, parser)
+    return options
+
+
+def create(folder: Path, parser: argparse.ArgumentParser) -> None:
+    """Create the folder of `--out`; if that is not possible, the program ends with status 2."""
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"argument --out: {error}")
-    if not os.access(options.out, os.W_OK):
-        parser.error(f"argument --out: {options.out} is not writable")
-    return options
+    if not os.access(folder, os.W_OK):
+        parser.error(f"argument --out: {folder} is not writable")
 
 
 def positive(text: str) -> int:

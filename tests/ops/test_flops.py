@@ -34,8 +34,14 @@ def counted(run: Any) -> int:
 # ---------------------------------------------------------------------- PyTorch's counter
 @pytest.mark.parametrize(
     "case",
-    [find("gated_attention", "small"), find("collaborative_attention", "small_bias")],
-    ids=lambda case: case.operator,
+    [
+        find("gated_attention", "small"),
+        find("gated_attention", "transposed_grouped"),
+        find("collaborative_attention", "small_bias"),
+        find("collaborative_attention", "grouped"),
+        find("entmax_attention", "small_causal"),
+    ],
+    ids=lambda case: f"{case.operator}-{case.name}",
 )
 def test_dense_count_is_that_of_the_plain_formula(case: Case) -> None:
     """Forward: two matrix products. Backward: four more, and the scores are computed again."""

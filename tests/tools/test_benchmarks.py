@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from dataclasses import replace
+from fnmatch import filter as matching
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from benchmarks import (
     goals,
     measure,
     minilm,
+    peak,
     results,
     run,
     workloads,
@@ -51,8 +53,10 @@ def no_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(minilm, "capture", capture)
 
 
-def bench(*options: str, path: Path | None = None) -> int:
-    return cli.main(["--smoke", *options, *(["--json", str(path)] if path else [])])
+def bench(path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit status of a smoke run of some workloads, and its numbers."""
+    status = cli.main(["--smoke", "--json", str(path), "--only", *options])
+    return status, json.loads(path.read_text())
 
 
 def named(name: str, settings: Settings = SMOKE) -> Workload:
@@ -134,43 +138,39 @@ def test_a_part_of_a_call_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------------- what is wrong is not timed
-@pytest.mark.parametrize("broken", ["kernel", "flops", "baseline"])
-def test_failed_check_is_said_and_not_timed(
-    broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_wrong_result_is_said_and_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A wrong result, a wrong FLOP count; a baseline that computes something else is left out alone."""
-    if broken == "kernel":
-        compare = checks.testing.compare
+    compare = checks.testing.compare
 
-        def worse(*call: object) -> accuracy.Report:
-            report = compare(*call)  # type: ignore[arg-type]
-            first = replace(report.quantities[0], max_error=1.0)
-            return replace(report, quantities=(first, *report.quantities[1:]))
+    def worse(*call: object) -> accuracy.Report:
+        report = compare(*call)  # type: ignore[arg-type]
+        first = replace(report.quantities[0], max_error=1.0)
+        return replace(report, quantities=(first, *report.quantities[1:]))
 
-        monkeypatch.setattr(checks.testing, "compare", worse)
-    elif broken == "flops":
-        monkeypatch.setattr(checks, "count", lambda call: (call(), 1)[1])
-    else:
-        attention = checks.attention
-
-        def zeros(name: str, inputs: Any, **options: Any) -> Any:
-            out = torch.zeros_like(inputs.dout)
-            return (lambda: out) if name == "sdpa" else attention(name, inputs, **options)
-
-        monkeypatch.setattr(checks, "attention", zeros)
-    path = tmp_path / "numbers.json"
-    assert bench("--only", "gated_closed_50", path=path) == 1
-    words = {
-        "kernel": "accuracy: FAIL out",
-        "flops": "FLOPs: forward count of our operator is 1, not",
-        "baseline": "baseline sdpa: off",
-    }
-    printed = capsys.readouterr().out
-    assert re.search(rf"FAIL gated_closed_50: {re.escape(words[broken])}", printed), printed
-    numbers = json.loads(path.read_text())
+    monkeypatch.setattr(checks.testing, "compare", worse)
+    status, numbers = bench(tmp_path / "numbers.json", "gated_closed_50")
+    assert status == 1
+    assert "FAIL gated_closed_50: accuracy: FAIL out" in capsys.readouterr().out
     assert numbers["failures"]
+    assert numbers["speed"] == []
+
+
+def test_a_baseline_that_computes_something_else_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    attention = checks.attention
+
+    def zeros(name: str, inputs: Any, **options: Any) -> Any:
+        out = torch.zeros_like(inputs.dout)
+        return (lambda: out) if name == "sdpa" else attention(name, inputs, **options)
+
+    monkeypatch.setattr(checks, "attention", zeros)
+    status, numbers = bench(tmp_path / "numbers.json", "gated_closed_50")
+    assert status == 1
+    assert "FAIL gated_closed_50: baseline sdpa: off" in capsys.readouterr().out
     timed = {name for row in numbers["speed"] for name in row["times"]}
-    assert timed == ({"ours", "eager", "dense"} if broken == "baseline" else set())
+    assert timed == {"ours", "eager", "dense"}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_failed_check_is_said_and_not_timed(
 )  # fmt: skip
 def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
-        bench(*options)
+        cli.main(["--smoke", *options])
     assert error.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -206,10 +206,10 @@ def test_interrupted_run_keeps_what_it_has_and_goes_on(
 
     monkeypatch.setattr(measure, "speed", once)
     path = tmp_path / "numbers.json"
-    assert bench("--only", "collaborative_ragged", path=path) == 130
+    status, numbers = bench(path, "collaborative_ragged")
+    assert status == 130
     assert "interrupted" in capsys.readouterr().out
     assert sorted(tmp_path.iterdir()) == [path]
-    numbers = json.loads(path.read_text())
     assert not numbers["complete"]
     first = numbers["speed"]
     assert [row["direction"] for row in first] == ["forward"]
@@ -218,8 +218,8 @@ def test_interrupted_run_keeps_what_it_has_and_goes_on(
 
     monkeypatch.setattr(measure, "speed", speed)
     monkeypatch.setattr(checks, "check", None)  # not again
-    assert bench("--only", "collaborative_ragged", path=path) == 0
-    numbers = json.loads(path.read_text())
+    status, numbers = bench(path, "collaborative_ragged")
+    assert status == 0
     assert numbers["complete"]
     assert numbers["speed"][:1] == first
     assert [row["direction"] for row in numbers["speed"]] == list(DIRECTIONS)
@@ -237,11 +237,11 @@ def test_what_ended_a_run_is_a_failure_and_left_out(
     with monkeypatch.context() as patched:
         patched.setattr(measure, "speed", crash)
         with pytest.raises(MemoryError):
-            bench("--only", "gated_causal", path=path)
+            bench(path, "gated_causal")
     ended = "timing gated_causal forward"
     assert json.loads(path.read_text())["running"] == ended
-    assert bench("--only", "gated_causal", path=path) == 1
-    numbers = json.loads(path.read_text())
+    status, numbers = bench(path, "gated_causal")
+    assert status == 1
     assert numbers["complete"]
     assert numbers["failures"] == [f"{ended}: the run ended here"]
     assert [row["direction"] for row in numbers["speed"]] == [*DIRECTIONS][1:]
@@ -261,23 +261,20 @@ def row(
 
 
 def test_goals_read_the_rows_they_name() -> None:
-    """Every goal names a workload of a full form that is timed in that direction, and what it is held to."""
-    every = {
-        w.name: w for device in ("cpu", "cuda") for w in workloads.table(Settings("full", device))
-    }
+    """Every goal names workloads of a full form, which have what it is held to."""
+    forms = [Settings("full", "cpu"), Settings("full", "cuda")]
+    every = {workload.name: workload for form in forms for workload in workloads.table(form)}
+    names = [*every, *minilm.NAMES]
     for goal in goals.GOALS:
-        if goal.workload in minilm.NAMES:
-            continue
-        workload = every[goal.workload]
-        assert goal.direction in workload.directions
-        if goal.versus in ("dense", "dense rate"):
-            assert workload.dense in every
+        for pattern in goal.workloads.split():
+            named_so = matching(names, pattern)
+            assert named_so, pattern
+            if goal.versus == "dense":
+                assert all(every[name].dense in every for name in named_so)
     times = {"dense": 2.5, "float32": 0.8, "cudnn": 0.7, "cuda": 0.5}
     rows = [
         row(name, direction, threads, **times) | {"dense_flops": 275e6, "floor": {"sgemm": 125.0}}
-        for direction in DIRECTIONS
-        for threads in (2, 1)
-        for name in dict.fromkeys(goal.workload for goal in goals.GOALS)
+        for name, direction, threads in product(names, DIRECTIONS, (2, 1))
     ]
     parts = {
         "memory": [{"case": case, "direction": "forward", "candidate": "ours", "extra": extra << 20}
@@ -286,8 +283,6 @@ def test_goals_read_the_rows_they_name() -> None:
             {"call": "gated_attention and gradients", "us": 90.0}],
     }  # fmt: skip
     found = {(o.goal, o.against, o.threads): o for o in goals.outcomes(rows, parts)}
-    assert len(found) == 2 * len(goals.GOALS) + 3
-
     for goal, against, threads, *outcome in (
         ("gated_dense forward", "SDPA*gate", 2, "1.50x", "0.70x", False),  # cuDNN is SDPA too
         ("gated_dense forward", "SDPA*gate", 1, "1.15x", "0.70x", False),
@@ -324,8 +319,11 @@ def test_names_are_found_by_parts_and_patterns(device: Any) -> None:
     names = [workload.name for workload in workloads.table(Settings("full", device))]
     assert len(set(names)) == len(names)
     assert {workload.name for workload in workloads.table(Settings("quick", device))} <= set(names)
-    settings = Settings("quick", device, only="gated_*closed")
-    assert len(run.choose(settings)) == 2
+    first = {"cpu": "gated", "cuda": "gated_D128_T4096"}[device]
+    settings = Settings("quick", device, only=f"{first}_*closed")
+    assert [workload.name for workload in run.choose(settings)] == [
+        f"{first}_closed_{percent}" for percent in workloads.CLOSED
+    ]
     assert not settings.wants("memory")
 
 
@@ -335,6 +333,7 @@ def test_names_are_found_by_parts_and_patterns(device: Any) -> None:
     [
         ("gated_closed_50", "backward", "arithmetic"),
         ("gated_half_padded", "forward", "bytes"),
+        ("gated_half_padded", "backward", "bytes"),
     ],
 )
 def test_floors(name: str, direction: Any, bound: str) -> None:
@@ -378,6 +377,15 @@ def test_peaks_count_what_every_thread_computed(dtype: torch.dtype) -> None:
     if "avx512bf16" in counts:
         pairs = 2 if dtype == torch.bfloat16 else 1
         assert counts["avx512bf16"] == pairs * counts["avx512"]
+
+
+def test_memory_that_cannot_be_read_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a system without procfs, where it was 0."""
+    monkeypatch.setattr(peak, "_STATUS", tmp_path / "status")
+    with pytest.raises(RuntimeError, match="procfs"):
+        peak.peak_memory(lambda: None)
 
 
 # ---------------------------------------------------------------------- kept results and figures
@@ -428,4 +436,5 @@ def test_kept_results_can_be_read() -> None:
             assert kept["machine"]["torch"]
             if kept["form"] == "full" and kept["speed"]:
                 found = goals.outcomes(kept["speed"], kept["parts"])
-                assert [outcome.got for outcome in found] == [goal["got"] for goal in kept["goals"]]
+                before = [(goal["goal"], goal["got"]) for goal in kept["goals"]]
+                assert sorted((outcome.goal, outcome.got) for outcome in found) == sorted(before)

@@ -1,25 +1,28 @@
-"""`python -m benchmarks.static.model`: what limits the loops of the GPU kernels, from their machine code.
+"""`python -m benchmarks.static.loops`: what the loops of the GPU kernels take, from their machine code.
 
-Compiles the Triton kernels and reads the CUDA C++ kernels from the built module; needs no GPU. For every loop with
-tensor-core instructions it prints how many instructions its hot path has (`sass.py`), the cycles that each
-pipe takes for one iteration of a block (`pipes.py` has the rates of each part), the slowest pipe and the
-TFLOP/s that it allows, and the instructions for spilled registers. `ahead_of_time` and `cuda_resources` report what
-whole kernels take: registers, spills and shared memory.
+Compiles the Triton kernels and reads the CUDA C++ kernels from the built module; needs no GPU. A line is a loop with
+tensor-core instructions, and compared with the kept one:
 
-The result is an upper limit, not a forecast: latencies, barriers and memory are not in it, and an inner loop counts as
-one iteration. FLOPs are those of the products that the kernel executes, recomputed ones included.
+all      instructions of one warp, in all ways round the loop
+hot      those of the hot path: a full tile with aligned copies (see `sass`)
+spills   of these, stores and loads of spilled registers
+k / hot  thousands of products, multiplied and added, for an instruction of the hot path; none on sm_100, whose
+         instructions do not say their shape
+#1, #2   other kernels with the same name, such as the one for closed heads
 
-On sm_90 the code shows a second limit: `alone` counts the instructions while no product is under way, from a wait for
-one to the start of the next, and `serial` is the cycles of the products and of those instructions together. It holds
-for one program on a multiprocessor; products of a second one may run in that time.
+`benchmarks/results/loops.json` keeps the numbers of a few calls, and `tests/tools/test_loops.py` fails where a loop
+takes more for a product, or where there is another number of loops. If that is intended, or after an improvement,
+`--keep` rewrites the numbers (build the CUDA module from the same sources first, or rewrite Triton's alone with
+`--backend triton`), and the commit message says why. Numbers are compared only between equal compiler versions.
+
+How fast a kernel is only a GPU tells: `python -m benchmarks --device cuda`. `ahead_of_time` and `cuda_resources` report
+what whole kernels take: registers, spills and shared memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -33,14 +36,15 @@ from typing import Any, Final
 
 import triton
 
-from benchmarks.results import commit
-from benchmarks.static import ahead_of_time, cuda_resources, pipes, sass
+from benchmarks.results import commit, write_text
+from benchmarks.static import ahead_of_time, binaries, cuda_resources, sass
 from heads_kernels.backends import TRITON_INTERPRETED
 
-KEPT: Final = Path(__file__).parents[1] / "results" / "static-model.json"
+KEPT: Final = Path(__file__).parents[1] / "results" / "loops.json"
 BACKENDS: Final = ("triton", "cuda")
 #: What is kept is few enough to be compiled by a test.
 TARGETS: Final = {"triton": ("sm_90",), "cuda": ("sm_80", "sm_90")}
+_NVIDIA: Final = [target for target in binaries.TARGETS if target.startswith("sm_")]
 _ENDS: Final = (
     "gate of heads, D 64", "gate of heads, D 128", "gate of heads, Ds 256", "decoding, D 128", "decoding, Ds 256",
 )  # fmt: skip
@@ -55,7 +59,7 @@ _WIDTHS: Final = (64, 128)  # of the kernels of CUDA, without score terms
 
 @dataclass(frozen=True)
 class Row:
-    """A loop of a kernel."""
+    """A loop of a kernel; numbers are those of one warp."""
 
     backend: str
     target: str
@@ -63,29 +67,10 @@ class Row:
     work: str  # what it was compiled for: a work of Triton's, a width of CUDA's
     variant: int  # among the kernels with this name: of Triton's in the order of their launch
     loop: int  # in the order of the code
-    warps: int
-    instructions: int  # of a warp, in all ways round the loop
+    instructions: int  # in all ways round the loop
     hot: int  # on the hot path
-    inner: int  # loops inside it, each counted as one round
     spills: int  # instructions on the hot path that store or load spilled registers
-    products: int | None  # of a block in one round, multiplied and added
-    cycles: dict[str, int]
-    #: Instructions on the hot path while no product is under way (`sass.Loop.alone`).
-    alone: int | None = None
-    #: Cycles of the products, and of those instructions on their slowest pipe.
-    serial: int | None = None
-
-    @property
-    def pipe(self) -> str:
-        """That takes longest."""
-        return max(self.cycles, key=self.cycles.__getitem__)
-
-    @property
-    def bound(self) -> float | None:
-        """TFLOP/s of the products that the loop makes; None where they are not known."""
-        if self.products is None:
-            return None
-        return pipes.teraflops(pipes.PARTS[self.target], self.products, self.cycles)
+    products: int | None  # multiplied and added on the hot path
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -101,99 +86,64 @@ class Row:
 
 
 # ---------------------------------------------------------------------- kernels
-def _rows(loops: Iterable[sass.Loop], warps: int, target: str, **rest: Any) -> Iterator[Row]:
-    part = pipes.PARTS[target]
-    for i, loop in enumerate(loops):
-        multiplied = pipes.products(loop.hot)
-        cycles, alone, serial = pipes.cycles(loop.hot, part, warps), None, None
-        if loop.alone is not None:
-            alone = len(loop.alone)
-            serial = cycles["tensor"] + max(pipes.cycles(loop.alone, part, warps).values())
-        yield Row(
-            target=target, loop=i, warps=warps, instructions=loop.instructions,
-            hot=len(loop.hot), inner=loop.inner, spills=loop.spills,
-            products=None if multiplied is None else multiplied * warps,
-            cycles=cycles, alone=alone, serial=serial, **rest,
-        )  # fmt: skip
+def rows_of(loops: Iterable[sass.Loop], **kernel: Any) -> list[Row]:
+    """The rows of a kernel's loops."""
+    return [
+        Row(**kernel, loop=i, instructions=loop.instructions, hot=len(loop.hot), spills=loop.spills,
+            products=loop.products)
+        for i, loop in enumerate(loops)
+    ]  # fmt: skip
 
 
 def of_triton(
     targets: Sequence[str],
     works: Iterable[ahead_of_time.Work],
-    dtype: str = "bfloat16",
     cache: Path | None = None,
     processes: int | None = None,
 ) -> list[Row]:
-    """The loops of Triton's kernels, compiled for these targets; the rest as in `ahead_of_time.compile_all`."""
+    """The loops of Triton's kernels in bfloat16; the rest as in `ahead_of_time.compile_all`."""
     seen: Counter[tuple[str, ...]] = Counter()
     result: list[Row] = []
-    parts = {target: pipes.PARTS[target].triton or target for target in targets}
-    compiled = dict.fromkeys(parts.values())
-    for one in ahead_of_time.compile_all(compiled, works, [dtype], cache, processes, True):
+    for one in ahead_of_time.compile_all(targets, works, ["bfloat16"], cache, processes, True):
         kernel = one.kernel
         if kernel.error:
             raise RuntimeError(f"{one.work}: {kernel.name} does not compile: {kernel.error}")
         key = (kernel.target, kernel.name, one.work)
+        result += rows_of(
+            kernel.loops, backend="triton", target=kernel.target, kernel=kernel.name,
+            work=one.work, variant=seen[key],
+        )  # fmt: skip
         seen[key] += 1
-        for target in [target for target in targets if parts[target] == kernel.target]:
-            result += _rows(
-                kernel.loops, kernel.warps, target, backend="triton", kernel=kernel.name,
-                work=one.work, variant=seen[key] - 1,
-            )  # fmt: skip
     return result
 
 
-_THREADS: Final = re.compile(
-    r"^\.nv\.info\.(\S+)|Attribute:\s+EIATTR_MAX_THREADS\s+Format:\s+\w+\s+Value:\s+(0x[0-9a-f]+)",
-    re.M,
-)
-
-
-def threads_of(text: str) -> dict[str, int]:
-    """The threads of a block of every kernel, in what `cuobjdump -elf` prints."""
-    result, name = {}, ""
-    for match in _THREADS.finditer(text):
-        if match[1]:
-            name = match[1]
-        else:
-            result[name] = int(match[2], 16)
-    return result
-
-
-def of_cuda(
-    module: Path, tool: str, targets: Sequence[str], dtype: str = "bf16", only: str = "*"
-) -> list[Row]:
-    """The loops of the kernels of CUDA C++ in a built module, without score terms."""
+def of_cuda(module: Path, tool: str, targets: Sequence[str], only: str = "*") -> list[Row]:
+    """The loops of the kernels of CUDA C++ in a built module, in bfloat16 and without score terms."""
     result: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         _run(tool, "-xelf", "all", module.resolve(), folder=folder)  # one file a source and part
         for cubin in sorted(Path(folder).glob("*.cubin")):
-            code = cubin.suffixes[-2].removeprefix(".")
-            running = [target for target in targets if (pipes.PARTS[target].cuda or target) == code]
-            if not running:
+            target = cubin.suffixes[-2].removeprefix(".")
+            if target not in targets:
                 continue
-            found = {
-                kernel.entry: kernel
-                for kernel in cuda_resources.parse(_run(tool, "--dump-resource-usage", cubin))
-                if _wanted(kernel, dtype, only)
-            }
+            listed = cuda_resources.parse(_run(tool, "--dump-resource-usage", cubin))
+            found = [kernel for kernel in listed if _wanted(kernel, only)]
             if not found:
                 continue
-            threads = threads_of(_run(tool, "-elf", cubin))
             codes = sass.parse(_run(str(Path(tool).with_name("nvdisasm")), "-c", cubin))
-            for target, (entry, kernel) in itertools.product(running, found.items()):
-                result += _rows(
-                    sass.loops(codes[entry]), threads[entry] // 32, target, backend="cuda",
-                    kernel=kernel.name, work=f"{dtype}, width {kernel.numbers[0]}",
+            for kernel in found:
+                result += rows_of(
+                    sass.loops(codes[kernel.entry]), backend="cuda", target=target,
+                    kernel=kernel.name, work=f"bf16, width {kernel.numbers[0]}",
                     variant=sum(kernel.numbers[2:]),  # which sums it writes, or small sizes
                 )  # fmt: skip
     return sorted(result, key=lambda row: (row.work, row.target, row.kernel, row.variant))
 
 
-def _wanted(kernel: cuda_resources.Kernel, dtype: str, only: str) -> bool:
+def _wanted(kernel: cuda_resources.Kernel, only: str) -> bool:
     """Whether it is an attention kernel of these widths without terms."""
     return (
-        kernel.dtype == dtype
+        kernel.dtype == "bf16"
         and len(kernel.numbers) > 1
         and kernel.numbers[0] in _WIDTHS
         and not kernel.numbers[1]
@@ -217,25 +167,25 @@ def compiler_of(backend: str, module: Path | None) -> dict[str, str | None]:
     return {"compiler": f"nvcc {nvcc}", "commit": built.get("commit")}
 
 
-def kept(path: Path = KEPT) -> dict[str, Any]:
+def kept() -> dict[str, Any]:
     """By backend: compiler, commit and rows."""
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    return dict(json.loads(KEPT.read_text()))
 
 
-def keep(rows: Iterable[Row], headings: dict[str, dict[str, str | None]], path: Path) -> None:
-    """Write the rows of these backends, and leave those of others as they are."""
-    numbers = kept(path)
+def keep(rows: Iterable[Row], headings: dict[str, dict[str, str | None]]) -> None:
+    """Write the rows of these backends, a line each, and leave those of others as they are."""
+    numbers = kept()
     for backend, heading in headings.items():
         own = [asdict(row) for row in rows if row.backend == backend]
         numbers[backend] = {**heading, "rows": own}
-    lines = []
+    parts = []
     for backend, part in sorted(numbers.items()):
         heading = {name: value for name, value in part.items() if name != "rows"}
         written = ",\n".join(f"  {json.dumps(row)}" for row in part["rows"])
-        lines.append(
+        parts.append(
             f'{json.dumps(backend)}: {json.dumps(heading)[:-1]}, "rows": [\n{written}\n]}}'
         )
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_text(KEPT, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def heavier(rows: Iterable[Row], kept_rows: Iterable[dict[str, Any]]) -> list[str]:
@@ -261,45 +211,32 @@ def _more(new: Row, old: Row) -> Iterator[str]:
         yield f"{new.spills} instructions for spilled registers, of {old.spills}"
     if not new.products or not old.products:
         return
-    numbers = {
-        "instructions": (new.hot, old.hot),
-        "instructions in all ways round it": (new.instructions, old.instructions),
-        **{f"cycles ({name})": (new.cycles[name], old.cycles[name]) for name in pipes.PIPES},
-    }
-    for name, (is_now, was) in numbers.items():
+    for name, is_now, was in (
+        ("instructions", new.hot, old.hot),
+        ("instructions in all ways round it", new.instructions, old.instructions),
+    ):
         if is_now * old.products > was * new.products:
-            allowed = was * new.products / old.products
-            yield f"{is_now} {name}, of {allowed:.0f}"
+            yield f"{is_now} {name}, of {was * new.products / old.products:.0f}"
 
 
 # ---------------------------------------------------------------------- the command
 def table(rows: Iterable[Row]) -> Iterator[str]:
     """Lines to print."""
-    yield "instructions of a warp; then cycles of a multiprocessor for one round of a block, by pipe"
-    heads = "".join(f"{pipe:>8}" for pipe in pipes.PIPES)
     for work, some in groupby(rows, key=lambda row: (row.backend, row.work)):
         yield f"\n{': '.join(work)}"
-        yield (
-            f"{'target':9}{'kernel':40}{'warps':>6}{'instr.':>8}{'hot':>6}{'inner':>6}{'spills':>7} |{heads} | "
-            f"{'pipe':8}{'TFLOP/s':>7}{'alone':>7}{'serial':>7}"
-        )
+        yield f"{'target':9}{'kernel':46}{'all':>7}{'hot':>7}{'spills':>7}{'k / hot':>9}"
         for row in some:
-            bound = "" if row.bound is None else f"{row.bound:.0f}"
-            alone, serial = ("" if n is None else n for n in (row.alone, row.serial))
-            taken = "".join(f"{row.cycles[pipe]:>8}" for pipe in pipes.PIPES)
-            yield (
-                f"{row.target:9}{row.label:40}{row.warps:>6}{row.instructions:>8}{row.hot:>6}{row.inner:>6}"
-                f"{row.spills:>7} |{taken} | {row.pipe:8}{bound:>7}{alone:>7}{serial:>7}"
-            )
+            rate = f"{row.products / row.hot / 1e3:.2f}" if row.products else ""
+            yield f"{row.target:9}{row.label:46}{row.instructions:>7}{row.hot:>7}{row.spills:>7}{rate:>9}"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.static.model", description=__doc__,
+        prog="python -m benchmarks.static.loops", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="default: both")
-    parser.add_argument("--target", choices=pipes.PARTS, action="append", help="default: the kept")
+    parser.add_argument("--target", choices=_NVIDIA, action="append", help="default: the kept")
     parser.add_argument("--only", metavar="PATTERN",
         help="of Triton all works whose name has this in it, of CUDA the kernels (* and ? allowed)")  # fmt: skip
     parser.add_argument("--module", type=Path, metavar="FILE",
@@ -331,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if tool is None:
             parser.error("no cuobjdump: pip install triton, or put the CUDA toolkit's into PATH")
         wanted = options.target or TARGETS["cuda"]
-        in_module = of_cuda(module, tool, wanted, only=pattern)
+        in_module = of_cuda(module, tool, wanted, pattern)
         missing = set(wanted) - {row.target for row in in_module}
         if missing and not options.only:
             parser.error(
@@ -344,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(*table(rows), sep="\n")
     headings = {backend: compiler_of(backend, module) for backend in backends}
     if options.keep:
-        keep(rows, headings, KEPT)
+        keep(rows, headings)
         print(f"\n{len(rows)} loops kept in {KEPT}")
         return 0
     failures = []
