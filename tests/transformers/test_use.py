@@ -8,6 +8,7 @@ import inspect
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from torch import nn
 from transformers.models.laguna import modeling_laguna
 from transformers.models.mpt import modeling_mpt
 
-from heads_kernels.integrations.transformers import release, use
+import heads_kernels as hk
+from heads_kernels.integrations.transformers import from_pretrained, release, use
 from heads_kernels.integrations.transformers.replacement import Replacement
 from tests.support.alike import assert_alike
 from tests.support.model_state import state, structure
@@ -128,6 +130,18 @@ def test_release_of_a_model_that_was_made_with_the_name() -> None:
     expected = outputs(model)
     assert release(use(model)).config._attn_implementation == "heads_kernels"
     assert torch.equal(outputs(model), expected)
+
+
+def test_pruned_layers_that_changed_places_are_saved(tmp_path: Path) -> None:
+    """As many heads of each layer are left, but not the same."""
+    model = use(build("bert"))
+    hk.heads.prune(model, {0: [0], 1: [3]})
+    model.encoder.layer = nn.ModuleList(reversed(model.encoder.layer))
+    use(model).save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path, type(model))
+    kept = [layer.module.kept_heads.tolist() for layer in hk.heads.attention_layers(loaded)]
+    assert kept == [[0, 1, 2], [1, 2, 3]]
+    assert_alike(outputs(loaded), outputs(model))
 
 
 def test_a_model_in_use_is_put_to_use_again() -> None:

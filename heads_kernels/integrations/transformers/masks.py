@@ -67,7 +67,7 @@ class PreparedMask(BlockMask):
         first: that of `AttentionCall`, if known.
 
     Attributes:
-        derived: what layers compute from it, once for the pass.
+        derived: what layers compute from it (`once`).
     """
 
     dtype = torch.bool
@@ -99,6 +99,12 @@ class PreparedMask(BlockMask):
         if self.dense is None:
             self.dense = self.mask.to_dense(*self.sizes, self.device).expand(self.sizes)
         return self.dense
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` computes, once for all layers that share the mask."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
 
     def contiguous(self) -> PreparedMask:
         """Returns itself; `generate` calls it."""
@@ -307,20 +313,22 @@ def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask
     if not isinstance(attention_mask, PreparedMask) or isinstance(attention_mask.mask, Tensor):
         was = f"of {type(module).__name__} is a tensor of pairs, of which this process has a part"
         refuse("attention_mask", was, "pass a padding mask [B, T], or none")
-    whole: Mask | None = attention_mask.derived.get("whole")
-    if whole is None:
+    found = attention_mask.mask
+
+    def join() -> Mask:
         terms: list[Term] = []
-        for term in attention_mask.mask.terms:
+        for term in found.terms:
             if isinstance(term, KeyMask):
-                real = context.join(term.real.to(torch.uint8), 1)
-                terms.append(KeyMask(real.bool()))
+                terms.append(KeyMask(context.join(term.real.to(torch.uint8), 1).bool()))
             elif isinstance(term, (Causal, Window)):
                 terms.append(term)
             else:
                 was = f"of {type(module).__name__} has {term}, of which this process has a part"
                 instead = "pass attention_mask, of ones without padding; packed sequences and chunks are not split"
                 refuse("attention_mask", was, instead)
-        whole = attention_mask.derived["whole"] = Mask.of(tuple(terms))
+        return Mask.of(tuple(terms))
+
+    whole: Mask = attention_mask.once("whole", join)
     return whole
 
 

@@ -178,14 +178,9 @@ def _packed(
     if isinstance(call, str):
         warnings.warn(f"{type(layer).__name__} runs with its padding: {call}", stacklevel=2)
         return None
-    packed = tuple(call.argument(name, value) for name, value in zip(names, args, strict=False))
-    by_name = {name: call.argument(name, value) for name, value in kwargs.items()}
-    cross = call.cross_mask(arguments)
-    if cross and "encoder_attention_mask" in names[: len(packed)]:
-        place = names.index("encoder_attention_mask")
-        packed = (*packed[:place], *cross.values(), *packed[place + 1 :])
-    else:
-        by_name |= cross
+    by_name = {name: call.argument(name, value) for name, value in arguments.items()}
+    by_name |= call.cross_mask(arguments)
+    packed = tuple(by_name.pop(name) for name in names[: len(args)])
     if call.kind not in own.probed:
         rows = call.mask.padding.packing
         both = tree_map(without_cache, ((args, kwargs), (packed, by_name)))
