@@ -195,6 +195,10 @@ def check_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             model(**{**given, **wrong})
+    model.layers[1].self_attn.context = None
+    with pytest.raises(ValueError, match="in which a LlamaAttention has no context; set"):
+        model(**given)
+    model.layers[1].self_attn.context = context
     packed = {**given, "position_ids": torch.arange(T // 2).expand(2, -1) % 3}
     del packed["attention_mask"]
     with pytest.raises(ValueError, match="packed sequences and chunks"):
