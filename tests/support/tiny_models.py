@@ -232,6 +232,12 @@ def randomised(model_class: Any, config: Any, attention: str, seed: int = 0) -> 
     return built.eval()
 
 
+def of_class(name: str, arguments: dict[str, Any], attention: str = "eager") -> Any:
+    """A random model of a class of transformers, by the arguments of its config."""
+    model_class = getattr(transformers, name)
+    return randomised(model_class, model_class.config_class(**arguments), attention)
+
+
 def unpooled(model: Any) -> Any:
     """A model without the pooler, which reads the first token whether it is real or not."""
     if "add_pooling_layer" in inspect.signature(type(model)).parameters:

@@ -34,6 +34,7 @@ from heads_kernels.integrations.transformers.packed_calls import (
     without_cache,
 )
 from heads_kernels.integrations.transformers.packed_check import (
+    Arguments,
     check_outputs,
     check_packed,
     filling,
@@ -153,20 +154,16 @@ def _reads_batch(module: nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------------- the hooks
-def _pack(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _pack(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     states = args[0] if args else kwargs["hidden_states"]
     if states.shape[1] == 1:  # a step of decoding, which is compiled as a whole
         return None
-    packed: tuple[tuple[Any, ...], dict[str, Any]] | None = _packed(layer, args, kwargs)
+    packed: Arguments | None = _packed(layer, args, kwargs)
     return packed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _packed(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _packed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     names = _names(layer)
     if len(args) > len(names):
         return None
