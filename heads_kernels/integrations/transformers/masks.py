@@ -72,7 +72,6 @@ class PreparedMask(BlockMask):
 
     dtype = torch.bool
     ndim = 4
-    dense: Tensor | None = None
 
     def __init__(
         self,
@@ -91,14 +90,6 @@ class PreparedMask(BlockMask):
     def shape(self) -> Shape:
         """(B, 1, T, S)."""
         return self.sizes
-
-    def to_dense(self) -> Tensor:
-        """The bool tensor `[B, 1, T, S]`, True = may attend; computed once."""
-        if isinstance(self.mask, Tensor):
-            return self.mask
-        if self.dense is None:
-            self.dense = self.mask.to_dense(*self.sizes, self.device).expand(self.sizes)
-        return self.dense
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` computes, once for all layers that share the mask."""
@@ -159,7 +150,7 @@ def _refusing(operation: str) -> Callable[..., NoReturn]:
 #: Operations of flex attention's masks and of tensors that are refused. Public names that only tensors have reach
 #: `__getattr__`.
 _REFUSED: Final = (
-    "as_tuple", "from_kv_blocks", "numel", "sparsity", "to_string",
+    "as_tuple", "from_kv_blocks", "numel", "sparsity", "to_dense", "to_string",
     *(f"__{name}__" for name in ("getitem", "setitem", "len", "iter", "bool", "invert", "neg", "float", "int")),
     *(f"__{side}{name}__" for side in ("", "r", "i")
       for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")),
