@@ -73,6 +73,16 @@ def context_of(method: str = "all_gather", **options: Any) -> Any:
     return distributed.ContextParallel(mesh, method, **options)
 
 
+def parts_of(
+    context: Any, given: dict[str, Tensor], dims: dict[str, int] = PARTS
+) -> dict[str, Tensor]:
+    """What this process has of operands, as leaves."""
+    return {
+        name: (context.split(t, dims[name]) if name in dims else t.clone()).requires_grad_()
+        for name, t in given.items()
+    }
+
+
 def check_call(
     operator: str,
     gate: str,
@@ -96,17 +106,14 @@ def check_call(
         return function(**arguments)
 
     dout = torch.randn(B, H, length, D)
-    plain = {name: t.clone().requires_grad_() for name, t in given.items()}
+    plain = parts_of(context, given, {})
     torch.manual_seed(3)
     expected = run(call, plain)
     expected.backward(dout)
     dims = dict(PARTS)
     if gate.startswith("[B, H, T"):
         dims["gate"] = 2
-    mine = {
-        name: (context.split(t, dims[name]) if name in dims else t.clone()).requires_grad_()
-        for name, t in given.items()
-    }
+    mine = parts_of(context, given, dims)
     torch.manual_seed(3 + torch.distributed.get_rank())
     out = run(partial(context, call), mine)
     out.backward(context.split(dout, 2))
@@ -139,11 +146,7 @@ def check_memory(operator: str) -> None:
     largest = {}
     for method in ("all_gather", "ring"):
         context = context_of(method)
-        given = operands(operator, "[H]", H, length)
-        parts = {
-            name: (context.split(t, PARTS[name]) if name in PARTS else t).requires_grad_()
-            for name, t in given.items()
-        }
+        parts = parts_of(context, operands(operator, "[H]", H, length))
         with Largest() as seen:
             context(getattr(hk, operator), **parts).sum().backward()
         largest[method] = seen.elements
@@ -158,18 +161,13 @@ def check_half(operator: str) -> None:
     The gradients of a block are rounded like those of the call, independently: W of them, which add up to sqrt(W).
     """
     context, call = context_of("ring"), getattr(hk, operator)
-    given = operands(operator, "[H]", H, T)
-    exact = {name: t.bfloat16().double().requires_grad_() for name, t in given.items()}
+    given = {name: t.bfloat16() for name, t in operands(operator, "[H]", H, T).items()}
+    exact = {name: t.double().requires_grad_() for name, t in given.items()}
     dout = torch.randn(B, H, T, D).bfloat16()
     call(**exact).backward(dout.double())
     errors = []
     for split in (False, True):
-        parts = {
-            name: (context.split(t, PARTS[name]) if split and name in PARTS else t)
-            .bfloat16()
-            .requires_grad_()
-            for name, t in given.items()
-        }
+        parts = parts_of(context, given, PARTS if split else {})
         if split:
             context(call, **parts).backward(context.split(dout, 2))
         else:
@@ -303,7 +301,10 @@ def test_a_process_that_dies() -> None:
 def test_positions(fake_mesh: Callable[..., Any]) -> None:
     """Of the first of four processes; balanced it has the first and the last of eight blocks."""
     mesh = fake_mesh(4)
-    assert distributed.ContextParallel(mesh).positions(16).tolist() == [0, 1, 2, 3]
+    context = distributed.ContextParallel(mesh)
+    assert context.positions(16).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="pad it to a multiple of 4"):
+        context.split(torch.zeros(21), 0)
     balanced = distributed.ContextParallel(mesh, balanced=True)
     assert balanced.positions(16).tolist() == [0, 1, 14, 15]
 
@@ -336,14 +337,6 @@ def test_calls_that_are_refused(
         distributed.ContextParallel(fake_mesh(4), **how)(options.pop("call"), **options)
 
 
-def test_sequences_and_modules_that_are_refused(fake_mesh: Callable[..., Any]) -> None:
-    mesh = fake_mesh(4)
-    with pytest.raises(ValueError, match="pad it to a multiple of 4"):
-        distributed.ContextParallel(mesh).split(torch.zeros(21), 0)
-    with pytest.raises(ValueError, match=r"module is a Linear"):
-        distributed.context_parallel(nn.Linear(3, 3), mesh)
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_call_inside_of_torchs_own(operator: str, fake_mesh: Callable[..., Any]) -> None:
     """Which would take the call for one of whole sequences."""
@@ -374,8 +367,10 @@ def test_tensor_parallelism_without_its_dimension(fake_mesh: Callable[..., Any])
 
 
 def test_layers_that_read_whole_sequences(fake_mesh: Callable[..., Any]) -> None:
-    layer = hk.nn.GatedMultiheadAttention(16, H)
-    distributed.context_parallel(layer, fake_mesh(2))
+    layer, mesh = hk.nn.GatedMultiheadAttention(16, H), fake_mesh(2)
+    with pytest.raises(ValueError, match=r"module is a Linear"):
+        distributed.context_parallel(nn.Linear(3, 3), mesh)
+    distributed.context_parallel(layer, mesh)
     x = torch.randn(B, 6, 16)
     with pytest.raises(ValueError, match="cache is given, but the layer is under context"):
         layer(x, cache=hk.nn.KeyValueCache())

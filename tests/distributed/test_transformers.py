@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.processes import Processes, mesh_of, whole
-from tests.support.tiny_models import build, packed_layers, small, with_gradients
+from tests.support.tiny_models import build, packed_layers, small
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
@@ -41,16 +41,23 @@ def set_gates(model: Any, gates: str) -> dict[str, Tensor]:
     return {}
 
 
-def check(gates: str, order: str) -> None:
+def check(family: str, gates: str, order: str) -> None:
+    """Converted layers are split by the plan of the package, which hands the mesh to gates."""
     mesh = mesh_of(2)
     tokens = torch.arange(12).view(2, 6)
     results: list[dict[str, Tensor]] = []
     for parts in (False, True):
-        model = small("llama", "heads_kernels")
+        model = small(family, "heads_kernels")
+        if order == "converted":
+            torch.manual_seed(3)
+            hk.convert.collaborate(model, 16, progress=False)
         hk.integrations.transformers.use(model)
         if parts and order == "split first":
             split(model, mesh)
         options = set_gates(model, gates)
+        if parts and order == "converted":
+            plan = distributed.tensor_parallel_plan(model, mesh)
+            parallel.parallelize_module(model, mesh, plan)
         if parts and order == "gates first":
             split(model, mesh)
             if gates != "head mask":
@@ -59,44 +66,27 @@ def check(gates: str, order: str) -> None:
             for module in model.modules():
                 if isinstance(module, hk.nn.HardConcrete):
                     module.meshes = (mesh,)
+        for part in model.train().modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
         torch.manual_seed(4 + (torch.distributed.get_rank() if parts else 0))
-        out = model.train()(tokens, **options).last_hidden_state
+        out = model(tokens, **options).last_hidden_state
         out.square().sum().backward()
         grads = {name: whole(p.grad) for name, p in model.named_parameters()}
         results.append({"out": out.detach(), **grads})
     assert_alike(results[1], results[0])
 
 
-@pytest.mark.parametrize("order", ["gates first", "split first"])
-@pytest.mark.parametrize("gates", ["one sample", "per sample", "head mask"])
-def test_gates(gates: str, order: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check, gates, order)
+GATES = ("one sample", "per sample", "head mask")
+CHECKS = [
+    *(("llama", gates, order) for gates in GATES for order in ("gates first", "split first")),
+    *((family, gates, "converted") for family in ("llama", "bert") for gates in GATES[::2]),
+]
 
 
-def check_converted(family: str, gates: str) -> None:
-    mesh = mesh_of(2)
-    results = []
-    for parts in (False, True):
-        model = small(family, "heads_kernels")
-        torch.manual_seed(3)
-        hk.convert.collaborate(model, 16, progress=False)
-        hk.integrations.transformers.use(model)
-        changes = set_gates(model, gates)
-        if parts:
-            plan = distributed.tensor_parallel_plan(model, mesh)
-            parallel.parallelize_module(model, mesh, plan)
-        for part in model.train().modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
-        found = with_gradients(model, **changes)
-        results.append({name: whole(each) for name, each in found.items()})
-    assert_alike(results[1], results[0])
-
-
-@pytest.mark.parametrize("gates", ["gates", "head mask"])
-@pytest.mark.parametrize("family", ["llama", "bert"])
-def test_converted_layers(family: str, gates: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_converted, family, gates)
+@pytest.mark.parametrize(("family", "gates", "order"), CHECKS)
+def test_gates(family: str, gates: str, order: str, ranks: Callable[[int], Processes]) -> None:
+    ranks(2).run(check, family, gates, order)
 
 
 # ---------------------------------------------------------------------- a part of every sequence
@@ -205,6 +195,10 @@ def check_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             model(**{**given, **wrong})
+    model.layers[1].self_attn.context = None
+    with pytest.raises(ValueError, match="in which a LlamaAttention has no context; set"):
+        model(**given)
+    model.layers[1].self_attn.context = context
     packed = {**given, "position_ids": torch.arange(T // 2).expand(2, -1) % 3}
     del packed["attention_mask"]
     with pytest.raises(ValueError, match="packed sequences and chunks"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import heads_kernels as hk
 from heads_kernels.integrations.transformers.unpadding import UNPADDED
 from tests.support.alike import assert_alike
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "transformers.md"
 transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 transformers.logging.set_verbosity_error()
 
@@ -230,6 +232,12 @@ def randomised(model_class: Any, config: Any, attention: str, seed: int = 0) -> 
     return built.eval()
 
 
+def of_class(name: str, arguments: dict[str, Any], attention: str = "eager") -> Any:
+    """A random model of a class of transformers, by the arguments of its config."""
+    model_class = getattr(transformers, name)
+    return randomised(model_class, model_class.config_class(**arguments), attention)
+
+
 def unpooled(model: Any) -> Any:
     """A model without the pooler, which reads the first token whether it is real or not."""
     if "add_pooling_layer" in inspect.signature(type(model)).parameters:
@@ -238,6 +246,33 @@ def unpooled(model: Any) -> Any:
 
 
 # ---------------------------------------------------------------------- families of a form
+#: Others whose attention has one of the forms of `hk.heads` (`FORMS` in heads/layouts.py): tested are outputs under
+#: `use`, gates, closed and pruned heads, saving.
+OF_A_FORM = (
+    "aimv2_text_model", "aimv2_vision_model", "apertus", "arcee", "aria_text", "biogpt", "blenderbot",
+    "blenderbot-small", "chinese_clip_vision_model", "clip_text_model", "clip_vision_model", "cohere",
+    "cohere2", "cohere2_moe", "cwm", "data2vec-audio", "data2vec-text", "dinov2_with_registers", "dinov3_vit",
+    "dpt", "emu3_text_model", "ernie4_5", "esm", "exaone4", "exaone_moe", "glm", "glm4", "glm4_moe",
+    "glmasr_encoder", "granitemoe", "granitemoeshared", "gte", "helium", "hubert", "hy_v3", "hyperclovax",
+    "ijepa", "jais2", "jina_embeddings_v3", "kolibri1", "layoutlm", "lfm2", "llama4_text", "m2m_100", "mellum",
+    "minimax", "minimax_m3_vl_text", "ministral3", "mllama_text_model", "modernbert-decoder", "molmo2_text",
+    "nanochat", "nemotron", "nomic_bert", "olmo", "opt", "owlv2_text_model", "owlv2_vision_model", "phi",
+    "phimoe", "pixio", "pixtral", "plbart", "qwen2_audio_encoder", "qwen3_vl_moe_text", "qwen3_vl_text",
+    "roberta-prelayernorm", "roc_bert", "sapiens2", "seed_oss", "sew", "siglip2_text_model",
+    "siglip_text_model", "siglip_vision_model", "solar_open", "stablelm", "tipsv2_text_model",
+    "tipsv2_vision_model", "ultrabert", "unispeech", "unispeech-sat", "vit_msn", "voxtral_encoder",
+    "voxtral_realtime_encoder", "wav2vec2", "whisper", "xlm-roberta-xl",
+)  # fmt: skip
+
+#: Others whose heads are not known in their weights, because norms, rotations or other projections are over all of
+#: them: tested are outputs under `use`, gates, closed heads and analysis.
+ATTENTION_ALONE = (
+    "bitnet", "blip_2_vision_model", "deepseek_v2", "diffllama", "esmc", "flex_olmo",
+    "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "instructblip_vision_model", "internvl_vision",
+    "janus_vision_model", "minicpm3", "minimax_m2", "mistral4", "olmo2", "olmo3",
+    "olmo_hybrid", "olmoe", "persimmon", "phi3", "qianfan_ocr_vision", "sam3_vit_model", "wav2vec2-conformer",
+)  # fmt: skip
+
 #: Sizes by the names that configs have for them.
 SMALL = {
     **PLAIN, **GPT2, **SEQ2SEQ,
@@ -280,6 +315,13 @@ def small(model_type: str, attention: str = "eager", seed: int = 0) -> Any:
     stem = config_class.__name__.removesuffix("Config")
     model_class = getattr(transformers, f"{stem}Model", None) or getattr(transformers, stem)
     return randomised(model_class, config, attention, seed)
+
+
+def documented() -> dict[str, list[str]]:
+    """Of each family in the table of docs/transformers.md the columns: model, scores, output gate, head masks ..."""
+    document = DOCUMENT.read_text(encoding="utf-8")
+    rows = [row.split("|")[1:-1] for row in document.splitlines() if row.startswith("| `")]
+    return {name.strip(" `"): [column.strip(" `") for column in columns] for name, *columns in rows}
 
 
 def batch(model: Any) -> dict[str, Tensor]:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import heads_kernels as hk
 from heads_kernels.after_import import after_import
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers import use
 from tests.support.alike import assert_alike
-from tests.support.tiny_models import ALIBI, MPT, PLAIN, SEQ2SEQ, TINY, build, outputs
+from tests.support.tiny_models import ALIBI, MPT, PLAIN, SEQ2SEQ, TINY, build, of_class, outputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,24 +37,17 @@ IDS = torch.arange(3, 21).view(2, 9)
 REAL = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 
 
-def make(name: str, arguments: dict[str, Any]) -> Any:
-    model_class = getattr(transformers, name)
-    config = model_class.config_class(**arguments)
-    torch.manual_seed(0)
-    return transformers.AutoModel.from_config(config, attn_implementation=NAME).eval()
-
-
 @pytest.mark.parametrize("name", ITSELF)
 def test_models_that_compute_attention_themselves(name: str) -> None:
     """Their first pass with a mask is refused, which their code would add to its scores."""
-    model = make(name, ITSELF[name])
+    model = of_class(name, ITSELF[name], NAME)
     decoder = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
     with pytest.raises(ValueError, match=r"attention_mask of .* is computed with \(\w+\)"):
         model(IDS, attention_mask=REAL, **decoder)
 
 
 def test_model_that_drops_masks_of_flex_attention() -> None:
-    model = make("DogeModel", TINY["llama"].arguments)
+    model = of_class("DogeModel", TINY["llama"].arguments, NAME)
     with pytest.raises(ValueError, match="attention_mask is given to DogeAttention, which makes"):
         model(IDS)
 

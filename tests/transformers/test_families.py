@@ -6,27 +6,34 @@ A family is built once. Its tests change copies of the model.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import heads_kernels as hk
 from heads_kernels.convert.install import read_heads
-from heads_kernels.integrations.transformers import TESTED, from_pretrained, release, use
+from heads_kernels.heads.layouts import class_calls_interface
+from heads_kernels.integrations.transformers import from_pretrained, release, use
 from tests.convert.converted_models import CONVERTIBLE, ROTARY, TURNED, convert
 from tests.support.alike import assert_alike
-from tests.support.families import ATTENTION_ALONE, OF_A_FORM
 from tests.support.model_state import structure
 from tests.support.tiny_models import (
+    ATTENTION_ALONE,
+    DOCUMENT,
     FEW,
+    OF_A_FORM,
     TINY,
     assert_same_states,
     batch,
     build,
+    documented,
     outputs,
     packed_layers,
     padding,
@@ -35,12 +42,12 @@ from tests.support.tiny_models import (
     with_gradients,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "transformers.md"
-
 #: Models whose layers take no padding mask: images all of whose patches are real, and sounds of one length.
 NO_PADDING = {
     "swin", "swinv2", "aimv2_vision_model", "chinese_clip_vision_model", "clip_vision_model",
     "dinov3_vit", "dpt", "glmasr_encoder", "owlv2_vision_model", "pixtral", "sapiens2", "siglip_vision_model",
+    "blip_2_vision_model", "instructblip_vision_model", "internvl_vision", "janus_vision_model", "qianfan_ocr_vision",
+    "sam3_vit_model",
 }  # fmt: skip
 #: Those of images whose layers take one that they are never given.
 IMAGES = {
@@ -55,6 +62,7 @@ PADDED = {
     "gemma3n_text": "hidden_states has shape",
     "layoutlmv3": "position_bias has shape [3, 4, 9, 9]",
     "mpt": "position_bias has shape",
+    "wav2vec2-conformer": "relative_position_embeddings has shape [1, 197, 32]",
     **dict.fromkeys(PAIRS, "attention_mask is a tensor for pairs"),
     **dict.fromkeys(IMAGES, "no warning"),
 }
@@ -67,6 +75,13 @@ POOLED = {
 SINKS_APART = {"granite_swa", "granitemoe_swa"}
 #: Position biases of all heads, which transformers' own attention adds to those that are left.
 BIASED = {"beit", "layoutlmv3", "mt5", "swin", "switch_transformers", "t5"}
+#: Families whose stock classes may compute attention themselves: the projections of heads, by the end of their name.
+ITSELF = {
+    "bloom": "self_attention.dense",
+    "mpnet": "attn.o",
+    "mpt": "attn.out_proj",
+    "swinv2": "attention.output.dense",
+}
 
 
 class Family(NamedTuple):
@@ -76,6 +91,11 @@ class Family(NamedTuple):
     stock: Any
     changes: dict[str, Tensor]
     expected: dict[str, Tensor]
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether its heads are known in its weights."""
+        return bool(TINY[self.name].attention) if self.name in TINY else self.name in OF_A_FORM
 
     def copy(self) -> Any:
         return copy.deepcopy(self.stock)
@@ -113,13 +133,13 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
     """Of the families of a form, whose layers are alike, `make check` runs every third."""
     if name in OF_A_FORM and name not in OF_A_FORM[::3]:
         return [pytest.mark.release]
-    return [] if name in FEW else [pytest.mark.check]
+    return [] if name in FEW | {"bloom", "gpt_neox", "olmo2", "phi3"} else [pytest.mark.check]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=marks_of(name)) for name in (*TINY, *OF_A_FORM)],
-)
+NAMES = (*TINY, *OF_A_FORM, *ATTENTION_ALONE)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks_of(name)) for name in NAMES])
 def family(request: pytest.FixtureRequest) -> Family:
     name = request.param
     stock = unpooled(build(name) if name in TINY else small(name))
@@ -139,8 +159,8 @@ def test_equals_stock(family: Family) -> None:
 
 def test_statistics_are_those_of_the_maps(family: Family) -> None:
     """Of real tokens, under every name that stock has maps under; of converted layers too."""
-    if family.name not in TESTED:
-        pytest.skip("as those of its form")
+    if family.name in OF_A_FORM:
+        pytest.skip("as those of others")
     arguments = batch(family.stock) | family.changes
     expected = family.stock(**arguments, output_attentions=True)
     models = [use(family.copy())]
@@ -163,7 +183,7 @@ def test_statistics_are_those_of_the_maps(family: Family) -> None:
                 assert statistics is None
                 continue
             rows = torch.ones(maps.shape[:3], dtype=torch.bool)
-            if real is not None and real.dim() == 2:
+            if real is not None and real.shape == maps.shape[::2]:
                 rows &= real.bool()[:, None]
             # Of keys whose probabilities differ by rounding, a processor may prefer either.
             chosen = statistics.argmax[rows]
@@ -175,38 +195,51 @@ def test_statistics_are_those_of_the_maps(family: Family) -> None:
 
 
 # ---------------------------------------------------------------------- heads
+def gated_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Stock eager attention, `[B, T, H, Dv]`, times the gates of the module."""
+    heads, maps = sys.modules[type(module).__module__].eager_attention_forward(
+        module, *args, **kwargs
+    )
+    gates = getattr(module, "gates", None)
+    return heads if gates is None else heads * gates[:, None], maps
+
+
+AttentionInterface.register("gated_eager", gated_attention)
+AttentionMaskInterface.register("gated_eager", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
 def gated(family: Family, gates: dict[str, Tensor]) -> Any:
-    """A stock model whose output projections read heads times gates, by the names of these projections."""
+    """A stock model with heads times gates, by the names of its attention modules."""
     model = family.copy()
-    for path, gate in gates.items():
+    if class_calls_interface(type(model.get_submodule(next(iter(gates))))):
+        for name, gate in gates.items():
+            model.get_submodule(name).gates = gate
+        model.set_attn_implementation("gated_eager")
+        return model
+    ends = ITSELF[family.name]
+    projections = [part for name, part in model.named_modules() if name.endswith(ends)]
+    for part, gate in zip(projections, gates.values(), strict=True):
 
-        def multiply(_: Any, inputs: tuple[Tensor, ...], gate: Tensor = gate) -> Tensor:
-            heads = inputs[0].unflatten(-1, (len(gate), -1))
-            return (heads * gate[:, None]).flatten(-2)
+        def multiply(_: Any, inputs: tuple[Tensor, ...], gate: Tensor = gate) -> Any:
+            heads = inputs[0].unflatten(-1, (len(gate), -1)) * gate[:, None]
+            return heads.flatten(-2), *inputs[1:]
 
-        model.get_submodule(path).register_forward_pre_hook(multiply)
+        part.register_forward_pre_hook(multiply)
     return model
 
 
-def layers_of(model: Any) -> dict[str, hk.heads.ProjectedLayer]:
-    """By the name of their output projection."""
-    names = {module: name for name, module in model.named_modules()}
-    return {names[layer.output.linear]: layer for layer in hk.heads.projected_layers(model)}
-
-
-def argument_of(model: Any, layer: hk.heads.ProjectedLayer) -> str:
+def argument_of(model: Any, layer: hk.heads.AttentionLayer) -> str:
     """The head mask that a layer reads."""
     names = {"decoder": "decoder_head_mask", "cross": "cross_attn_head_mask"}
     return names.get(layer.kind, "head_mask") if model.config.is_encoder_decoder else "head_mask"
 
 
-def with_heads(family: Family) -> tuple[Any, dict[str, hk.heads.ProjectedLayer]]:
+def with_heads(family: Family) -> tuple[Any, list[hk.heads.ProjectedLayer]]:
+    """A model in use, and its layers."""
+    if not family.has_heads:
+        pytest.skip("its heads are not known in its weights")
     model = use(family.copy())
-    if family.name in TESTED and not TESTED[family.name].pruning:
-        pytest.skip("its heads are not known in its weights: test_attention_alone.py")
-    layers = layers_of(model)
-    assert layers
-    return model, layers
+    return model, hk.heads.projected_layers(model)
 
 
 Masks = dict[str, Tensor]
@@ -214,19 +247,18 @@ Masks = dict[str, Tensor]
 
 def masks_of(family: Family) -> tuple[Masks, dict[str, Tensor]]:
     """Head masks, of a row for each layer, and what stock gives with them: outputs, gradients of weights and masks."""
-    model, layers = with_heads(family)
-    paths: dict[str, list[str]] = {}
-    for path, layer in layers.items():
-        paths.setdefault(argument_of(model, layer), []).append(path)
-    if family.name in TESTED:
-        assert paths.keys() <= set(TESTED[family.name].head_masks)
+    model = use(family.copy())
+    layers: dict[str, list[hk.heads.AttentionLayer]] = {}
+    for layer in hk.heads.attention_layers(model):
+        layers.setdefault(argument_of(model, layer), []).append(layer)
     masks, rows = {}, {}
-    for name, own in paths.items():
-        L, H = getattr(model.config, "num_hidden_layers", len(own)), layers[own[0]].num_heads
+    for argument, own in layers.items():
+        L, H = getattr(model.config, "num_hidden_layers", len(own)), own[0].num_heads
         shape = (L, H) if len(own) == L else (H,)  # layers without heads have rows too
-        masks[name] = torch.linspace(0.3, 1.2, torch.Size(shape).numel()).view(shape)
-        masks[name][..., 1] = 0.0
-        rows |= zip(own, masks[name].requires_grad_().expand(len(own), H), strict=True)
+        masks[argument] = torch.linspace(0.3, 1.2, torch.Size(shape).numel()).view(shape)
+        masks[argument][..., 1] = 0.0
+        of_layers = masks[argument].requires_grad_().expand(len(own), H)
+        rows |= {layer.name: row for layer, row in zip(own, of_layers, strict=True)}
     return masks, with_masks(family, gated(family, rows), masks)
 
 
@@ -245,39 +277,46 @@ def test_head_masks(family: Family) -> None:
 
 def test_closed_and_pruned_heads(family: Family) -> None:
     """They give what stock does without them; stock attention runs what is left, and never with closed heads."""
-    model, layers = with_heads(family)
-    assert [layer.index for layer in layers.values()] == list(range(len(layers)))
+    model = use(family.copy())
+    layers = hk.heads.attention_layers(model)
     hk.heads.gate(model, lambda H: hk.nn.FixedGate(torch.ones(H)))
     assert_alike(family.outputs(model), family.expected["outputs"])
     hk.heads.ungate(model)
 
     gates = {}
-    for path, layer in layers.items():
-        assert model.get_submodule(layer.name) is layer.module
+    for layer in layers:
         H = torch.arange(layer.num_heads)
-        gates[path] = (H != 0 if layer.index % 2 else H == 1).float()
-    closed = {
-        layer.name: (gates[path] == 0).nonzero().flatten().tolist()
-        for path, layer in layers.items()
-    }
+        gates[layer.name] = (H != 0 if layer.index % 2 else H == 1).float()
+    closed = {name: (gate == 0).nonzero().flatten().tolist() for name, gate in gates.items()}
     expected = family.with_gradients(gated(family, gates))
+    zeros = {name: dict.fromkeys(heads, "zero") for name, heads in closed.items()}
+    with hk.heads.patch(model, zeros):
+        assert_alike(family.outputs(model), expected["outputs"])
     hk.heads.close(model, closed)
     assert_alike(family.with_gradients(model), expected)
 
-    model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"'eager' in a .* its gates"):
-        family.outputs(model)
+    if family.name not in ITSELF:  # whose attention transformers does not set
+        model.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match=r"'eager' in a .* its gates"):
+            family.outputs(model)
+        use(model)
     with pytest.raises(ValueError, match="model has gates on the heads of"):
         release(model)
-    use(model)
 
+    if not family.has_heads:
+        refusal = r"layer 0 \('.*'\) is a \w+, wh(ich|ose) .*; close heads instead"
+        with pytest.raises(ValueError, match=refusal):
+            hk.heads.prune(model, closed)
+        return
     assert hk.heads.prune(model, hk.heads.closed(model)) == closed
     pruned = family.with_gradients(model)
     whole = [name for name, each in pruned.items() if each.shape == expected[name].shape]
     assert len(whole) > 4
     assert_alike({n: pruned[n] for n in whole}, {n: expected[n] for n in whole})
-    for path, layer in layers_of(model).items():
-        assert layer.num_heads == int(gates[path].sum())
+    for index, layer in enumerate(hk.heads.projected_layers(model)):
+        assert layer.index == index
+        assert layer.num_heads == int(gates[layer.name].sum())
+        assert model.get_submodule(layer.name) is layer.module
     if family.name in BIASED:
         refusal = r"fewer heads in .* than the position bias|'eager' in a .* with \d of \d heads"
         with pytest.raises(ValueError, match=refusal):
@@ -291,8 +330,8 @@ def test_layers_without_heads(family: Family) -> None:
     if family.name not in TINY:
         pytest.skip("stock code of some forms reshapes with -1")
     model, layers = with_heads(family)
-    path, layer = list(layers.items())[-1]
-    expected = family.outputs(gated(family, {path: torch.zeros(layer.num_heads)}))
+    layer = layers[-1]
+    expected = family.outputs(gated(family, {layer.name: torch.zeros(layer.num_heads)}))
     hk.heads.prune(model, {layer.index: range(layer.num_heads)})
     found = family.with_gradients(model)
     assert_alike(found["outputs"], expected)
@@ -326,7 +365,7 @@ def assert_saved(family: Family, model: Any, folder: Path) -> None:
 
 def test_saved_and_loaded(family: Family, tmp_path: Path) -> None:
     model, layers = with_heads(family)
-    for layer in layers.values():
+    for layer in layers:
         H = layer.num_heads
         hk.heads.prune(model, {layer.index: {layer.index % H, (layer.index + 2) % H}})
     assert_saved(family, model, tmp_path)
@@ -353,7 +392,7 @@ def test_converted(family: Family, tmp_path: Path) -> None:
             _, layers = with_heads(family)
             refusal = r"layer 0 \(.*\) has (norms .* and )?rotary positions"
             with pytest.raises(ValueError, match=refusal):
-                read_heads(next(iter(layers.values())))
+                read_heads(layers[0])
         return
     masks, expected = masks_of(family)
     found = with_masks(family, convert(use(family.copy()), method="dense"), masks, **masks)
@@ -381,15 +420,11 @@ def test_converted(family: Family, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- the table
-def test_every_family_has_a_tiny_model() -> None:
-    for name, family in TESTED.items():
-        assert TINY[name].model == family.model
-        assert bool(TINY[name].attention) == family.pruning
-
-
 def test_families_in_the_documentation() -> None:
+    rows = documented()
+    for name, (model, *_, pruning, _) in rows.items():
+        assert (model, pruning) == (TINY[name].model, "yes" if TINY[name].attention else "no")
+    assert rows.keys() >= {name for name in TINY if not TINY[name].attention}
     document = DOCUMENT.read_text(encoding="utf-8")
-    for name, family in TESTED.items():
-        assert f"| `{name}` | `{family.model}` |" in document
     for name in (*OF_A_FORM, *ATTENTION_ALONE):
         assert f"`{name}`" in document

@@ -5,6 +5,7 @@ test_families.py has what they compute in every family.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.integrations.transformers import TESTED, use
+from heads_kernels.integrations.transformers import use
 from tests.support.alike import assert_alike
 from tests.support.tiny_models import batch, build, outputs, small, with_gradients
 
@@ -30,7 +31,9 @@ def test_rows_of_pruned_layers(name: str) -> None:
     H = hk.heads.attention_layers(model)[1].num_heads
     mask = torch.rand(2, H)
     mask[1, 1] = 0.0
-    names = TESTED[name].head_masks
+    names = ["head_mask"]
+    if name == "t5":
+        names += ["decoder_head_mask", "cross_attn_head_mask"]
     expected = outputs(model, **dict.fromkeys(names, mask))
     hk.heads.prune(model, {1: [1]})
     assert_alike(outputs(model, **dict.fromkeys(names, mask)), expected)
@@ -43,6 +46,48 @@ def test_rows_of_pruned_layers(name: str) -> None:
     whole = torch.cat((row[:1], torch.ones(1), row[1:]))
     expected = outputs(model, head_mask=whole)
     assert_alike(outputs(model, head_mask=row), expected)
+
+
+def reversed_layers(model: Any) -> None:
+    model.encoder.layer = nn.ModuleList(reversed(model.encoder.layer))
+
+
+def one_layer_less(model: Any) -> None:
+    del model.encoder.layer[0]
+
+
+def one_layer_more(model: Any) -> None:
+    model.encoder.layer.append(copy.deepcopy(model.encoder.layer[0]))
+
+
+def another_attention(model: Any) -> None:
+    model.encoder.layer[0].attention.self = copy.deepcopy(model.encoder.layer[0].attention.self)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "change", [reversed_layers, one_layer_less, one_layer_more, another_attention]
+)
+def test_layers_that_changed_places(change: Callable[[Any], None], compiled: bool) -> None:
+    """The rows of a mask and the statistics are those of the order that `use` found, which `use` finds again."""
+    model = use(build("bert"))
+    run_model = partial(outputs, torch.compile(model, backend="eager") if compiled else model)
+    run_model(head_mask=torch.rand(2, 4))
+    change(model)
+    expected = outputs(use(copy.deepcopy(model)))
+    assert_alike(run_model(), expected)
+    for asked in ({"head_mask": torch.rand(2, 4)}, {"output_attentions": True}):
+        refusal = rf"{next(iter(asked))} is given to a BertModel, .*; call .*use\(model\) again"
+        with pytest.raises(ValueError, match=refusal):
+            run_model(**asked)
+    use(model)
+    layers = hk.heads.attention_layers(model)
+    mask = torch.rand(len(layers), 4)
+    found = run_model(head_mask=mask)
+    hk.heads.gate(model, lambda H: hk.nn.FixedGate(torch.ones(H)))
+    for layer, row in zip(layers, mask, strict=True):
+        layer.module.head_gate.gates.copy_(row)
+    assert_alike(found, outputs(model))
 
 
 def test_gates_multiply_masks(calls: list[dict[str, Any]]) -> None:

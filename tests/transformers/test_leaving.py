@@ -117,6 +117,17 @@ def test_what_was_set_on_heads_holds_or_is_refused(name: str, setting: str) -> N
                 assert_alike(now, expected)
 
 
+def test_a_mask_of_pairs_makes_mpt_run_its_own_attention() -> None:
+    """Which ignores gates, and is then refused."""
+    model = use(build("mpt"))
+    ids = batch(model)["input_ids"]
+    pairs = torch.zeros(len(ids), 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9)
+    assert_alike(model(ids, attention_mask=pairs).logits, model(ids).logits)
+    hk.heads.close(model, {0: [1]})
+    with pytest.raises(ValueError, match=r"attention_mask makes stock MptAttention run, .* gates"):
+        model(ids, attention_mask=pairs)
+
+
 def test_sub_configs() -> None:
     config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
         *(build(name).config for name in ("vit", "bert"))

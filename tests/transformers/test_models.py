@@ -14,20 +14,13 @@ from tests.support.tiny_models import (
     PLAIN,
     SEQ2SEQ,
     build,
+    of_class,
     outputs,
     packed_layers,
     padding,
-    randomised,
-    transformers,
     unpooled,
     with_gradients,
 )
-
-
-def of(name: str, arguments: dict[str, Any]) -> Any:
-    model_class = getattr(transformers, name)
-    return randomised(model_class, model_class.config_class(**arguments), "eager")
-
 
 #: Its layers are as those of Swin V2.
 SWIN2SR = {
@@ -49,7 +42,7 @@ FORMS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "no gates": (lambda: build("lfm3", use_attention_gate=False), {}),
     "a bias that layers share": (lambda: build("beit", **{OWN: False, SHARED: True}), {}),
     "Swin2SR": (
-        lambda: of("Swin2SRModel", SWIN2SR),
+        lambda: of_class("Swin2SRModel", SWIN2SR),
         {"pixel_values": torch.arange(1536.0).sin().view(2, 3, 16, 16)},
     ),
     # Positions count real tokens, so that the bias is no function of the distance.
@@ -59,9 +52,9 @@ FORMS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "packed by position": (lambda: build("llama"), PACKED),
     # Of these transformers says that SDPA does not serve them. Routers of NLLB-MoE compute with the mask, which they
     # take for one to be added.
-    "Splinter": (lambda: of("SplinterModel", PLAIN), {}),
-    "NLLB-MoE": (lambda: of("NllbMoeModel", SEQ2SEQ), WHOLE_TARGET),
-    "Pegasus-X": (lambda: of("PegasusXModel", PEGASUS_X), WHOLE_TARGET),
+    "Splinter": (lambda: of_class("SplinterModel", PLAIN), {}),
+    "NLLB-MoE": (lambda: of_class("NllbMoeModel", SEQ2SEQ), WHOLE_TARGET),
+    "Pegasus-X": (lambda: of_class("PegasusXModel", PEGASUS_X), WHOLE_TARGET),
 }
 
 

@@ -8,6 +8,7 @@ import inspect
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from torch import nn
 from transformers.models.laguna import modeling_laguna
 from transformers.models.mpt import modeling_mpt
 
-from heads_kernels.integrations.transformers import release, use
+import heads_kernels as hk
+from heads_kernels.integrations.transformers import from_pretrained, release, use
 from heads_kernels.integrations.transformers.replacement import Replacement
 from tests.support.alike import assert_alike
 from tests.support.model_state import state, structure
-from tests.support.tiny_models import TINY, batch, build, outputs, small, unpooled
+from tests.support.tiny_models import TINY, batch, build, of_class, outputs, small, unpooled
 
 
 def test_models_of_one_config_are_put_to_use_one_by_one() -> None:
@@ -130,6 +132,18 @@ def test_release_of_a_model_that_was_made_with_the_name() -> None:
     assert torch.equal(outputs(model), expected)
 
 
+def test_pruned_layers_that_changed_places_are_saved(tmp_path: Path) -> None:
+    """As many heads of each layer are left, but not the same."""
+    model = use(build("bert"))
+    hk.heads.prune(model, {0: [0], 1: [3]})
+    model.encoder.layer = nn.ModuleList(reversed(model.encoder.layer))
+    use(model).save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path, type(model))
+    kept = [layer.module.kept_heads.tolist() for layer in hk.heads.attention_layers(loaded)]
+    assert kept == [[0, 1, 2], [1, 2, 3]]
+    assert_alike(outputs(loaded), outputs(model))
+
+
 def test_a_model_in_use_is_put_to_use_again() -> None:
     model = build("bert")
     before = model.config._attn_implementation
@@ -138,11 +152,6 @@ def test_a_model_in_use_is_put_to_use_again() -> None:
     assert model.config._attn_implementation == "heads_kernels"
     model(**batch(model), head_mask=torch.ones(4))
     assert release(model).config._attn_implementation == before
-
-
-def stock(name: str, arguments: dict[str, Any]) -> Any:
-    model_class = getattr(transformers, name)
-    return model_class(model_class.config_class(**arguments))
 
 
 def wrapped(**models: nn.Module) -> nn.Module:
@@ -164,16 +173,16 @@ WITH_MASKS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 #: What is no model, or holds one, or is one that can't be served.
 REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: nn.Linear(2, 2), r"model is a Linear; .*tested families: albert, bart"),
+    (lambda: nn.Linear(2, 2), r"model is a Linear; .*lists the tested families"),
     (lambda: torch.compile(build("bert")), r"use\(model.get_submodule\('_orig_mod'\)\): it is"),
     (lambda: nn.DataParallel(build("bert")), r"use\(model.get_submodule\('module'\)\): it is"),
     (
         lambda: wrapped(query=build("bert"), image=build("vit")),
         r"'parts.query'\)\) and .*'parts.image'\)\): it is",
     ),
-    (lambda: stock("RoFormerModel", TINY["bert"].arguments), "'roformer'.* computes its attention"),
-    (lambda: stock("DogeModel", TINY["llama"].arguments), "family 'doge'.*, makes masks of its own"),
-    *((partial(stock, *each), rf"model is a {each[0]} .*masks.* it cannot be used") for each in WITH_MASKS),
+    (lambda: of_class("RoFormerModel", TINY["bert"].arguments), "'roformer'.* computes its attention"),
+    (lambda: of_class("DogeModel", TINY["llama"].arguments), "family 'doge'.*, makes masks of its own"),
+    *((partial(of_class, *each), rf"model is a {each[0]} .*masks.* it cannot be used") for each in WITH_MASKS),
 ]  # fmt: skip
 
 

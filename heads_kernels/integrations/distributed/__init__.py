@@ -7,8 +7,11 @@ from heads_kernels.integrations.distributed.context_parallel import (
     ContextParallel,
     context_parallel,
 )
-from heads_kernels.integrations.distributed.gathering import gather
-from heads_kernels.integrations.distributed.tensor_parallel import SharedNoise, tensor_parallel_plan
+from heads_kernels.integrations.distributed.sharded import (
+    SharedNoise,
+    gather,
+    tensor_parallel_plan,
+)
 
 __all__ = [
     "ContextParallel",

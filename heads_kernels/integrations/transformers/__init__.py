@@ -4,9 +4,14 @@ Importing this package registers the attention function and the mask function wi
 `from_pretrained(..., attn_implementation="heads_kernels")` and `model.set_attn_implementation("heads_kernels")` work.
 """
 
-from heads_kernels.integrations.transformers.models import from_pretrained, register, release, use
-from heads_kernels.integrations.transformers.tested import TESTED
+from transformers import AttentionInterface, AttentionMaskInterface
 
-register()
+from heads_kernels.heads.configs import NAME
+from heads_kernels.integrations.transformers.attention import attention_forward
+from heads_kernels.integrations.transformers.masks import prepare_mask
+from heads_kernels.integrations.transformers.models import from_pretrained, release, use
 
-__all__ = ["TESTED", "from_pretrained", "release", "use"]
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, prepare_mask)
+
+__all__ = ["from_pretrained", "release", "use"]

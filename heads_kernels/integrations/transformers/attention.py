@@ -276,12 +276,11 @@ def _head_gate(
     if head_gate is None and given is None:
         return None, True
     mesh = _mesh(module)
-    row = None
-    if given is not None:
-        row = head_mask_row(module, H if mesh is None else H * mesh.size(), given)
+    whole = H if mesh is None else H * mesh.size()
+    row = None if given is None else head_mask_row(module, whole, given)
     gates, closed_grad = row, True
     if head_gate is not None:
-        if head_gate.num_heads != (whole := H if mesh is None else H * mesh.size()):
+        if head_gate.num_heads != whole:
             was = f"has {head_gate.num_heads} gates, but the {type(module).__name__} has {whole} heads"
             refuse("head_gate", was, "attach one for each (hk.heads.gate)")
         if mesh is not None:

@@ -17,7 +17,6 @@ from torch.nn.functional import normalize
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
-from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.masks import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.statistics import AttentionStatistics
@@ -54,29 +53,9 @@ class Biased(Replacement):
             each.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2) for each in found
         ]
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        bias: RelativeBias | Tensor | None,
-        dropout: float,
-        scaling: float | None = None,
-    ) -> tuple[Tensor, AttentionStatistics | None]:
-        """The attention output `[B, T, H * Dv]`, and its statistics where they are requested."""
-        out, statistics = attention_forward(
-            self,
-            query,
-            key,
-            value,
-            mask,
-            position_bias=bias,
-            dropout=dropout if self.training else 0.0,
-            scaling=scaling,
-            is_causal=False,
-        )
-        return out.flatten(2), statistics
+    def attend(self, *operands: Any, **options: Any) -> tuple[Tensor, AttentionStatistics | None]:
+        """Without a mask every row sees every key, as in the stock forward."""
+        return super().attend(*operands, is_causal=False, **options)
 
 
 # ---------------------------------------------------------------------- T5: layers hand the bias of the first on
@@ -158,9 +137,8 @@ class MPNet(Biased):
         **kwargs: Any,
     ) -> Any:
         query, key, value = self.by_heads(hidden_states, self.q, self.k, self.v)
-        out, statistics = self.attend(
-            query, key, value, attention_mask, position_bias, self.dropout.p
-        )
+        terms = {"position_bias": position_bias, "dropout": self.dropout.p}
+        out, statistics = self.attend(query, key, value, attention_mask, **terms)
         return (self.o(out), statistics) if output_attentions else (self.o(out),)
 
 
@@ -188,8 +166,8 @@ class Bloom(Biased):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         bias = alibi.view(-1, self.num_heads, 1, alibi.shape[-1])  # [B, H, 1, S]
-        dropout = self.attention_dropout.p
-        out, statistics = self.attend(query, key, value, attention_mask, bias, dropout)
+        terms = {"position_bias": bias, "dropout": self.attention_dropout.p}
+        out, statistics = self.attend(query, key, value, attention_mask, **terms)
         hidden = torch.dropout(self.dense(out), self.hidden_dropout, self.training)
         return residual + hidden, statistics
 
@@ -218,14 +196,9 @@ class Mpt(Biased):
             key, value = cache.update(key, value, self.layer_idx)
         if position_bias is not None:
             position_bias = position_bias[None, ..., -key.shape[2] :]
+        terms = {"scaling": self.softmax_scale, "dropout": self.attn_dropout_p}
         out, statistics = self.attend(
-            query,
-            key,
-            value,
-            attention_mask,
-            position_bias,
-            self.attn_dropout_p,
-            scaling=self.softmax_scale,
+            query, key, value, attention_mask, position_bias=position_bias, **terms
         )
         return self.out_proj(out), statistics
 
@@ -254,7 +227,8 @@ class Swinv2(Biased):
         if attention_mask is not None:  # [windows, T, T]; the stock forward adds it twice
             bias = bias + 2 * attention_mask[:, None]
             bias = bias.repeat(len(query) // len(attention_mask), 1, 1, 1)
-        out, statistics = self.attend(query, key, value, None, bias, self.dropout.p, scaling=1.0)
+        terms = {"position_bias": bias, "scaling": 1.0, "dropout": self.dropout.p}
+        out, statistics = self.attend(query, key, value, None, **terms)
         return (out, statistics) if output_attentions else (out,)
 
 

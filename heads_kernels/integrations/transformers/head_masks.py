@@ -207,12 +207,18 @@ def _argument(model: Any, name: str) -> str:
 
 
 def _row(model: Any, name: str) -> tuple[int, int]:
-    """The row of this module in a mask `[L, H]`, and L; the first number in its name is its index."""
-    parts = name.split(".")
-    if "albert_layer_groups" in parts:
+    """The row of this module in a mask `[L, H]`, and L: its place in the outermost list of layers."""
+    if "albert_layer_groups" in name.split("."):
         return 0, 0
-    for place, part in enumerate(parts):
-        if part.isdigit():
-            layers = model.get_submodule(".".join(parts[:place]))
-            return int(part), sum(child.isdigit() for child, _ in layers.named_children())
-    return 0, 1
+    stacks = stacks_of(name)
+    if not stacks:
+        return 0, 1
+    layers = [child for child, _ in model.get_submodule(stacks[0]).named_children()]
+    index = name.removeprefix(f"{stacks[0]}.").partition(".")[0]
+    return int(index), sum(map(str.isdigit, layers))
+
+
+def stacks_of(name: str) -> list[str]:
+    """The names of the lists that a module of this name is in, outermost first: a number follows them."""
+    parts = name.split(".")
+    return [".".join(parts[:place]) for place, part in enumerate(parts) if part.isdigit()]

@@ -67,12 +67,11 @@ class PreparedMask(BlockMask):
         first: that of `AttentionCall`, if known.
 
     Attributes:
-        derived: what layers compute from it, once for the pass.
+        derived: what layers compute from it (`once`).
     """
 
     dtype = torch.bool
     ndim = 4
-    dense: Tensor | None = None
 
     def __init__(
         self,
@@ -92,13 +91,11 @@ class PreparedMask(BlockMask):
         """(B, 1, T, S)."""
         return self.sizes
 
-    def to_dense(self) -> Tensor:
-        """The bool tensor `[B, 1, T, S]`, True = may attend; computed once."""
-        if isinstance(self.mask, Tensor):
-            return self.mask
-        if self.dense is None:
-            self.dense = self.mask.to_dense(*self.sizes, self.device).expand(self.sizes)
-        return self.dense
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` computes, once for all layers that share the mask."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
 
     def contiguous(self) -> PreparedMask:
         """Returns itself; `generate` calls it."""
@@ -153,7 +150,7 @@ def _refusing(operation: str) -> Callable[..., NoReturn]:
 #: Operations of flex attention's masks and of tensors that are refused. Public names that only tensors have reach
 #: `__getattr__`.
 _REFUSED: Final = (
-    "as_tuple", "from_kv_blocks", "numel", "sparsity", "to_string",
+    "as_tuple", "from_kv_blocks", "numel", "sparsity", "to_dense", "to_string",
     *(f"__{name}__" for name in ("getitem", "setitem", "len", "iter", "bool", "invert", "neg", "float", "int")),
     *(f"__{side}{name}__" for side in ("", "r", "i")
       for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")),
@@ -307,20 +304,22 @@ def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask
     if not isinstance(attention_mask, PreparedMask) or isinstance(attention_mask.mask, Tensor):
         was = f"of {type(module).__name__} is a tensor of pairs, of which this process has a part"
         refuse("attention_mask", was, "pass a padding mask [B, T], or none")
-    whole: Mask | None = attention_mask.derived.get("whole")
-    if whole is None:
+    found = attention_mask.mask
+
+    def join() -> Mask:
         terms: list[Term] = []
-        for term in attention_mask.mask.terms:
+        for term in found.terms:
             if isinstance(term, KeyMask):
-                real = context.join(term.real.to(torch.uint8), 1)
-                terms.append(KeyMask(real.bool()))
+                terms.append(KeyMask(context.join(term.real.to(torch.uint8), 1).bool()))
             elif isinstance(term, (Causal, Window)):
                 terms.append(term)
             else:
                 was = f"of {type(module).__name__} has {term}, of which this process has a part"
                 instead = "pass attention_mask, of ones without padding; packed sequences and chunks are not split"
                 refuse("attention_mask", was, instead)
-        whole = attention_mask.derived["whole"] = Mask.of(tuple(terms))
+        return Mask.of(tuple(terms))
+
+    whole: Mask = attention_mask.once("whole", join)
     return whole
 
 

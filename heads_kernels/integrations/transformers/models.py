@@ -1,5 +1,5 @@
-"""Ways of a transformers model to the operators: by name, by `use`, which `release` undoes, or from a checkpoint of a
-pruned or converted model."""
+"""Ways of a transformers model to the operators: by `use`, which `release` undoes, or from a checkpoint of a pruned or
+converted model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from heads_kernels.checks import check_flag, refuse
 from heads_kernels.heads.changed_calls import adds_bias_of_all_heads
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
-from heads_kernels.heads.saving import RECORD, number_heads, restore_shape
-from heads_kernels.integrations.transformers.attention import attention_forward
-from heads_kernels.integrations.transformers.masks import prepare_mask
+from heads_kernels.heads.saving import (
+    RECORD,
+    number_heads,
+    record_in_config,
+    restore_shape,
+)
 from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
 from heads_kernels.integrations.transformers.support import (
     check_model,
@@ -24,7 +27,6 @@ from heads_kernels.integrations.transformers.support import (
     replace_forwards,
     restore_forward,
 )
-from heads_kernels.integrations.transformers.tested import TESTED
 from heads_kernels.integrations.transformers.unpadding import (
     pad_layers,
     unpad_layers,
@@ -39,9 +41,12 @@ def use(model: Model, *, unpad: bool = False) -> Model:
     """Run the attention of a transformers model on `hk.gated_attention`, in place; `release` undoes it.
 
     All sub-configs get `attn_implementation="heads_kernels"`. Layers that gate their output run gate and attention as
-    one op (`TESTED`). `model(..., head_mask=...)` works again, and `decoder_head_mask=` and `cross_attn_head_mask=`:
+    one op. `model(..., head_mask=...)` works again, and `decoder_head_mask=` and `cross_attn_head_mask=`:
     `[H]`, or `[L, H]` with a row per layer of the stack, 0 to close a head. The model gets its own copies of its
     configs. Submodels that are in use already become parts of the whole.
+
+    Call it again after layers were moved, removed or added: rows of head masks, and the record of pruned heads that
+    `save_pretrained` writes, are those of the layers that it found.
 
     Args:
         model: a `PreTrainedModel`, in train or eval mode. If it is wrapped (`PeftModel`, `SentenceTransformer`, a
@@ -80,6 +85,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
         watch(model)
         pad_layers(model)
         unpad_layers(model, layers)
+        record_in_config(model)  # by the names that layers have now
     return model
 
 
@@ -109,13 +115,6 @@ def release(model: Model) -> Model:
         unwatch(model)
         pad_layers(model)
     return model
-
-
-# ---------------------------------------------------------------------- by name
-def register() -> None:
-    """Make `attn_implementation="heads_kernels"` known to transformers."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, prepare_mask)
 
 
 # ---------------------------------------------------------------------- from a checkpoint
@@ -193,7 +192,7 @@ def _instead_of(holder: Any) -> str:
         if isinstance(module, PreTrainedModel) and not is_part:
             held.append(name)
     if not held:
-        return f"pass a transformers PreTrainedModel; tested families: {', '.join(TESTED)}"
+        return "pass a transformers PreTrainedModel; docs/transformers.md lists the tested families"
     calls = " and ".join(f"use(model.get_submodule({name!r}))" for name in held)
     return f"pass the model that it holds, {calls}: it is changed in place"
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from heads_kernels.checks import GateActivation
-from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.statistics import AttentionStatistics
 
@@ -58,20 +57,19 @@ class OutputGated(Replacement):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx + cycle_offset)
         key, value = self.expanded(key, value)
-        out, statistics = attention_forward(
-            self,
+        out, statistics = self.attend(
             query,
             key,
             value,
             attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=self.attention_dropout,
             scaling=self.scaling,
             sliding_window=getattr(self, "sliding_window", None),
             output_gate=logits,
             gate_activation=self.gate_activation,
             **kwargs,
         )
-        return self.o_proj(out.flatten(2)), statistics
+        return self.o_proj(out), statistics
 
     def query_and_logits(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """The query `[B, T, H, D]` and the logits of the gate, `[B, H, T]` or `[B, H, T, Dv]`."""

@@ -91,31 +91,23 @@ class PackedMask(PreparedMask):
         """A tensor packed, once for all layers unless it has a gradient."""
         if padded.requires_grad:
             return packing.pack(padded)
-        if id(padded) not in self.derived:
-            self.derived[id(padded)] = padded, packing.pack(padded)
-        packed: Tensor = self.derived[id(padded)][1]
+        # With `padded`, whose id is then that of no other tensor.
+        packed: Tensor = self.once(id(padded), lambda: (padded, packing.pack(padded)))[1]
         return packed
 
     def cross(self, keys: Padding) -> PreparedMask:
         """The mask of the packed rows and of keys that are packed too."""
-        if id(keys) not in self.derived:
-            rows, ids = self.padding.packing.rows, keys.packing.rows
-            mask = Mask(document_ids=(rows, ids))
-            made = PreparedMask(mask, (1, 1, len(rows), len(ids)), self.device)
-            self.derived[id(keys)] = keys, made
-        cross: PreparedMask = self.derived[id(keys)][1]
+        rows, ids = self.padding.packing.rows, keys.packing.rows
+        sizes = 1, 1, len(rows), len(ids)
+        cross: PreparedMask = self.once(
+            id(keys),
+            lambda: (keys, PreparedMask(Mask(document_ids=(rows, ids)), sizes, self.device)),
+        )[1]
         return cross
 
 
 def _packed_mask(mask: PreparedMask) -> PackedMask | None:
     """The mask of a self-attention for the packed row; None if `hk.Mask` cannot express it."""
-    if PackedMask not in mask.derived:
-        mask.derived[PackedMask] = _make_packed_mask(mask)
-    found: PackedMask | None = mask.derived[PackedMask]
-    return found
-
-
-def _make_packed_mask(mask: PreparedMask) -> PackedMask | None:
     if not isinstance(mask.mask, Mask):
         return None
     B, _, T, S = mask.sizes
@@ -258,7 +250,7 @@ def packed_call(
         return "attention_mask is a tensor for pairs of tokens"
     if len(masks) != 1 or masks[0].sizes[2] == 1 or _is_of_padded_rows(layer, own, arguments):
         return None
-    mask = _packed_mask(masks[0])
+    mask: PackedMask | None = masks[0].once(PackedMask, lambda: _packed_mask(masks[0]))
     states = arguments.get("encoder_hidden_states")
     keys = None if states is None else _keys(states, arguments.get("encoder_attention_mask"))
     if mask is None:
@@ -285,11 +277,11 @@ def _keys(states: Tensor, mask: Any) -> Padding | str:
     is_padding = isinstance(mask, PreparedMask) and isinstance(mask.mask, Mask)
     if not is_padding or any(not isinstance(term, KeyMask) for term in mask.mask.terms):
         return "encoder_attention_mask is no padding mask"
-    if Padding not in mask.derived:
-        real = _real(mask, S)
-        mask.derived[Padding] = None if real is None else Padding.of(real)
-    found: Padding | None = mask.derived[Padding]
-    return found or "encoder_attention_mask is not known"
+    real = _real(mask, S)
+    if real is None:
+        return "encoder_attention_mask is not known"
+    found: Padding = mask.once(Padding, lambda: Padding.of(real))
+    return found
 
 
 def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> bool:

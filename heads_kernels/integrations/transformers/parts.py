@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.configs import NAME
+from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.integrations.transformers.head_masks import PLACE
 from heads_kernels.integrations.transformers.packed_check import differ, outputs_of, uncached
 from heads_kernels.integrations.transformers.support import family
@@ -111,10 +112,14 @@ def _check_call(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Refuse what a model cannot compute from a part."""
-    contexts = (getattr(module, CONTEXT, None) for module in model.modules())
-    context: Context | None = next((each for each in contexts if each is not None), None)
+    attention = [module for module in model.modules() if calls_interface(module)]
+    contexts: list[Context | None] = [getattr(module, CONTEXT, None) for module in attention]
+    context = next((each for each in contexts if each is not None), None)
     if context is None:
         return None
+    if None in contexts:  # a layer that was added since
+        was = f"is a {family(model)}, in which a {type(attention[contexts.index(None)]).__name__} has no context"
+        refuse("module", was, "set context of all attention layers, to None to undo")
     given = inspect.signature(model.forward).bind(*args, **kwargs).arguments | kwargs
     given = {name: each for name, each in given.items() if each is not None}
     tokens = given.get("input_ids", given.get("inputs_embeds"))

@@ -9,6 +9,7 @@ this package.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.gating import refuse_ignored_gates
+from heads_kernels.heads.layouts import at_path
 from heads_kernels.integrations.transformers.head_masks import (
     PLACE,
     HeadMaskPlace,
@@ -28,6 +30,7 @@ from heads_kernels.integrations.transformers.head_masks import (
     pass_state,
     places,
     set_pass_state,
+    stacks_of,
 )
 from heads_kernels.ops.statistics import AttentionStatistics
 
@@ -43,6 +46,8 @@ class Pass:
 
     Attributes:
         arguments: for the name of each head mask, the layers that it applies to.
+        layers: all of these layers, by the name of their module in the model.
+        stacks: the number of modules of each list that has such layers, by its name.
         is_one_stack: for each of these names, and "" for all layers, whether the layers form one stack. An image
             tower and a text tower are two stacks: the submodels that receive the mask set it for their own.
         takes_any: whether the model's forward takes arguments of any name.
@@ -51,14 +56,12 @@ class Pass:
     """
 
     arguments: dict[str, list[HeadMaskPlace]]
+    layers: dict[str, HeadMaskPlace]
+    stacks: dict[str, int]
     is_one_stack: dict[str, bool]
     takes_any: bool
     parts: list[Pass] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-
-    @property
-    def layers(self) -> list[HeadMaskPlace]:
-        return [layer for each in self.arguments.values() for layer in each]
 
 
 # ---------------------------------------------------------------------- hooks on and off
@@ -92,29 +95,30 @@ def unwatch(model: nn.Module) -> None:
 
 
 def _pass_of(model: PreTrainedModel) -> Pass:
-    arguments = _by_argument(model)
-    stacks = {  # of modules without a config the classes are compared
+    layers = {n: vars(each)[PLACE] for n, each in model.named_modules() if PLACE in vars(each)}
+    stacks = {stack for name in layers for stack in stacks_of(name)}
+    arguments: dict[str, list[HeadMaskPlace]] = {}
+    for name, place in layers.items():
+        is_decoders = is_pair(model) and name.startswith("decoder.")
+        argument = f"decoder_{place.argument}" if is_decoders else place.argument
+        arguments.setdefault(argument, []).append(place)
+    kinds = {  # of modules without a config the classes are compared
         name: {type(getattr(each.module, "config", each.module)) for each in found}
         for name, found in arguments.items()
     }
-    stacks[""] = set().union(*stacks.values())
+    kinds[""] = set().union(*kinds.values())
     parameters = inspect.signature(model.forward).parameters.values()
     return Pass(
         arguments=arguments,
-        is_one_stack={name: len(kinds) == 1 for name, kinds in stacks.items()},
+        layers=layers,
+        stacks=_sizes(model, stacks),
+        is_one_stack={name: len(found) == 1 for name, found in kinds.items()},
         takes_any=any(each.kind is each.VAR_KEYWORD for each in parameters),
     )
 
 
-def _by_argument(model: Any) -> dict[str, list[HeadMaskPlace]]:
-    """The attention modules of a model, by the name of the argument with their head mask."""
-    found: dict[str, list[HeadMaskPlace]] = {}
-    for name, module in model.named_modules():
-        if (place := getattr(module, PLACE, None)) is not None:
-            is_decoders = is_pair(model) and name.startswith("decoder.")
-            argument = f"decoder_{place.argument}" if is_decoders else place.argument
-            found.setdefault(argument, []).append(place)
-    return found
+def _sizes(model: nn.Module, stacks: Iterable[str]) -> dict[str, int]:
+    return {stack: len(list(model.get_submodule(stack).children())) for stack in stacks}
 
 
 # ---------------------------------------------------------------------- the hooks
@@ -128,7 +132,7 @@ def _begin(
         set_pass_state(outer)
     is_outermost = outer is None or own not in outer.owner.parts
     if is_outermost:
-        for layer in own.layers:
+        for layer in own.layers.values():
             if layer.runs != NAME and getattr(layer.module, "head_gate", None) is not None:
                 refuse_ignored_gates(f"a {type(layer.module).__name__}", layer.runs)
     masks = masks_among(kwargs)
@@ -137,8 +141,10 @@ def _begin(
     if is_outermost:
         for name, mask in masks.items():
             _check(model, own, name, mask)
+        if masks or asks:
+            _check_order(model, own, next(iter(masks), "output_attentions"))
     _check_runs(model, own, masks, asks)
-    asks = asks and any(layer.runs == NAME for layer in own.layers)
+    asks = asks and any(layer.runs == NAME for layer in own.layers.values())
     if torch.compiler.is_compiling() and not (masks or collects):
         return None
     state = PassState(own, outer, tuple(masks), asks, collects)
@@ -147,13 +153,13 @@ def _begin(
         state.read = outer.read
     elif model.training and torch.compiler.is_compiling():
         # A compiled layer under gradient checkpointing cannot record that it read its mask.
-        state.read = dict.fromkeys(own.layers, True)
+        state.read = dict.fromkeys(own.layers.values(), True)
     for name, mask in masks.items():
         if own.is_one_stack.get(name, False):
             for layer in own.arguments[name]:
                 state.given[layer] = mask
     if asks and own.is_one_stack[""]:
-        for layer in own.layers:
+        for layer in own.layers.values():
             state.statistics[layer] = True
     if state.given and model.training and torch.is_grad_enabled():
         state.runs_again = not torch.compiler.is_compiling() and _is_checkpointing(model)
@@ -203,6 +209,16 @@ def _check(model: Any, own: Pass, name: str, mask: Any) -> None:
         refuse(name, f"is {mask.dtype}", "pass floats, integers or bools")
 
 
+def _check_order(model: Any, own: Pass, name: str) -> None:
+    """Refuse a model whose layers are not those of `use`, in their order, which the rows of a mask have."""
+    found = [(at_path(model, path), place) for path, place in own.layers.items()]
+    # A replica of nn.DataParallel has other modules, with the same places; a released part has none.
+    is_same = all(each is p.module or getattr(each, PLACE, None) is p for each, p in found)
+    if not is_same or _sizes(model, own.stacks) != own.stacks:
+        was = f"is given to a {type(model).__name__}, whose layers were moved, removed or added since it is in use"
+        refuse(name, was, "call heads_kernels.integrations.transformers.use(model) again")
+
+
 def _check_runs(model: Any, own: Pass, masks: dict[str, Any], asks: bool) -> None:
     """Refuse head masks for layers that run another attention function, and statistics in a model in use."""
     use = "call heads_kernels.integrations.transformers.use(model)"
@@ -212,7 +228,7 @@ def _check_runs(model: Any, own: Pass, masks: dict[str, Any], asks: bool) -> Non
         if others and (own.is_one_stack[name] or len(others) == len(layers)):
             was = f"is given to a {type(model).__name__}, whose layers run the attention function {others[0].runs!r}"
             refuse(name, f"{was}, which ignores it", use)
-    layers = own.layers
+    layers = list(own.layers.values())
     if asks and layers and hasattr(model, BEFORE) and not any(each.runs == NAME for each in layers):
         was = f"is True, but the layers of the {type(model).__name__} in use run the attention function"
         refuse(

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.layouts import stock_arguments
+from heads_kernels.integrations.transformers.attention import attention_forward
+from heads_kernels.ops.statistics import AttentionStatistics
 
 
 class Replacement(nn.Module):
@@ -58,6 +60,19 @@ class Replacement(nn.Module):
     def stock(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the stock class."""
         return getattr(super(), method)(*args, **kwargs)
+
+    def attend(
+        self, *operands: Any, dropout: float, **options: Any
+    ) -> tuple[Tensor, AttentionStatistics | None]:
+        """The attention output `[B, T, H * Dv]`, and its statistics where they are requested.
+
+        Args:
+            *operands: query, key, value and mask.
+            **options: of `attention_forward`; `dropout` is that of training.
+        """
+        dropout = dropout if self.training else 0.0
+        out, statistics = attention_forward(self, *operands, dropout=dropout, **options)
+        return out.flatten(2), statistics
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
         """Whether a call with these arguments runs the stock forward: the config names another attention function."""

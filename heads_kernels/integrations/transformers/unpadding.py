@@ -34,6 +34,7 @@ from heads_kernels.integrations.transformers.packed_calls import (
     without_cache,
 )
 from heads_kernels.integrations.transformers.packed_check import (
+    Arguments,
     check_outputs,
     check_packed,
     filling,
@@ -153,20 +154,16 @@ def _reads_batch(module: nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------------- the hooks
-def _pack(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _pack(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     states = args[0] if args else kwargs["hidden_states"]
     if states.shape[1] == 1:  # a step of decoding, which is compiled as a whole
         return None
-    packed: tuple[tuple[Any, ...], dict[str, Any]] | None = _packed(layer, args, kwargs)
+    packed: Arguments | None = _packed(layer, args, kwargs)
     return packed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _packed(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _packed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     names = _names(layer)
     if len(args) > len(names):
         return None
@@ -178,14 +175,9 @@ def _packed(
     if isinstance(call, str):
         warnings.warn(f"{type(layer).__name__} runs with its padding: {call}", stacklevel=2)
         return None
-    packed = tuple(call.argument(name, value) for name, value in zip(names, args, strict=False))
-    by_name = {name: call.argument(name, value) for name, value in kwargs.items()}
-    cross = call.cross_mask(arguments)
-    if cross and "encoder_attention_mask" in names[: len(packed)]:
-        place = names.index("encoder_attention_mask")
-        packed = (*packed[:place], *cross.values(), *packed[place + 1 :])
-    else:
-        by_name |= cross
+    by_name = {name: call.argument(name, value) for name, value in arguments.items()}
+    by_name |= call.cross_mask(arguments)
+    packed = tuple(by_name.pop(name) for name in names[: len(args)])
     if call.kind not in own.probed:
         rows = call.mask.padding.packing
         both = tree_map(without_cache, ((args, kwargs), (packed, by_name)))

@@ -1,10 +1,11 @@
-"""Plans that split the heads of attention modules over the processes of tensor parallelism."""
+"""Sharded models: plans of tensor parallelism that split heads, and whole copies for changes of the structure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from heads_kernels.checks import refuse
@@ -17,7 +18,49 @@ from heads_kernels.nn.multihead import Multihead
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Module = TypeVar("Module", bound=nn.Module)
 
+
+def gather(model: nn.Module, into: Module) -> Module:
+    """Copy the weights of a sharded model into a whole one, in every process.
+
+    A sharded model cannot be pruned, converted or gated: its parameters keep their sizes. So gather it, change the
+    whole model as in one process, and shard that one:
+
+        whole = gather(model, into=make_model())
+        hk.heads.prune(whole, hk.heads.closed(whole))
+        shard(whole)  # fully_shard, parallelize_module, ...
+
+    Every process must call, and needs memory for the whole model.
+
+    Args:
+        model: sharded by `fully_shard` or `parallelize_module`, or wrapped in `DistributedDataParallel`.
+        into: a model of the same structure, gates included, that is not sharded; its weights are overwritten.
+
+    Returns:
+        `into`.
+
+    Raises:
+        ValueError: the models have other weights, or weights of other sizes; the message names them, and nothing is
+            changed.
+    """
+    state: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True)
+    )
+    own = into.state_dict()
+    if different := sorted(state.keys() ^ own.keys()):
+        was = f"has other weights than model: {', '.join(different)}"
+        refuse("into", was, "make it as model was made, with its gates")
+    for name, weight in own.items():
+        if weight.shape != state[name].shape:
+            was = f"has {name} of shape {list(weight.shape)}, model {list(state[name].shape)}"
+            instead = "make it as model was made; hk.heads.apply_shapes prunes and converts it"
+            refuse("into", was, instead)
+    into.load_state_dict(state)
+    return into
+
+
+# ---------------------------------------------------------------------- tensor parallelism
 def tensor_parallel_plan(module: nn.Module, mesh: DeviceMesh) -> dict[str, ParallelStyle]:
     """A plan for `parallelize_module` that gives every process an equal part of the heads of each attention module.
 
@@ -68,25 +111,25 @@ def tensor_parallel_plan(module: nn.Module, mesh: DeviceMesh) -> dict[str, Paral
     return plan
 
 
-def _check_even(name: str, H: int, processes: int) -> None:
-    if H % processes:
-        fewer = H - H % processes
-        instead = f"keep {fewer} heads" if fewer else "leave the layer out of the plan"
-        refuse(name, f"has {H} heads, which {processes} processes cannot share evenly", instead)
-
-
-def _check_even_values(name: str, Hv: int, processes: int) -> None:
-    if Hv % processes:
-        was = f"has {Hv} heads of values, which {processes} processes cannot share evenly"
-        refuse(name, was, f"use a number of processes that divides {Hv}")
+def _check_even(name: str, H: int, Hv: int, processes: int) -> None:
+    """Refuse H heads, or Hv heads of values, that processes cannot share evenly."""
+    fewer = H - H % processes
+    fewer_heads = f"keep {fewer} heads" if fewer else "leave the layer out of the plan"
+    fewer_processes = f"use a number of processes that divides {Hv}"
+    for count, heads, instead in (
+        (H, "heads", fewer_heads),
+        (Hv, "heads of values", fewer_processes),
+    ):
+        if count % processes:
+            was = f"has {count} {heads}, which {processes} processes cannot share evenly"
+            refuse(name, was, instead)
 
 
 def _converted_styles(
     layer: ProjectedLayer, names: dict[nn.Module, str], processes: int
 ) -> dict[str, ParallelStyle]:
     """Of a converted layer of transformers: its module gets the values of the heads of its process."""
-    _check_even(str(layer), layer.num_heads, processes)
-    _check_even_values(str(layer), layer.value.heads, processes)
+    _check_even(str(layer), layer.num_heads, layer.value.heads, processes)
     value, output = (names[each.linear] for each in (layer.value, layer.output))
     fused = [part for part in layer.module.modules() if isinstance(part, FusedProjection)]
     if any(layer.value.linear in part.children() for part in fused):
@@ -100,13 +143,12 @@ def _converted_styles(
 
 def _styles(name: str, layer: Multihead, processes: int) -> dict[str, ParallelStyle]:
     H = layer.num_heads
-    _check_even(name, H, processes)
+    shared = layer if isinstance(layer, CollaborativeMultiheadAttention) else None
+    _check_even(name, H, H if shared is None else shared.num_value_heads, processes)
     if getattr(layer, "alpha_logits", None) is not None:
         refuse(name, "has entmax, which serves no DTensors", "leave the layer out of the plan")
     split = ["v_proj", "content_proj", "gate_proj"]
-    if isinstance(layer, CollaborativeMultiheadAttention):
-        _check_even_values(name, layer.num_value_heads, processes)
-    else:
+    if shared is None:
         split += ["q_proj", "k_proj"]
         Hk = getattr(layer, "num_key_heads", H)
         if Hk % processes:
@@ -130,11 +172,7 @@ class SharedNoise(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HardConcrete):
-            refuse(
-                "module",
-                f"is a {type(module).__name__}",
-                "apply it to HardConcrete gates",
-                TypeError,
-            )
+            was = f"is a {type(module).__name__}"
+            refuse("module", was, "apply it to HardConcrete gates", TypeError)
         module.meshes += (device_mesh,)
         return module
