@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -90,28 +90,27 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
     """As `attention_layers`, but returns an empty list if there is none."""
-    return [
-        AttentionLayer(index, name, kind_of(module, name), module, heads)
-        for index, (name, module, heads) in enumerate(_attention(model))
-    ]
+    found: list[AttentionLayer] = []
+    for name, holder in model.named_modules():
+        module: nn.Module = holder
+        if calls_operators(holder):
+            H = _num_heads(name, holder)
+        elif (layout := layout_of(holder)) is not None:
+            module = at_path(holder, layout.inner)
+            if calls_operators(module):
+                continue  # found by itself
+            check_has_parts(f"module {name!r}", holder, layout)
+            name = ".".join(part for part in (name, layout.inner) if part)
+            H = layout.heads(holder)
+        else:
+            continue
+        found.append(AttentionLayer(len(found), name, kind_of(module, name), module, H))
+    return found
 
 
 def calls_operators(module: nn.Module) -> bool:
     """Whether a module is one of `hk.nn`, or calls transformers' attention function: it then reads its gate."""
     return isinstance(module, Multihead) or calls_interface(module)
-
-
-def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Name, module and number of heads of each attention layer."""
-    for name, holder in model.named_modules():
-        if calls_operators(holder):
-            yield name, holder, _num_heads(name, holder)
-        elif (layout := layout_of(holder)) is not None:
-            inner = at_path(holder, layout.inner)
-            if not calls_operators(inner):
-                check_has_parts(f"module {name!r}", holder, layout)
-                path = ".".join(part for part in (name, layout.inner) if part)
-                yield path, inner, layout.heads(holder)
 
 
 def _num_heads(name: str, module: Any) -> int:

@@ -67,9 +67,7 @@ def patch(
     there = attention_layers(model)
     _check_computed_once(model)
     heads_of_layers(there, heads)  # refuses what does not exist
-    by_layer: dict[
-        int, dict[int, Replacement]
-    ] = {}  # one that is named twice, by index and name, has both
+    by_layer: dict[int, dict[int, Replacement]] = {}  # one named by index and by name has both
     for key, chosen in heads.items():
         layer = find_layer(there, key, "heads")
         if not isinstance(chosen, Mapping):

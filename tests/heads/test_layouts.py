@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.heads import HeadLayout, layout_check
+from heads_kernels.heads import HeadLayout, projected
 from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
@@ -26,7 +26,7 @@ PERSIMMON = HeadLayout("Persimmon", *["query_key_value"] * 3, "dense")
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of its own for each test, and nothing known of any class."""
     monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
-    monkeypatch.setattr(layout_check, "_FOUND", {})
+    monkeypatch.setattr(projected, "_FOUND", {})
 
 
 # ---------------------------------------------------------------------- layouts that a user gives
@@ -37,19 +37,62 @@ def test_a_layout_that_fits_is_registered(H: int) -> None:
     assert (layer.name, layer.num_heads, layer.layout.name) == ("0", H, "house")
 
 
+class Manor(House):
+    """With an argument of its own."""
+
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * times.exp())
+
+
+class Scaled(House):
+    """A factor per head, which pruning leaves: with 2 heads it makes 2 of the one that is left."""
+
+    def __init__(self, H: int) -> None:
+        super().__init__(H)
+        self.factors = nn.Parameter(torch.rand(H, 1, 1))
+
+    def split(self, x: Tensor) -> Tensor:
+        return super().split(x) * self.factors
+
+
+class Normed(House):
+    """With a norm over each head, or over all of them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(size)
+
+    def split(self, x: Tensor) -> Tensor:
+        if self.norm.normalized_shape[0] == self.width:
+            return self.norm(super().split(x))
+        return super().split(self.norm(x))
+
+
 @pytest.mark.parametrize(
     ("example", "why"),
     [
         (House(heads_first=False), "computes something else with a head pruned"),
         (House(gated=False), "computes something else with gates than with gates folded"),
+        (Manor(), r"cannot be run on random input \(Attrib"),
+        (Scaled(2), "cannot run with a head pruned"),
+        (Scaled(3), "cannot run with a head pruned"),
+        (Normed(32), "cannot run with a head pruned"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(example: House, why: str) -> None:
-    hk.heads.register_layout("House", HOUSE)
+    name = type(example).__name__
+    hk.heads.register_layout(name, HOUSE)
     # A gate that the layer ignores would close nothing.
     for change in (hk.heads.prune, hk.heads.close):
-        with pytest.raises(ValueError, match=f"module '0' is a House, .* 'house': it {why}"):
+        with pytest.raises(ValueError, match=f"module '0' is a {name}, .* 'house': it {why}"):
             change(nn.Sequential(example), {0: [0]})
+
+
+def test_a_norm_of_another_size_is_another_shape() -> None:
+    hk.heads.register_layout("Normed", HOUSE)
+    assert hk.heads.projected_layers(nn.Sequential(Normed(8)))
+    with pytest.raises(ValueError, match="it cannot run with a head pruned"):
+        hk.heads.projected_layers(nn.Sequential(Normed(32)))
 
 
 @pytest.mark.parametrize(
@@ -75,41 +118,11 @@ def test_families_that_do_not_fit(name: str, family: str, layout: HeadLayout) ->
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_forward_with_arguments_of_its_own_is_refused() -> None:
-    class Manor(House):
-        def forward(self, x: Tensor, times: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x * times.exp())
-
-    hk.heads.register_layout("Manor", HOUSE)
-    with pytest.raises(ValueError, match=r"cannot be run on random input \(Attrib"):
-        hk.heads.projected_layers(nn.Sequential(Manor()))
-
-
-class Scaled(House):
-    """A factor per head, which pruning leaves: with 2 heads it makes 2 of the one that is left."""
-
-    def __init__(self, H: int) -> None:
-        super().__init__(H)
-        self.factors = nn.Parameter(torch.rand(H, 1, 1))
-
-    def split(self, x: Tensor) -> Tensor:
-        return super().split(x) * self.factors
-
-
-@pytest.mark.parametrize("H", [2, 3])
-def test_a_layout_whose_pruned_heads_are_broadcast_is_refused(H: int) -> None:
-    hk.heads.register_layout("Scaled", HOUSE)
-    with pytest.raises(ValueError, match="it cannot run with a head pruned"):
-        hk.heads.projected_layers(nn.Sequential(Scaled(H)))
-
-
 # ---------------------------------------------------------------------- the model stays as it is
 def test_it_happens_once_for_a_class_and_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    compare = layout_check._compare
-    monkeypatch.setattr(
-        layout_check, "_compare", lambda *args: compared.append(args) or compare(*args)
-    )
+    compare = projected._compare
+    monkeypatch.setattr(projected, "_compare", lambda *given: compared.append(1) or compare(*given))
     model = nn.Sequential(House(4), House(4), House(2), House(4))
     hk.heads.register_layout("House", HOUSE)
     for _ in range(2):
@@ -119,25 +132,6 @@ def test_it_happens_once_for_a_class_and_a_shape(monkeypatch: pytest.MonkeyPatch
     hk.heads.close(model, {1: [0], 0: [0]})
     hk.heads.reopen(model)
     assert len(compared) == 2
-
-
-def test_a_norm_of_another_size_is_another_shape() -> None:
-    """A class with a norm over each head, and over all of them where its config says so."""
-
-    class Normed(House):
-        def __init__(self, size: int) -> None:
-            super().__init__()
-            self.norm = nn.RMSNorm(size)
-
-        def split(self, x: Tensor) -> Tensor:
-            if self.norm.normalized_shape[0] == self.width:
-                return self.norm(super().split(x))
-            return super().split(self.norm(x))
-
-    hk.heads.register_layout("Normed", HOUSE)
-    assert hk.heads.projected_layers(nn.Sequential(Normed(8)))
-    with pytest.raises(ValueError, match="it cannot run with a head pruned"):
-        hk.heads.projected_layers(nn.Sequential(Normed(32)))
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
@@ -157,7 +151,7 @@ def test_the_model_and_random_numbers_are_left_alone(
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("how", ["meta", "packed", "wrapped", "half", "other dtype"])
+@pytest.mark.parametrize("how", ["meta", "packed", "wrapped", "half", "other dtype", "context"])
 def test_only_the_structure_of_a_model_is_read(how: str) -> None:
     """On the meta device, quantised, with a wrapped forward, or in another mode, it is compared all the same."""
     with torch.device("meta" if how == "meta" else "cpu"):
@@ -176,21 +170,20 @@ def test_only_the_structure_of_a_model_is_read(how: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert [(layer.num_heads, layer.num_key_heads) for layer in layers] == [(8, 2)] * 2
-    assert list(layout_check._FOUND.values()) == [None]
+    assert list(projected._FOUND.values()) == [None]
 
 
 T = 5
-TURNED = {
-    "cu_seqlens": torch.tensor([0, T], dtype=torch.int32),
-    "position_embeddings": (torch.randn(T, 8).cos(), torch.randn(T, 8).sin()),
-}
-#: By family: the attention, its config and what that takes; whether the attention takes positions.
-PARTS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
-    "qwen2_vl": ("VisionAttention", "Qwen2VLVisionConfig", {"embed_dim": 32, "num_heads": 4}, True),
+#: By family: the attention, its config and what that takes, the sizes of an input and the other arguments.
+PARTS: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
+    "qwen2_vl": (
+        "VisionAttention", "Qwen2VLVisionConfig", {"embed_dim": 32, "num_heads": 4}, (T, 32),
+        {"cu_seqlens": torch.tensor([0, T], dtype=torch.int32),
+         "position_embeddings": (torch.randn(T, 8).cos(), torch.randn(T, 8).sin())},
+    ),
     "seamless_m4t": (
         "SeamlessM4TConformerSelfAttention", "SeamlessM4TConfig",
-        {"hidden_size": 32, "position_embeddings_type": "none", "speech_encoder_attention_heads": 4},
-        False,
+        {"hidden_size": 32, "position_embeddings_type": "none", "speech_encoder_attention_heads": 4}, (1, T, 32), {},
     ),
 }  # fmt: skip
 
@@ -198,15 +191,14 @@ PARTS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
 @pytest.mark.parametrize("family", PARTS)
 @torch.no_grad()
 def test_parts_of_models_prune(family: str) -> None:
-    attention, config, sizes, is_turned = PARTS[family]
+    attention, config, arguments, shape, options = PARTS[family]
     source = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    module = getattr(source, attention)(getattr(source, config)(**sizes))
+    module = getattr(source, attention)(getattr(source, config)(**arguments))
     module.config._attn_implementation = "eager"
-    arguments = TURNED if is_turned else {}
-    x = torch.randn(T, 32) if arguments else torch.randn(1, T, 32)
+    x = torch.randn(shape)
 
     def run() -> Tensor:
-        out = module(x, **arguments)
+        out = module(x, **options)
         return out[0] if isinstance(out, tuple) else out
 
     model = nn.Sequential(module)
