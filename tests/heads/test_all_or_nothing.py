@@ -97,16 +97,22 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 }
 
 
+#: The methods of modules that write to them.
+WRITES = ("__setattr__", "register_buffer", "register_forward_hook", "register_forward_pre_hook")
+
+
 @contextmanager
 def stopped_at(number: int | None) -> Iterator[list[str]]:
-    """Ctrl-C at the call of a function of the package with this number; yields the names of those called so far."""
+    """Ctrl-C at the call with this number of a function of the package, or of one that writes to a module; yields the
+    names of those called so far."""
     called: list[str] = []
 
     def count(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
+        code, place = frame.f_code, frame.f_globals.get("__name__", "")
         if event != "call" or code.co_flags & CO_GENERATOR:  # one ends when it is freed
             return
-        if frame.f_globals.get("__name__", "").startswith("heads_kernels."):
+        is_write = place == nn.Module.__module__ and code.co_name in WRITES
+        if is_write or place.startswith("heads_kernels."):
             called.append(code.co_name)
             if len(called) - 1 == number:
                 raise KeyboardInterrupt
