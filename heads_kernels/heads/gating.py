@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import refuse
+from heads_kernels.checks import refuse, refuse_type
 from heads_kernels.dtensor import is_fully_sharded, is_sharded
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.layers import (
@@ -52,9 +52,8 @@ def gate(
             transformers model ignores gates; `make` does not return a new `HeadGate` of that many heads each time.
     """
     if isinstance(make, nn.Module) or not callable(make):
-        was = f"is a {type(make).__name__}"
         instead = "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate"
-        refuse("make", was, instead, TypeError)
+        refuse_type("make", make, instead)
     chosen = choose_layers(attention_layers(model), layers)
     _check_reads_gates(model, chosen)
     holders = holders_of(model)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import as_int, check_heads, is_int, refuse
+from heads_kernels.checks import as_int, check_heads, is_int, refuse, refuse_type
 from heads_kernels.heads.configs import NAME, attention_function
 from heads_kernels.heads.layouts import at_path, calls_interface, check_has_parts, layout_of
 from heads_kernels.nn.gates import HeadGate
@@ -75,7 +75,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
             registered name but not its parts, or a module does not say how many heads it has.
     """
     if not isinstance(model, nn.Module):
-        refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
+        refuse_type("model", model, "pass a torch.nn.Module")
     layers = find_layers(model)
     if not layers:
         kinds = {type(each).__name__ for each in model.modules()}
@@ -164,8 +164,7 @@ def heads_of_layers(
 ) -> list[tuple[AttentionLayer, list[int]]]:
     """Resolve `{layer: heads}` to layers and sorted lists of heads; refuses those that do not exist."""
     if not isinstance(heads, Mapping):
-        was = f"is a {type(heads).__name__}"
-        refuse("heads", was, "pass {layer: heads}, layers by index or name", TypeError)
+        refuse_type("heads", heads, "pass {layer: heads}, layers by index or name")
     asked: dict[int, set[int]] = {}
     for key, chosen in heads.items():
         layer = find_layer(layers, key, "heads")
