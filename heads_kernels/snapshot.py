@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from torch import nn
 
-from heads_kernels.checks import refuse
+from heads_kernels.checks import refuse_type
 
 Made = TypeVar("Made")
 _ABSENT: Final = object()
@@ -35,7 +35,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
+            refuse_type("model", model, "pass a torch.nn.Module")
         self._modules = {
             module: (type(module), dict(vars(module)), _registries(module))
             for module in model.modules()

@@ -11,8 +11,7 @@ from heads_kernels.checks import refuse
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.rotary import AnyFactors, AnyHeads, RotaryFactors, RotaryHeads
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
-from heads_kernels.heads.layout_check import has_products
-from heads_kernels.heads.projected import with_projections
+from heads_kernels.heads.projected import has_products, with_projections
 from heads_kernels.heads.reshape import check_can_share, check_has_products, share
 from heads_kernels.heads.weights import ProjectedLayer, Projection, is_transposed
 from heads_kernels.nn import GatedMultiheadAttention
@@ -32,16 +31,15 @@ def prepare(model: nn.Module, layers: Iterable[int | str] | None) -> list[Projec
         refuse("model", "has no heads left", "convert it before all of them are pruned")
     for layer in chosen:
         check_can_share(model, layer)
-        _check_products(model, layer)
+        _check_products(layer)
     return chosen
 
 
-def _check_products(model: nn.Module, layer: ProjectedLayer) -> None:
+def _check_products(layer: ProjectedLayer) -> None:
     """Refuse a module of transformers that does more to queries and keys than its layout says, as a subclass may."""
     if isinstance(layer.module, GatedMultiheadAttention):
         return
-    holder = model.get_submodule(layer.name.removesuffix(layer.layout.inner).rstrip("."))
-    if not has_products(holder, layer.layout):
+    if not has_products(layer.holder, layer.layout):
         was = f"is a {type(layer.module).__name__}, whose scores are not products of its queries and keys"
         instead = "leave it out: something comes between its projections and its scores"
         refuse(str(layer), was, instead)

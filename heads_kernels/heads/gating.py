@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import refuse
+from heads_kernels.checks import refuse, refuse_type
 from heads_kernels.dtensor import is_fully_sharded, is_sharded
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.layers import (
@@ -19,8 +19,8 @@ from heads_kernels.heads.layers import (
     choose_layers,
     heads_of_layers,
 )
-from heads_kernels.heads.layouts import is_projection
-from heads_kernels.heads.projected import with_projections
+from heads_kernels.heads.layouts import HeadLayout, at_path, is_projection
+from heads_kernels.heads.projected import holders_of, with_projections
 from heads_kernels.nn.gates import FixedGate, HardConcrete, HeadGate
 from heads_kernels.snapshot import kept_on_error
 
@@ -52,11 +52,11 @@ def gate(
             transformers model ignores gates; `make` does not return a new `HeadGate` of that many heads each time.
     """
     if isinstance(make, nn.Module) or not callable(make):
-        was = f"is a {type(make).__name__}"
         instead = "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate"
-        refuse("make", was, instead, TypeError)
+        refuse_type("make", make, instead)
     chosen = choose_layers(attention_layers(model), layers)
     _check_reads_gates(model, chosen)
+    holders = holders_of(model)
     made: dict[HeadGate, AttentionLayer] = {}
     for layer in chosen:
         if is_fully_sharded(model):
@@ -65,7 +65,10 @@ def gate(
             was = f"has a {type(layer.gate).__name__} already"
             refuse(str(layer), was, "call hk.heads.ungate(model) first")
         if layer.num_heads:
-            made[_made(make, layer, made)] = layer
+            head_gate = _made(make, layer, made)
+            if any(parameter.requires_grad for parameter in head_gate.parameters()):
+                _check_passes_gradients(layer, holders.get(layer.module))
+            made[head_gate] = layer
     _attach(model, {layer.module: head_gate for head_gate, layer in made.items()})
 
 
@@ -167,17 +170,21 @@ def _made(
     if head_gate in others:
         was = f"returned the same gate for {layer} as for {others[head_gate]}"
         refuse("make", was, "return a new one each time")
-    if any(parameter.requires_grad for parameter in head_gate.parameters()):
-        _check_passes_gradients(layer)
     sharded: Any = next(filter(is_sharded, layer.module.parameters()), None)
     if sharded is not None and isinstance(head_gate, HardConcrete):  # tensor parallelism
         head_gate.meshes += (sharded.device_mesh,)
     return head_gate.to(layer.weight.device).train(layer.module.training)
 
 
-def _check_passes_gradients(layer: AttentionLayer) -> None:
+def _check_passes_gradients(
+    layer: AttentionLayer, held: tuple[str, nn.Module, HeadLayout] | None
+) -> None:
     """Refuse a layer with projections that pass no gradient to their inputs: learned gates would not learn."""
-    for name, linear in layer.module.named_modules():
+    parts = dict(layer.module.named_modules())
+    if held is not None:  # its output projection may be outside of its module
+        _, holder, layout = held
+        parts[layout.output] = at_path(holder, layout.output)
+    for name, linear in parts.items():
         weight = getattr(linear, "weight", None)
         if is_projection(linear) and not _passes_gradients(weight):
             kind = type(weight if isinstance(weight, Tensor) else linear).__name__

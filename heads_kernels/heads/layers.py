@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import as_int, check_heads, is_int, refuse
+from heads_kernels.checks import as_int, check_heads, is_int, refuse, refuse_type
 from heads_kernels.heads.configs import NAME, attention_function
 from heads_kernels.heads.layouts import at_path, calls_interface, check_has_parts, layout_of
 from heads_kernels.nn.gates import HeadGate
@@ -75,7 +75,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
             registered name but not its parts, or a module does not say how many heads it has.
     """
     if not isinstance(model, nn.Module):
-        refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
+        refuse_type("model", model, "pass a torch.nn.Module")
     layers = find_layers(model)
     if not layers:
         kinds = {type(each).__name__ for each in model.modules()}
@@ -90,28 +90,27 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 def find_layers(model: nn.Module) -> list[AttentionLayer]:
     """As `attention_layers`, but returns an empty list if there is none."""
-    return [
-        AttentionLayer(index, name, kind_of(module, name), module, heads)
-        for index, (name, module, heads) in enumerate(_attention(model))
-    ]
+    found: list[AttentionLayer] = []
+    for name, holder in model.named_modules():
+        module: nn.Module = holder
+        if calls_operators(holder):
+            H = _num_heads(name, holder)
+        elif (layout := layout_of(holder)) is not None:
+            module = at_path(holder, layout.inner)
+            if calls_operators(module):
+                continue  # found by itself
+            check_has_parts(f"module {name!r}", holder, layout)
+            name = ".".join(part for part in (name, layout.inner) if part)
+            H = layout.heads(holder)
+        else:
+            continue
+        found.append(AttentionLayer(len(found), name, kind_of(module, name), module, H))
+    return found
 
 
 def calls_operators(module: nn.Module) -> bool:
     """Whether a module is one of `hk.nn`, or calls transformers' attention function: it then reads its gate."""
     return isinstance(module, Multihead) or calls_interface(module)
-
-
-def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Name, module and number of heads of each attention layer."""
-    for name, holder in model.named_modules():
-        if calls_operators(holder):
-            yield name, holder, _num_heads(name, holder)
-        elif (layout := layout_of(holder)) is not None:
-            inner = at_path(holder, layout.inner)
-            if not calls_operators(inner):
-                check_has_parts(f"module {name!r}", holder, layout)
-                path = ".".join(part for part in (name, layout.inner) if part)
-                yield path, inner, layout.heads(holder)
 
 
 def _num_heads(name: str, module: Any) -> int:
@@ -165,8 +164,7 @@ def heads_of_layers(
 ) -> list[tuple[AttentionLayer, list[int]]]:
     """Resolve `{layer: heads}` to layers and sorted lists of heads; refuses those that do not exist."""
     if not isinstance(heads, Mapping):
-        was = f"is a {type(heads).__name__}"
-        refuse("heads", was, "pass {layer: heads}, layers by index or name", TypeError)
+        refuse_type("heads", heads, "pass {layer: heads}, layers by index or name")
     asked: dict[int, set[int]] = {}
     for key, chosen in heads.items():
         layer = find_layer(layers, key, "heads")

@@ -1,8 +1,8 @@
 """Where attention modules keep their projections: known classes by name, and forms that many classes share.
 
 Hundreds of classes of transformers share half a dozen sets of names, and every release adds more. So a module is found
-by the names of its projections, and `layout_check` verifies it by running it. The table by class holds what names do
-not show: that scores are products of weights, for conversion.
+by the names of its projections, and `projected_layers` verifies it by running it. The table by class holds what names
+do not show: that scores are products of weights, for conversion.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ _SELF_QUERY = HeadLayout(
     scale="self.scaling",
 )
 
-#: Layouts of modules that call transformers' attention function. The first whose parts all exist is used, if it fits
-#: (heads/layout_check.py).
+#: Layouts of modules that call transformers' attention function. The first whose parts all exist is used, if it fits.
 FORMS: Final = (
     _Q_PROJ,
     _QUERY,
@@ -114,6 +113,18 @@ FORMS: Final = (
 )
 
 # ---------------------------------------------------------------------- classes
+_OF_BERT = (
+    "BertAttention", "BertGenerationAttention", "CamembertAttention", "ElectraAttention", "ErnieAttention",
+    "RobertaAttention", "XLMRobertaAttention",
+)  # fmt: skip
+_OF_BART_AND_VIT = (
+    "BartAttention", "DeiTAttention", "Dinov2Attention", "MBartAttention", "MarianAttention", "PegasusAttention",
+    "ViTAttention", "ViTMAEAttention",
+)  # fmt: skip
+_OF_LLAMA = (
+    "Gemma2Attention", "GemmaAttention", "LlamaAttention", "MistralAttention", "MixtralAttention", "Qwen2Attention",
+)  # fmt: skip
+
 #: By the name of the class; also used for subclasses. Those of transformers are the ones that can be converted.
 LAYOUTS: dict[str, HeadLayout] = {
     "GatedMultiheadAttention": HeadLayout(
@@ -134,43 +145,10 @@ LAYOUTS: dict[str, HeadLayout] = {
         shared=True,
         scale="scale",
     ),
-    **dict.fromkeys(
-        (
-            "BertAttention",
-            "BertGenerationAttention",
-            "CamembertAttention",
-            "ElectraAttention",
-            "ErnieAttention",
-            "RobertaAttention",
-            "XLMRobertaAttention",
-        ),
-        _SELF_QUERY,
-    ),
+    **dict.fromkeys(_OF_BERT, _SELF_QUERY),
     "AlbertAttention": _QUERY,
-    **dict.fromkeys(
-        (
-            "BartAttention",
-            "DeiTAttention",
-            "Dinov2Attention",
-            "MBartAttention",
-            "MarianAttention",
-            "PegasusAttention",
-            "ViTAttention",
-            "ViTMAEAttention",
-        ),
-        _Q_PROJ,
-    ),
-    **dict.fromkeys(
-        (
-            "Gemma2Attention",
-            "GemmaAttention",
-            "LlamaAttention",
-            "MistralAttention",
-            "MixtralAttention",
-            "Qwen2Attention",
-        ),
-        replace(_Q_PROJ, rotary=True),
-    ),
+    **dict.fromkeys(_OF_BART_AND_VIT, _Q_PROJ),
+    **dict.fromkeys(_OF_LLAMA, replace(_Q_PROJ, rotary=True)),
     "ModernBertAttention": HeadLayout(
         "ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", scale="", rotary=True
     ),
@@ -208,7 +186,7 @@ def layout_of(module: nn.Module) -> HeadLayout | None:
 
 
 def form_of(module: nn.Module) -> HeadLayout | None:
-    """The form of a transformers module, by the names of its parts; `misfit` checks whether it fits.
+    """The form of a transformers module, by the names of its parts.
 
     Classes of a form cannot be converted, since what comes between their projections and scores is unknown.
     """
@@ -251,6 +229,11 @@ def class_calls_interface(kind: Any) -> bool:
         return False
     found = inspect.getclosurevars(forward).globals.values()
     return any(type(each).__name__ == "AttentionInterface" for each in found)
+
+
+def is_cache(value: object) -> bool:
+    """Whether it is a cache of transformers. The arguments that take one have other names from release to release."""
+    return hasattr(type(value), "get_seq_length")
 
 
 def check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:

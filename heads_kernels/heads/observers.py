@@ -100,15 +100,20 @@ def _decoders(every: list[AttentionLayer]) -> list[AttentionLayer]:
     return decoder or [layer for layer in runs if layer.kind != "cross"]
 
 
+class _Pass(threading.local):
+    """Of the pass of a thread: whether it called the observer, and whether a change is not made yet."""
+
+    called = False
+    due = False
+
+
 class _Slot:
     """The attribute `observer` of a module while a thread observes it; deep copies and pickles have none."""
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer, self._users = layer, 0
         self._was_there = "observer" in vars(layer.module)  # its value is None
-        # The threads in whose pass the observer was called, and those where a change is not made yet.
-        self._called: set[int] = set()
-        self._due: set[int] = set()
+        self._pass = _Pass()
         # Not methods, which a copy of the module would bind to a copy of this slot.
         self._hooks = (
             layer.module.register_forward_pre_hook(_begin),
@@ -143,15 +148,14 @@ class _Slot:
             module.observer = None
 
     def __call__(self, call: AttentionCall) -> Change | None:
-        thread = threading.get_ident()
-        self._called.add(thread)
+        self._pass.called = True
         changes = [change for observer in self._own() if (change := observer(call)) is not None]
         if not changes:
             return None
-        self._due.add(thread)
+        self._pass.due = True
 
         def change_in_turn(heads: Tensor) -> Tensor:
-            self._due.discard(thread)
+            self._pass.due = False
             for change in changes:
                 heads = change(heads)
             return heads
@@ -170,20 +174,17 @@ class _Slot:
                 was = "runs as a replica of nn.DataParallel, on a thread that a block does not see"
                 refuse(str(self._layer), was, "run the model that it holds: parallel.module")
             self._take_from(module)
-        # A pass before this one may have ended in an error.
-        self._called.discard(threading.get_ident())
-        self._due.discard(threading.get_ident())
+        self._pass.called = self._pass.due = False  # the pass before may have ended in an error
 
     def check_called(self) -> None:
         if not self._own():
             return
         check_runs_operators(self._layer)
-        thread = threading.get_ident()
         is_a = f"is a {type(self._layer.module).__name__}, which does not"
-        if thread not in self._called:
+        if not self._pass.called:
             instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"
             refuse(str(self._layer), f"{is_a} call its observer", instead)
-        if thread in self._due:
+        if self._pass.due:
             instead = "its forward must pass the outputs of the heads to what self.observer returns, unless it is None"
             refuse(str(self._layer), f"{is_a} change the outputs of its heads", instead)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import refuse
+from heads_kernels.checks import refuse, refuse_type
 from heads_kernels.heads.layers import (
     AttentionLayer,
     attention_layers,
@@ -62,19 +62,15 @@ def patch(
     """
     is_flags = isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() in (1, 2)
     if rows is not None and not isinstance(rows, slice) and not is_flags:
-        instead = "pass a slice, or a bool tensor [T] or [B, T]"
-        refuse("rows", f"is a {type(rows).__name__}", instead, TypeError)
+        refuse_type("rows", rows, "pass a slice, or a bool tensor [T] or [B, T]")
     there = attention_layers(model)
     _check_computed_once(model)
     heads_of_layers(there, heads)  # refuses what does not exist
-    by_layer: dict[
-        int, dict[int, Replacement]
-    ] = {}  # one that is named twice, by index and name, has both
+    by_layer: dict[int, dict[int, Replacement]] = {}  # one named by index and by name has both
     for key, chosen in heads.items():
         layer = find_layer(there, key, "heads")
         if not isinstance(chosen, Mapping):
-            was = f"is a {type(chosen).__name__}"
-            refuse(f"heads[{key!r}]", was, "pass {head: replacement}", TypeError)
+            refuse_type(f"heads[{key!r}]", chosen, "pass {head: replacement}")
         for head, replacement in chosen.items():
             _check_replacement(f"heads[{key!r}][{head!r}]", replacement)
         if chosen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Any
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.changed_calls import check_pruned_call, check_runs_shared
-from heads_kernels.heads.configs import names_attention_function
-from heads_kernels.heads.layouts import LAYOUTS
-from heads_kernels.heads.shared import FusedProjection, SharedProjection
+from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
+from heads_kernels.heads.layouts import LAYOUTS, is_cache, stock_arguments
+from heads_kernels.heads.shared import FusedProjection, SharedProjection, check_runs_shared
 from heads_kernels.heads.weights import (
     ProjectedLayer,
     Projection,
@@ -27,16 +26,17 @@ from heads_kernels.nn.replacing import put
 
 
 # ---------------------------------------------------------------------- fewer heads
-def read_key_heads(layer: ProjectedLayer, left: list[int]) -> list[int]:
+def read_key_heads(layer: ProjectedLayer, left: list[int], count: int | None = None) -> list[int]:
     """The key heads that the query heads `left` use, or value heads if all share one key, repeated to groups of equal
-    size."""
+    size: as few as possible, or `count` if there are groups for so many."""
     if not left:
         counts_tokens = layer.kind == "decoder" and hasattr(layer.module, "layer_idx")
-        return [0] if counts_tokens and not layer.layout.shared else []
+        needed = int(counts_tokens and not layer.layout.shared)
+        return [0] * (needed if count is None else count)
     group = layer.num_heads // layer.value.heads
     readers = Counter(head // group for head in left)
-    size = gcd(*readers.values())
-    return [key for key, count in readers.items() for _ in range(count // size)]
+    size = gcd(*readers.values(), len(left) // count if count else 0)
+    return [key for key, heads in readers.items() for _ in range(heads // size)]
 
 
 def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
@@ -130,6 +130,56 @@ def count_heads(layer: ProjectedLayer, H: int, Hk: int) -> None:
             setattr(module, name, count)
 
 
+def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook before the forward of a pruned module of transformers.
+
+    It refuses stock attention that would add a position bias of the heads before pruning, and a cache that has, or is
+    made for, another number of key heads.
+    """
+    given = {**dict(zip(stock_arguments(type(module)), args, strict=False)), **kwargs}
+    H, before = len(module.kept_heads), module.heads_before
+    if (runs := attention_function(module)) != NAME:
+        biases = (
+            isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] == before != H
+            for value in list(given.values())[1:]
+        )
+        if adds_bias_of_all_heads(module) or any(biases):
+            was = f"is {runs!r} in a {type(module).__name__} with {H} of {before} heads"
+            was += ", to which stock attention adds the position bias of all"
+            use = "call hk.integrations.transformers.use(model)"
+            refuse("attn_implementation", was, f"{use}, which selects those of its heads")
+    if getattr(module, "mixing", None) is None:
+        for name, heads in _heads_in_caches(module, given):
+            if heads != module.kept_key_heads:
+                was = f"has keys of {heads} heads for layer {module.layer_idx}, of which "
+                was += f"pruning left {module.kept_key_heads}"
+                instead = "pass an empty cache, and no prefill_chunk_size to generate: it reserves memory for all heads"
+                refuse(name, was, instead)
+
+
+def adds_bias_of_all_heads(module: Any) -> bool:
+    """Whether stock attention of a pruned module adds a position bias that pruning leaves as it is: T5, Swin, BEiT."""
+    own = ("has_relative_attention_bias", "has_relative_position_bias", "relative_position_bias")
+    is_biased = any(getattr(module, name, None) not in (None, False) for name in own)
+    H = len(module.kept_heads)
+    return is_biased or getattr(module, "n_heads", H) != H  # T5 adds zeros of all heads
+
+
+def _heads_in_caches(module: Any, given: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The number of heads of the keys that a cache has for a module, or has memory for."""
+    index = given.get("layer_idx", getattr(module, "layer_idx", None))
+    if not isinstance(index, int):
+        return
+    # Of layers that run several times.
+    index += sum(given.get(name, 0) for name in ("cycle_offset", "cache_offset"))
+    for name, value in given.items():
+        layers = getattr(value, "layers", None) if is_cache(value) else None
+        if isinstance(layers, list) and index < len(layers):
+            keys = getattr(layers[index], "keys", None)
+            if isinstance(keys, Tensor) and keys.dim() == 4:
+                yield name, keys.shape[1]
+
+
 # ---------------------------------------------------------------------- one query and one key
 def check_has_products(layer: ProjectedLayer) -> None:
     """Refuse a layer whose scores are not products of its weights."""
@@ -174,7 +224,7 @@ def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
     if not names_attention_function(getattr(module, "config", None)):
         instead = "layers of transformers and hk.nn.GatedMultiheadAttention can be converted"
         refuse(str(layer), was, f"{instead}; for others use Heads and the factors", TypeError)
-    check_runs_shared(module, ())
+    check_runs_shared(module, (), {})
     fused = layer.key.linear in (layer.query.linear, layer.value.linear)
     if fused and not (hasattr(module, "split_size") or layer.layout.rotary):
         instead = "only modules that split it by `split_size` can be converted"
@@ -217,7 +267,7 @@ def share(
         )
         for role, old in (("query", layer.query), ("key", layer.key))
     }
-    paths = _put_projections(model, layer, made["query"], made["key"])
+    paths = _put_projections(layer, made["query"], made["key"])
     module.mixing = _mixing(layer, dim // 2 if rotary else dim)
     if rotary:
         module.rotary_key = paths["key"]
@@ -270,16 +320,11 @@ def _collaborative(
 
 
 def _put_projections(
-    model: nn.Module,
-    layer: ProjectedLayer,
-    query: SharedProjection,
-    key: SharedProjection,
+    layer: ProjectedLayer, query: SharedProjection, key: SharedProjection
 ) -> dict[str, str]:
     """Replace the projections of query and key, a fused one by a `FusedProjection`; returns the paths of the new."""
-    holder = model.get_submodule(layer.name.removesuffix(layer.layout.inner).rstrip("."))
-    paths = {
-        role: existing(holder, getattr(layer.layout, role)) for role in ("query", "key", "value")
-    }
+    holder, layout = layer.holder, layer.layout
+    paths = {role: existing(holder, getattr(layout, role)) for role in ("query", "key", "value")}
     _as_empty(query, layer.query)
     _as_empty(key, layer.key)
     made: dict[str, nn.Linear | SharedProjection] = {"query": query, "key": key}

@@ -16,7 +16,7 @@ from heads_kernels.files import write_whole
 from heads_kernels.heads.configs import own_configs
 from heads_kernels.heads.layers import attention_layers, find_layers
 from heads_kernels.heads.projected import projected_layers, with_projections
-from heads_kernels.heads.reshape import check_can_share, share, shrink
+from heads_kernels.heads.reshape import check_can_share, read_key_heads, share, shrink
 from heads_kernels.heads.weights import ProjectedLayer, check_projections
 from heads_kernels.snapshot import kept_on_error
 
@@ -209,10 +209,7 @@ def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
 def restore_shape(model: nn.Module, record: Mapping[str, Any], *, partly: bool = False) -> None:
     """Convert and prune a model to the recorded shape; new parameters are uninitialised.
 
-    Args:
-        model: layers that are not in the record do not change.
-        record: of this model, or of one that contains it.
-        partly: whether layers may exist only in the record.
+    Layers that are not in the record do not change. With `partly` it may be that of a model which contains this one.
 
     Raises:
         TypeError, ValueError: a layer does not fit; the message names it and both shapes. A module of that name is no
@@ -263,24 +260,9 @@ def _kept(
     fits = layer.layout.shared == shared and (left["head_dim"], left["value_dim"]) == widths
     heads = [own.index(head) for head in left["heads"] if head in own]
     count = left.get("value_heads", len(heads)) if shared else left["key_heads"]
-    key_heads = _sources(layer, heads, count)
-    if not fits or len(heads) < len(left["heads"]) or key_heads is None:
+    key_heads = read_key_heads(layer, heads, count)
+    if not fits or len(heads) < len(left["heads"]) or len(key_heads) != count:
         was = f"was saved with {dict(left)}; the model has {shape(layer)}"
         instead = "load it into a model of the original shape, before pruning and conversion"
         refuse(f"layer {layer.name!r}", was, instead)
     return heads, key_heads
-
-
-def _sources(layer: ProjectedLayer, heads: list[int], count: int) -> list[int] | None:
-    """The key heads of the layer from which the `count` key heads of the record come; None if they do not fit.
-
-    Of a layer whose heads share one key, the value heads.
-    """
-    if not heads:
-        return [0] * count
-    if not count or len(heads) % count:
-        return None
-    group, size = layer.num_heads // layer.value.heads, len(heads) // count
-    read = [head // group for head in heads]
-    firsts = read[::size]
-    return firsts if read == [key for key in firsts for _ in range(size)] else None

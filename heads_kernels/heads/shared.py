@@ -7,9 +7,16 @@ projections return. So conversion needs no code per family.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+from heads_kernels.checks import refuse
+from heads_kernels.dtensor import is_sharded
+from heads_kernels.heads.configs import NAME, attention_function
+from heads_kernels.heads.layouts import is_cache, stock_arguments
 
 
 class SharedProjection(nn.Module):
@@ -159,3 +166,109 @@ def rotary_places(module: nn.Module) -> Tensor | None:
     """`places` of the projections of an attention module, whose `rotary_key` is the path of the key's; else None."""
     path: str | None = getattr(module, "rotary_key", None)
     return None if path is None else module.get_submodule(path).get_buffer("places")
+
+
+# ---------------------------------------------------------------------- calls
+#: Names of the arguments from which encoder-decoder attention computes keys and values.
+_SOURCES: Final = ("key_value_states", "encoder_hidden_states")
+
+
+def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Hook before the forward of a converted transformers module, whose queries, keys and caches need this package.
+
+    It refuses another attention function, tensor parallelism of what heads share, and caches of separate heads.
+    """
+    if (runs := attention_function(module)) != NAME:
+        was = f"is {runs!r} in a {type(module).__name__}"
+        instead = (
+            "queries and keys that heads share need attn_implementation='heads_kernels': call "
+        )
+        instead += "hk.integrations.transformers.use(model)"
+        refuse("attn_implementation", was, instead)
+    _check_whole(module)
+    given = {**dict(zip(stock_arguments(type(module)), args, strict=False)), **kwargs}
+    is_cross = any(given.get(name) is not None for name in _SOURCES)
+    for each in given.values():
+        if is_cache(each):
+            if hasattr(each, "self_attention_cache"):  # each half belongs to another layer
+                each = each.cross_attention_cache if is_cross else each.self_attention_cache
+            store_shared_keys(each, module.layer_idx, rotary_places(module))
+
+
+def _check_whole(module: nn.Module) -> None:
+    """Refuse tensor parallelism of what heads share: each process would have a part of its features.
+
+    Parameters that `fully_shard` gathers for the forward pass are not DTensors there.
+    """
+    sharded = [name for name, each in module.named_parameters() if is_sharded(each)]
+    if not sharded:
+        return
+    shared = SharedProjection, FusedProjection
+    parts = [f"{name}." for name, part in module.named_modules() if isinstance(part, shared)]
+    for name in sharded:
+        if name == "mixing" or name.startswith(tuple(parts)):
+            was = "is a DTensor, but the heads of all processes share it"
+            refuse(name, was, "split the projections of values and outputs alone")
+
+
+# ---------------------------------------------------------------------- caches
+def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -> None:
+    """Let the cache of a converted layer store keys as one head, `[B, 1, S, n * head_dim]`.
+
+    The module's own code splits the shared key into `n` heads, which a cache would store head by head: the operator
+    would need a copy of all of them in every step. A static cache then has room for as many heads of values as it gets.
+
+    Args:
+        past: a cache of transformers; of an encoder-decoder's pair of caches, one.
+        layer_idx: of the converted layer.
+        places: of the features in `n * head_dim`, of a `SharedProjection` that has them, which alone are stored.
+
+    Raises:
+        ValueError: the cache has room or keys for separate heads already.
+    """
+    if (made := getattr(past, "layer_class_to_replicate", None)) is not None:
+        while len(past.layers) <= layer_idx:
+            past.layers.append(made())
+    layer = past.layers[layer_idx]
+    if isinstance(layer, _SharedKeys):
+        return
+    if layer.is_initialized and layer.keys.dim() == 4 and layer.keys.shape[1] != 1:
+        was = f"has keys of {layer.keys.shape[1]} heads in layer {layer_idx}"
+        refuse("cache", was, "heads share keys here: pass an empty cache")
+    past.layers[layer_idx] = _remake(type(layer), vars(layer) | {"places": places})
+
+
+class _SharedKeys:
+    """Goes before the class of a cache's layer, in a subclass of both, for keys that heads share."""
+
+    values: Tensor
+    places: Tensor | None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
+        heads = value_states.shape[1]
+        if self.values.dim() == 4 and self.values.shape[1] != heads:  # static: as many as keys
+            B, _, S, Dv = self.values.shape
+            self.values = self.values.new_zeros(B, heads, S, Dv)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.values)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        key_states = key_states.transpose(1, 2).flatten(2)[:, None]
+        if self.places is not None:
+            key_states = key_states[..., self.places]
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remake, (type(self).__bases__[1], vars(self))
+
+
+@cache
+def _with_shared_keys(stock: type) -> Any:
+    return type(f"{stock.__name__}OfSharedKeys", (_SharedKeys, stock), {})
+
+
+def _remake(stock: type, attributes: dict[str, Any]) -> Any:
+    made = object.__new__(_with_shared_keys(stock))
+    vars(made).update(attributes)
+    return made

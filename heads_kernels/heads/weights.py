@@ -61,6 +61,7 @@ class ProjectedLayer(AttentionLayer):
         query, key, value, output: its projections; the heads of `output` are in its input features.
         num_key_heads: Hk; 1 if `shared`, and `value.heads` the number of value heads.
         head_dim, value_dim: D (Ds if `shared`) and Dv.
+        holder: the module in which `layout` says where the parts are; `module` is a part of it.
         layout: its `HeadLayout`; that of a converted layer describes it after conversion.
         scale: the factor of its scores; None if the layout's path does not exist.
         beside: other projections with rows for every query head: output gates, content biases.
@@ -73,6 +74,7 @@ class ProjectedLayer(AttentionLayer):
     num_key_heads: int
     head_dim: int
     value_dim: int
+    holder: Any
     layout: HeadLayout
     scale: float | None
     beside: tuple[Projection, ...] = ()
@@ -82,7 +84,7 @@ class ProjectedLayer(AttentionLayer):
 def layer_of(
     holder: nn.Module, layout: HeadLayout, index: int = 0, name: str = ""
 ) -> ProjectedLayer:
-    """The layer of this index and name; `layout` says where its parts are in `holder`."""
+    """The layer of this index and name in `holder`."""
     module = at_path(holder, layout.inner)
     D = at_path(holder, layout.head_dim)
     Dv = at_path(holder, layout.value_dim) if layout.value_dim else D
@@ -102,6 +104,7 @@ def layer_of(
         num_key_heads=key.heads,
         head_dim=D,
         value_dim=Dv,
+        holder=holder,
         layout=layout,
         scale=at_path(holder, layout.scale) if layout.scale else D**-0.5,
         beside=tuple(
@@ -169,15 +172,9 @@ def existing(holder: Any, path: str) -> str:
 
 # ---------------------------------------------------------------------- projections that can be cut
 def check_projections(layer: ProjectedLayer, verb: str) -> None:
-    """Refuse a layer with projections that are more than a weight and a bias.
+    """Refuse a layer with a projection that is more than a weight and a bias; the message says what to do before.
 
-    Args:
-        layer: all its projections are checked.
-        verb: "prune" or "convert", for the message.
-
-    Raises:
-        ValueError: a projection is not an `nn.Linear` or `Conv1D`, has an adapter, is quantised, parametrised, sharded
-            or offloaded, or has forward hooks. The message names it and says what to do.
+    `verb` is "prune" or "convert".
     """
     roles = {"query": layer.query, "key": layer.key, "value": layer.value, "output": layer.output}
     beside = {f"gate or bias {number}": each for number, each in enumerate(layer.beside)}
@@ -187,7 +184,7 @@ def check_projections(layer: ProjectedLayer, verb: str) -> None:
 
 
 def _more_than_dense(linear: Any) -> Iterator[tuple[str, str]]:
-    """What a module has beside a weight and a bias, and what to do about it; the reason that explains most is first."""
+    """What a module has beside a weight and a bias, and what to do about it; what explains most is first."""
     kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
     if hasattr(linear, "base_layer"):
         instead = "merge it first: model = model.merge_and_unload()"

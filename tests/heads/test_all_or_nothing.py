@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import CO_GENERATOR
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -33,22 +34,20 @@ def biased() -> Any:
     return unpooled(build("mpnet"))
 
 
-def in_use() -> Any:
-    return use(stock())
-
-
-def after(change: Callable[..., Any], argument: Any) -> Any:
-    """A model in use whose heads were changed."""
-    change(model := in_use(), argument)
+def in_use(change: Callable[..., Any] | None = None, *arguments: Any) -> Any:
+    """A model in use, after a change of its heads."""
+    model = use(stock())
+    if change is not None:
+        change(model, *arguments)
     return model
 
 
 def closed() -> Any:
-    return after(hk.heads.close, HEADS)
+    return in_use(hk.heads.close, HEADS)
 
 
 def pruned() -> Any:
-    return after(hk.heads.prune, HEADS)
+    return in_use(hk.heads.prune, HEADS)
 
 
 def unpadded() -> Any:
@@ -76,12 +75,7 @@ def run(model: Any) -> Tensor:
 
 # ---------------------------------------------------------------------- operations that change a model
 def convert(model: Any) -> None:
-    collaborate(model, 8, calibration=[data_of(model)], progress=False)
-
-
-def load(model: Any, folder: Path) -> None:
-    hk.heads.save(pruned(), folder / "model.safetensors")
-    hk.heads.load(model, folder / "model.safetensors")
+    collaborate(model, 8, method="ragged", calibration=[data_of(model)], progress=False)
 
 
 #: The model before, and the operation.
@@ -89,10 +83,10 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "close": (in_use, lambda model: hk.heads.close(model, HEADS)),
     "reopen": (closed, hk.heads.reopen),
     "gate": (in_use, lambda model: hk.heads.gate(model, hk.nn.HardConcrete)),
-    "ungate": (lambda: after(hk.heads.gate, hk.nn.HardConcrete), hk.heads.ungate),
+    "ungate": (lambda: in_use(hk.heads.gate, hk.nn.HardConcrete), hk.heads.ungate),
     "prune": (closed, lambda model: hk.heads.prune(model, hk.heads.closed(model))),
     "apply_shapes": (in_use, lambda model: hk.heads.apply_shapes(model, hk.heads.shapes(pruned()))),
-    "load": (in_use, load),
+    "load": (in_use, hk.heads.load),
     "collaborate": (stock, convert),
     "collaborate modules": (encoder, lambda model: collaborate(model, 8, method="ragged")),
     "replace_attention_": (torch_encoder, hk.nn.replace_attention_),
@@ -103,85 +97,53 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 }
 
 
+#: The methods of modules that write to them.
+WRITES = ("__setattr__", "register_buffer", "register_forward_hook", "register_forward_pre_hook")
+
+
 @contextmanager
-def stopped_at(model: nn.Module, number: int) -> Iterator[list[str]]:
-    """The write to a module of the model with this number is interrupted: of an attribute, a parameter or a hook."""
-    modules, writes = set(model.modules()), list[str]()
-    names = ("__setattr__", "register_parameter", "register_buffer", "register_forward_hook")
+def stopped_at(number: int | None) -> Iterator[list[str]]:
+    """Ctrl-C at the call with this number of a function of the package, or of one that writes to a module; yields the
+    names of those called so far."""
+    called: list[str] = []
 
-    def counted(write: Callable[..., Any]) -> Callable[..., Any]:
-        def interrupted(self: nn.Module, name: Any, *rest: Any, **options: Any) -> Any:
-            if self in modules:
-                writes.append(str(name))
-                if len(writes) == number + 1:
-                    raise KeyboardInterrupt
-            return write(self, name, *rest, **options)
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        code, place = frame.f_code, frame.f_globals.get("__name__", "")
+        if event != "call" or code.co_flags & CO_GENERATOR:  # one ends when it is freed
+            return
+        is_write = place == nn.Module.__module__ and code.co_name in WRITES
+        if is_write or place.startswith("heads_kernels."):
+            called.append(code.co_name)
+            if len(called) - 1 == number:
+                raise KeyboardInterrupt
 
-        return interrupted
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (*names, "register_forward_pre_hook"):
-            patch.setattr(nn.Module, name, counted(getattr(nn.Module, name)))
-        yield writes
+    sys.settrace(count)
+    try:
+        yield called
+    finally:
+        sys.settrace(None)
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_are_whole_or_undone(name: str, tmp_path: Path) -> None:
-    """Interrupted at the first write, the second, the fourth and so on, until it ends before."""
+    """Interrupted at the last call, the third from the end, the ninth and so on: models are changed last."""
     make, operation = CHANGES[name]
+    path = tmp_path / "model.safetensors"
+    if name == "load":
+        hk.heads.save(pruned(), path)
+    arguments = (path,) if name == "load" else ()
+    for model in (make(), make()):  # the second time nothing is computed that is cached
+        with stopped_at(None) as called:
+            operation(model, *arguments)
     model = make()
-    arguments = (tmp_path,) if name == "load" else ()
-    expected = run(model)
-    before = state(model)
-    for doubling in itertools.count():
-        with stopped_at(model, 2**doubling - 1) as writes:
-            try:
-                operation(model, *arguments)
-            except KeyboardInterrupt:
-                assert state(model) == before, writes
-            else:
-                break
+    expected, before, n = run(model), state(model), len(called)
+    for left in (3**power for power in range(20) if 3**power <= n):
+        with pytest.raises(KeyboardInterrupt), stopped_at(n - left) as called:
+            operation(model, *arguments)
+        assert state(model) == before, called[-5:]
         assert torch.equal(run(model), expected)
-    assert doubling > 1
+    operation(model, *arguments)
     assert state(model) != before
-
-
-#: Steps that come late, or write to something else than modules.
-LATE = {
-    "load": ("heads.saving.record_in_config", "heads.saving.restore_shape"),
-    "collaborate": ("convert.collaborate.record_in_config", "convert.collaborate.Conversion"),
-    "use unpadded": tuple(
-        f"integrations.transformers.models.{step}"
-        for step in ("own_configs", "replace_forwards", "watch", "unpad_layers")
-    ),
-    "use padded again": ("integrations.transformers.models.pad_layers",),
-    "release": ("integrations.transformers.models.pad_layers",),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "step"), [(name, step) for name, steps in LATE.items() for step in steps]
-)
-def test_late_errors(name: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the step."""
-    make, operation = CHANGES[name]
-    model = make()
-    before = state(model)
-    arguments = (tmp_path,) if name == "load" else ()
-    place, _, function = f"heads_kernels.{step}".rpartition(".")
-    module = sys.modules[place]
-    stock_step = getattr(module, function)
-
-    def failing(*given: Any, **options: Any) -> None:
-        made = stock_step(*given, **options)
-        if model in given or function == "Conversion":
-            raise RuntimeError("too late")
-        return made
-
-    monkeypatch.setattr(module, function, failing)
-    with pytest.raises(RuntimeError, match="too late"):
-        operation(model, *arguments)
-    assert state(model) == before
 
 
 #: Beside those of `hk.analysis`, of which tests/analysis/test_what_holds.py says it.

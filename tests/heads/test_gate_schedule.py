@@ -108,20 +108,20 @@ def test_penalty_and_multipliers_are_the_augmented_lagrangian() -> None:
 
 
 def test_resuming_goes_on_to_the_bit() -> None:
-    def fresh() -> tuple[Planted, hk.heads.GateSchedule]:
-        model = Planted()
-        return model, hk.heads.GateSchedule(model, open_heads=4, steps=60)
+    def trained(model: Planted, schedule: hk.heads.GateSchedule, seed: int) -> None:
+        torch.manual_seed(seed)
+        train(model, schedule, torch.optim.SGD(model.parameters(), lr=0.5), 30)
 
-    model, schedule = fresh()
-    torch.manual_seed(0)
-    train(model, schedule, torch.optim.SGD(model.parameters(), lr=0.5), 30)
+    model, again = Planted(), Planted()
+    schedule, resumed = (
+        hk.heads.GateSchedule(each, open_heads=4, steps=60) for each in (model, again)
+    )
+    trained(model, schedule, seed=0)
     saved = schedule.state_dict()
-    again, resumed = fresh()
     again.load_state_dict(model.state_dict())
     resumed.load_state_dict(saved)
-    for one, of_it in ((model, schedule), (again, resumed)):
-        torch.manual_seed(1)
-        train(one, of_it, torch.optim.SGD(one.parameters(), lr=0.5), 30)
+    trained(model, schedule, seed=1)
+    trained(again, resumed, seed=1)
     assert torch.equal(schedule.lambda_1, resumed.lambda_1)
     assert torch.equal(schedule.lambda_2, resumed.lambda_2)
     assert torch.equal(model.gates[0].log_alpha, again.gates[0].log_alpha)

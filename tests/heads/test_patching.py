@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
+from itertools import combinations, repeat
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
 from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import HOUSE, House, Layers, model_and_run
+from tests.support.nn_layers import HOUSE, House, model_and_run
 from tests.support.tiny_models import batch, build, outputs
 
 #: Two stacks, a layer that runs twice, fused projections, grouped heads, relative biases, output gates.
@@ -57,23 +57,16 @@ def test_it_is_what_a_hook_by_hand_gives(family: str) -> None:
         assert_alike(outputs(model), whole)
 
 
-def test_a_layer_may_be_named_by_index_and_by_name() -> None:
-    model = hk.integrations.transformers.use(build("bert"))
-    name = hk.heads.attention_layers(model)[0].name
-    with hk.heads.patch(model, {0: {1: "zero", 2: "zero"}}):
-        expected = outputs(model)
-    with hk.heads.patch(model, {0: {1: "zero"}, name: {2: "zero"}}):
-        assert_alike(outputs(model), expected)
-
-
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_zero_is_a_closed_head_of_a_pruned_model_too(family: str) -> None:
+    """Of a layer that is named by index and by name."""
     model = hk.integrations.transformers.use(build(family))
-    hk.heads.prune(model, {0: [0, 1]})
-    hk.heads.close(model, {0: [0], 1: [2]})
+    hk.heads.prune(model, {0: [1]})
+    hk.heads.close(model, {0: [0, 1], 1: [2]})
     expected = outputs(model)
     hk.heads.reopen(model)
-    with hk.heads.patch(model, {0: {0: "zero"}, 1: {2: "zero"}}):
+    name = hk.heads.attention_layers(model)[0].name
+    with hk.heads.patch(model, {0: {0: "zero"}, name: {1: "zero"}, 1: {2: "zero"}}):
         assert_alike(outputs(model), expected, dtype=torch.float32)
 
 
@@ -144,6 +137,11 @@ def test_blocks_are_nested_and_end() -> None:
     assert all(module.__dict__.get("observer") is None for module in model.modules())
 
 
+def in_another_thread(work: Callable[..., Any], *arguments: Any) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(work, *arguments).result()
+
+
 def test_blocks_may_end_in_any_order_and_on_any_thread() -> None:
     """As generators that were begun in them."""
     model, run = model_and_run()
@@ -152,8 +150,7 @@ def test_blocks_may_end_in_any_order_and_on_any_thread() -> None:
     first.__enter__()
     second.__enter__()
     run()
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(first.__exit__, *none).result()
+    in_another_thread(first.__exit__, *none)
     found = run()
     second.__exit__(*none)
     assert_alike(run(), whole)
@@ -164,36 +161,26 @@ def test_blocks_may_end_in_any_order_and_on_any_thread() -> None:
 
 def test_a_block_acts_on_its_own_thread() -> None:
     model, run = model_and_run()
-    whole = run()
-    found: dict[str, Tensor] = {}
-    entered, left = threading.Event(), threading.Event()
 
-    def patched() -> None:
-        with hk.heads.patch(model, {0: {0: "zero"}}):
-            entered.set()
-            left.wait()
-            found["patched"] = run()
+    def patched(heads: Any, barrier: threading.Barrier) -> Tensor:
+        with hk.heads.patch(model, heads):
+            barrier.wait()
+            found = run()
+            barrier.wait()
+        return found
 
-    thread = threading.Thread(target=patched)
-    thread.start()
-    entered.wait()
-    found["own"] = run()
-    with hk.heads.patch(model, {1: {1: "zero"}}):
-        left.set()
-        thread.join()
-        found["other"] = run()
-    assert_alike(found["own"], whole)
-    with hk.heads.patch(model, {0: {0: "zero"}}):
-        assert_alike(found["patched"], run())
-    with hk.heads.patch(model, {1: {1: "zero"}}):
-        assert_alike(found["other"], run())
-    assert min((a - b).abs().max() for a, b in combinations(found.values(), 2)) > 1e-3
+    heads = ({}, {0: {0: "zero"}}, {1: {1: "zero"}})
+    expected = [patched(each, threading.Barrier(1)) for each in heads]
+    with ThreadPoolExecutor(3) as threads:
+        found = threads.map(patched, heads, repeat(threading.Barrier(3, timeout=60)))
+    assert_alike([*found], expected)
+    assert min((a - b).abs().max() for a, b in combinations(expected, 2)) > 1e-3
 
 
-class Interrupted(House):
-    """Between the call of its observer and the change, `meanwhile` runs."""
+class Own(House):
+    """Between the call of its observer and the change, `meanwhile` runs; if it is `deaf`, it changes nothing."""
 
-    observer, meanwhile = None, None
+    observer, meanwhile, deaf = None, None, False
 
     def forward(self, x: Tensor) -> Tensor:
         operands = self.operands(x)
@@ -202,65 +189,53 @@ class Interrupted(House):
         if meanwhile is not None:
             meanwhile()
         heads = hk.gated_attention(*operands).transpose(1, 2)
-        return heads if change is None else change(heads)
+        return heads if change is None or self.deaf else change(heads)
 
 
 @pytest.fixture
-def interrupted(monkeypatch: pytest.MonkeyPatch) -> Any:
+def own(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
-    hk.heads.register_layout("Interrupted", HOUSE)
-    return nn.Sequential(Interrupted())
+    hk.heads.register_layout("Own", HOUSE)
+    return nn.Sequential(Own())
 
 
-def test_a_pass_of_another_thread_between_a_call_and_its_change(interrupted: Any) -> None:
-    model, x, ended = interrupted, torch.randn(2, 5, 32), []
-
-    def meanwhile() -> None:
-        thread = threading.Thread(target=lambda: ended.append(model(x)))
-        thread.start()
-        thread.join()
-
-    whole = model(x)
-    with hk.heads.patch(model, {0: {0: "zero"}}):
-        model[0].meanwhile = meanwhile
-        patched = model(x)
+def test_a_pass_of_another_thread_between_a_call_and_its_change(own: Any) -> None:
+    x, ended = torch.randn(2, 5, 32), []
+    whole = own(x)
+    with hk.heads.patch(own, {0: {0: "zero"}}):
+        own[0].meanwhile = lambda: ended.append(in_another_thread(own, x))
+        patched = own(x)
     assert_alike(ended[0], whole)
     assert_alike(patched[:, :, 1:], whole[:, :, 1:])
     assert not patched[:, :, 0].any()
 
 
-def test_a_block_of_another_thread_that_begins_within_a_pass(interrupted: Any) -> None:
-    model, x = interrupted, torch.randn(2, 5, 32)
-    entered, left = threading.Event(), threading.Event()
-
-    def observe() -> None:
-        with hk.analysis.observe(model, lambda *_: None):
-            entered.set()
-            left.wait()
-
-    def meanwhile() -> None:
-        thread.start()
-        entered.wait()
-
-    thread = threading.Thread(target=observe, daemon=True)
-    whole = model(x)
-    model[0].register_forward_hook(lambda *_: None)
-    model[0].meanwhile = meanwhile
-    assert_alike(model(x), whole)
-    left.set()
-    thread.join()
+def test_a_block_of_another_thread_that_begins_within_a_pass(own: Any) -> None:
+    x, block = torch.randn(2, 5, 32), hk.analysis.observe(own, lambda *_: None)
+    whole = own(x)
+    own[0].register_forward_hook(lambda *_: None)
+    own[0].meanwhile = lambda: in_another_thread(block.__enter__)
+    assert_alike(own(x), whole)
+    block.__exit__(None, None, None)
 
 
-def test_a_pass_after_one_that_failed(interrupted: Any) -> None:
+def test_a_pass_after_one_that_failed(own: Any) -> None:
     def fail() -> None:
         raise KeyError
 
-    model, x = interrupted, torch.randn(2, 5, 32)
-    with hk.analysis.observe(model, lambda *_: None):
-        model[0].meanwhile = fail
-        with pytest.raises(KeyError), hk.heads.patch(model, {0: {0: "zero"}}):
-            model(x)
-        model(x)
+    x = torch.randn(2, 5, 32)
+    with hk.analysis.observe(own, lambda *_: None):
+        own[0].meanwhile = fail
+        with pytest.raises(KeyError), hk.heads.patch(own, {0: {0: "zero"}}):
+            own(x)
+        own(x)
+
+
+def test_a_module_that_changes_no_outputs_is_refused(own: Any) -> None:
+    own[0].deaf = True
+    message = "is a Own, which does not change the outputs of its heads"
+    with pytest.raises(ValueError, match=message), hk.heads.patch(own, {0: {0: "zero"}}):
+        own(torch.randn(2, 5, 32))
 
 
 def test_a_layer_that_did_not_run_is_an_error() -> None:
@@ -271,20 +246,6 @@ def test_a_layer_that_did_not_run_is_an_error() -> None:
     ):
         model.layers[0](torch.randn(2, 5, 16))
     assert all(module.__dict__.get("observer") is None for module in model.modules())
-
-
-class Deaf(hk.nn.GatedMultiheadAttention):
-    """A module whose forward calls its observer, and changes nothing."""
-
-    def forward(self, query: Tensor, **masks: Any) -> Any:  # type: ignore[override]
-        observer = self.__dict__.pop("observer", None)
-        if observer is not None:
-            heads = query.unflatten(-1, (4, 4)).transpose(1, 2)
-            observer(hk.analysis.AttentionCall.of(hk.gated_attention, heads, heads, heads))
-        result = super().forward(query, **masks)
-        if observer is not None:
-            self.observer = observer
-        return result
 
 
 @pytest.mark.parametrize(
@@ -307,15 +268,6 @@ def test_what_is_refused(heads: Any, rows: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message), hk.heads.patch(model, heads, rows):
         run()
     assert all(module.__dict__.get("observer") is None for module in model.modules())
-
-
-def test_a_module_that_changes_no_outputs_is_refused() -> None:
-    model = Layers(Deaf(16, 4))
-    with (
-        pytest.raises(ValueError, match="does not change the outputs of its heads"),
-        hk.heads.patch(model, {0: {0: "zero"}}),
-    ):
-        model(torch.randn(2, 5, 16))
 
 
 def test_checkpointed_activations_are_refused() -> None:

@@ -120,3 +120,14 @@ def test_gates_learn_through_quantised_weights_where_there_is_a_gradient() -> No
         hk.heads.gate(made, hk.nn.HardConcrete)
     assert all(layer.head_gate is None for layer in made.layers)
     hk.heads.gate(made, lambda heads: hk.nn.FixedGate(torch.ones(heads)))
+
+
+def test_gates_whose_output_projection_passes_no_gradient_are_refused() -> None:
+    """Also one outside of the module that calls the operator."""
+    model = hk.integrations.transformers.use(build("bert"))
+    config = getattr(quantization, DYNAMIC)()
+    quantization.quantize_(model.encoder.layer[1].attention.output, config)
+    with pytest.raises(
+        ValueError, match=r"layer 1 .* projection 'output.dense' passes no gradient"
+    ):
+        hk.heads.gate(model, hk.nn.HardConcrete)

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import check_flag, refuse
-from heads_kernels.heads.changed_calls import adds_bias_of_all_heads
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.heads.reshape import adds_bias_of_all_heads
 from heads_kernels.heads.saving import (
     RECORD,
     number_heads,
