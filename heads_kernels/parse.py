@@ -161,7 +161,7 @@ def form(
         mask.k_hi,
         mask.first_keys,
         mask.key_visible,
-        mask.dense,
+        mask.dense_mask,
         exclude_keys,
         row_weights,
         None,  # seed

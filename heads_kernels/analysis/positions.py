@@ -87,7 +87,7 @@ def attended(call: AttentionCall, lse: Tensor, band: Band) -> Tensor:
     value = features[:, None].expand(call.B, heads, -1, -1)
     mask = call.intervals
     if mask.first_keys is not None:  # which the band limits
-        mask = Intervals(dense=mask.to_dense(call.T, call.S, query.device))
+        mask = Intervals(dense_mask=mask.to_dense(call.T, call.S, query.device))
     lo, hi = (x.clamp(0, call.S)[:, None] for x in (band.lo, band.hi))
     mask = (mask & Intervals(k_lo=lo, k_hi=hi)).laid_out(call.T)
     # A sink is in `lse`, and no part of a band.

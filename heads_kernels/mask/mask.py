@@ -236,7 +236,7 @@ class Mask:
         terms: tuple[Term, ...] = (Bounds(lo, hi, whole.first_keys),)
         if whole.key_visible is not None:
             terms += (KeyMask(whole.key_visible),)
-        if (dense := whole.dense) is not None:
+        if (dense := whole.dense_mask) is not None:
             terms += (Dense(dense if dense.shape[2] == 1 else dense[:, :, index]),)
         return Mask.of(terms)
 
@@ -248,7 +248,7 @@ class Mask:
         for at, part in enumerate(parts):
             others = parts[:at] + parts[at + 1 :]
             if part.first_keys is not None and any(each.limits_first_keys for each in others):
-                parts[at] = Intervals(dense=part.to_dense(T, S, device))
+                parts[at] = Intervals(dense_mask=part.to_dense(T, S, device))
         return reduce(and_, parts).laid_out(T)
 
     def __getstate__(self) -> dict[str, object]:

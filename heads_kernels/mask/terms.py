@@ -199,7 +199,7 @@ class Dense(Term):
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         check_broadcast(self.visible, (B, H, T, S))
         _check_device(self.argument, self.visible, device)
-        return Intervals(dense=self.visible)
+        return Intervals(dense_mask=self.visible)
 
 
 @dataclass(frozen=True, eq=False)

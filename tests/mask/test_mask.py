@@ -38,7 +38,7 @@ def check(mask: Mask, expected: Tensor, may_be_dense: bool = False) -> None:
     assert pairs.dtype == torch.int64
     assert torch.equal(*(x.expand(B, HEADS) for x in (pairs, expected.sum((2, 3)))))
 
-    assert intervals.dense is None or may_be_dense
+    assert intervals.dense_mask is None or may_be_dense
     if intervals.first_keys is not None:
         assert intervals.first_keys.dtype == torch.int32
         assert intervals.first_keys.is_contiguous()
@@ -205,12 +205,12 @@ def test_bool_tensors_mean_what_they_mean_to_sdpa(shape: tuple[int, int, int, in
             assert torch.equal(joined.to_dense(*shape).expand(shape), both)
             intervals = joined.intervals(*shape)
             padded = (1,) * (4 - rank) + sizes
-            heads = padded[1] if intervals.dense is not None else 1
+            heads = padded[1] if intervals.dense_mask is not None else 1
             pairs = both[:, :heads].sum((2, 3))
             assert torch.equal(intervals.visible_pairs(B, T, S), pairs)
             # only what differs by head, or by row and key at once, is dense
             fused = padded[1] == 1 and (padded[2] == 1 or padded[3] == 1)
-            assert (mask.intervals(*shape).dense is None) == fused
+            assert (mask.intervals(*shape).dense_mask is None) == fused
 
 
 @pytest.mark.parametrize("positions", [[0, 1], [1, 4], [], [0, 1, 2, 3, 4]])
