@@ -132,7 +132,7 @@ class Call(NamedTuple):
         """The dimensions of every tensor that is given, by the name of its field; the seed left out."""
         given = {name: getattr(self, name) for name in LAYOUTS}
         return {
-            name: [dimension.removesuffix(OR_ONE) for dimension in LAYOUTS[name][tensor.dim()]]
+            name: [dimension.name for dimension in LAYOUTS[name][tensor.dim()]]
             for name, tensor in given.items()
             if tensor is not None
         }
@@ -209,12 +209,33 @@ _TYPES: Final[dict[Any, str]] = {
 #: The type of every field of `Call` in the schemas of ops.
 SCHEMA: Final = {name: _TYPES[hint] for name, hint in get_type_hints(Call).items()}
 
-Layout = tuple[str, ...]
-#: What follows the name of a dimension that may be 1, to broadcast.
-OR_ONE: Final = "|1"
-#: By field and rank, the dimensions of the tensors of a call.
-LAYOUTS: Final[dict[str, dict[int, Layout]]] = {
-    name: {len(layout.split()): tuple(layout.split()) for layout in hint.__metadata__}
+
+class Dimension(NamedTuple):
+    """A dimension of a tensor: its name, and whether it may be 1, to broadcast."""
+
+    name: str
+    may_be_1: bool
+
+    def __str__(self) -> str:
+        return self.name + "|1" * self.may_be_1
+
+
+#: The dimensions of a tensor, for each rank that it may have.
+Layouts = dict[int, tuple[Dimension, ...]]
+
+
+def layouts_of(*forms: str) -> Layouts:
+    """Layouts from text as in the fields of `Call`."""
+    layouts = [
+        tuple(Dimension(name.removesuffix("|1"), name.endswith("|1")) for name in form.split())
+        for form in forms
+    ]
+    return {len(layout): layout for layout in layouts}
+
+
+#: The layouts of the tensors of a call, but the seed, by field.
+LAYOUTS: Final = {
+    name: layouts_of(*hint.__metadata__)
     for name, hint in get_type_hints(Call, include_extras=True).items()
     if get_origin(hint) is Annotated
 }

@@ -165,12 +165,10 @@ def check_tensors(**tensors: Tensor) -> None:
         check_device(name, tensor, query)
 
 
-def check_grouped_heads(
-    query: Tensor, key: Tensor, enable_gqa: bool = True
-) -> tuple[int, int, int, int, int]:
-    """Check that `query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree; returns (B, H, T, S, D)."""
+def check_grouped_heads(query: Tensor, key: Tensor, enable_gqa: bool = True) -> None:
+    """Check that `query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree."""
     check_flag("enable_gqa", enable_gqa)
-    (B, H, T, D), (_, Hk, S, width) = query.shape, key.shape
+    (_, H, _, D), (_, Hk, _, width) = query.shape, key.shape
     if width != D:
         refuse("key", f"has width {width}, but query has width {D}", "make D equal")
     if (H == 0) != (Hk == 0) or (Hk and H % Hk):
@@ -179,36 +177,25 @@ def check_grouped_heads(
     if not enable_gqa and Hk not in (1, H):
         was = f"is False, but query has {H} heads and key has {Hk}"
         refuse("enable_gqa", was, "pass True, or as many heads of key and value as of query (or 1)")
-    return B, H, T, S, D
 
 
-def check_mixing(
-    query: Tensor, key: Tensor, mixing: Tensor, content_bias: Tensor | None
-) -> tuple[int, int, int, int, int]:
-    """Check that `query` `[B, T, Ds]`, `key` `[B, S, Ds]`, mixing and content bias agree; returns (B, H, T, S, Ds)."""
-    (B, T, Ds), (_, S, width) = query.shape, key.shape
+def check_mixing(query: Tensor, key: Tensor, mixing: Tensor) -> None:
+    """Check that `query` `[B, T, Ds]`, `key` `[B, S, Ds]` and mixing agree."""
+    Ds, width = query.shape[2], key.shape[2]
     if width != Ds:
         refuse("key", f"has width {width}, but query has width {Ds}", "make Ds equal")
     check_companion("mixing", mixing, query)
     if mixing.dim() != 2 or mixing.shape[1] != Ds:
         was = f"has shape {shape_of(mixing)}, but query has width {Ds}"
         refuse("mixing", was, "pass [H, Ds]")
-    H = mixing.shape[0]
-    if content_bias is not None:
-        check_companion("content_bias", content_bias, query)
-        if content_bias.shape != (B, H, S):
-            was = f"has shape {shape_of(content_bias)}"
-            refuse("content_bias", was, f"pass [B, H, S] = {[B, H, S]}")
-    return B, H, T, S, Ds
 
 
-def check_value_heads(value: Tensor, H: int, S: int) -> int:
-    """Check that `value` `[B, Hv, S, Dv]` of collaborative attention fits H heads and S keys; returns Hv."""
+def check_value_heads(value: Tensor, H: int, S: int) -> None:
+    """Check that `value` `[B, Hv, S, Dv]` of collaborative attention fits H heads and S keys."""
     Hv = value.shape[1]
     if value.shape[2] != S or (H == 0) != (Hv == 0) or (Hv and H % Hv):
         was = f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}"
         refuse("value", was, "pass [..., Hv, S, Dv], H a multiple of Hv (grouped value heads)")
-    return Hv
 
 
 def check_sizes(B: int, H: int, T: int, S: int) -> None:
@@ -240,25 +227,11 @@ def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
     check_device(name, tensor, query)
 
 
-def check_gate(
-    gate: Tensor | None, activation: str, query: Tensor, full: tuple[int, int, int, int]
-) -> None:
+def check_gate_activation(gate: Tensor | None, activation: str) -> None:
     check_choice("gate_activation", activation, GATE_ACTIVATIONS)
-    if gate is None:
-        if activation != "identity":
-            was = f"is {activation!r}, but gate is None"
-            refuse("gate_activation", was, "pass the logits as gate")
-        return
-    check_companion("gate", gate, query)
-    rank = gate.dim()
-    if not 1 <= rank <= 4:
-        instead = "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]"
-        refuse("gate", f"has {rank} dimensions", instead)
-    expected = full[1:2] if rank == 1 else full[:rank]
-    if not broadcasts(gate.shape, expected):
-        names = "H" if rank == 1 else ", ".join(("B", "H", "T", "Dv")[:rank])
-        sizes = f"[{names}] = {list(expected)}, or 1 where it broadcasts"
-        refuse("gate", f"has shape {shape_of(gate)}", f"a gate of {rank} dimensions is {sizes}")
+    if gate is None and activation != "identity":
+        was = f"is {activation!r}, but gate is None"
+        refuse("gate_activation", was, "pass the logits as gate")
 
 
 def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
@@ -307,14 +280,6 @@ def check_softcap(softcap: float | None) -> float:
     return float(softcap)
 
 
-def check_sinks(sinks: Tensor | None, query: Tensor, H: int) -> None:
-    if sinks is None:
-        return
-    check_companion("sinks", sinks, query)
-    if sinks.shape != (H,):
-        refuse("sinks", f"has shape {shape_of(sinks)}", f"pass one logit per head, [H] = [{H}]")
-
-
 def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torch.dtype) -> Tensor:
     """`alpha` as `[H]` in `dtype`. The backend checks the values of tensors: reading them may synchronise."""
     if isinstance(alpha, Tensor):
@@ -341,17 +306,6 @@ def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, in
     if bias.dim() != 5 or not fits or not broadcasts(bias.shape[2:], (H, T, S)):
         instead = f"pass [B1, B2, H, T, S], B1 * B2 = {B}, {[H, T, S]}, or 1"
         refuse("bias", f"has shape {shape_of(bias)}", instead)
-
-
-def check_offset_table(table: Tensor | None, query: Tensor, full: tuple[int, int, int]) -> None:
-    """Check that `offset_bias` `[H or 1, T + S - 1]` fits sizes (H, T, S)."""
-    if table is None:
-        return
-    check_companion("offset_bias", table, query)
-    H, T, S = full
-    if table.dim() != 2 or table.shape[0] not in (1, H) or table.shape[1] != max(T + S - 1, 1):
-        instead = f"pass [H or 1, T + S - 1] = {[H, T + S - 1]}"
-        refuse("offset_bias", f"has shape {shape_of(table)}", instead)
 
 
 def check_flag(name: str, flag: bool) -> None:

@@ -41,7 +41,7 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
     (COLLABORATIVE, ValueError, {"mixing": f32(H, 9)}, "mixing has shape [4, 9]"),
     (COLLABORATIVE, ValueError, {"content_bias": f32(B, S)}, "content_bias has shape [2, 7]"),
     (STATISTICS, ValueError, {"content_bias": f32(B, H, S)}, "content_bias is given without mixing"),
-    (BOTH, ValueError, {"gate": f32(1, 1, 1, 1, 1)}, "gate has 5 dimensions"),
+    (BOTH, ValueError, {"gate": f32(1, 1, 1, 1, 1)}, "gate has shape [1, 1, 1, 1, 1]"),
     (BOTH, ValueError, {"gate": f32(3)}, "gate has shape [3]"),
     (BOTH, ValueError, {"gate": f32(B, H, S)}, "gate has shape [2, 4, 7]"),
     (BOTH, TypeError, {"gate": f32(H).long()}, "gate has dtype torch.int64"),
