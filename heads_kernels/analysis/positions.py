@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heads_kernels.backends import select
 from heads_kernels.call import compute_dtype
-from heads_kernels.dispatch import select
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.mask import Intervals
 from heads_kernels.nn.attention_call import AttentionCall

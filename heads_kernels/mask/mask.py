@@ -12,17 +12,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from heads_kernels.checks import MAX_LENGTH, is_any_int, is_int, refuse, shown
-from heads_kernels.mask.arguments import (
-    INTEGERS,
-    parse_causal,
-    parse_documents,
-    parse_lengths,
-    parse_tensor,
-    parse_windows,
-)
 from heads_kernels.mask.intervals import Device, Intervals, device_of
 from heads_kernels.mask.kept import CPU, capturing, is_unchanged, is_watched, readable, state_of
 from heads_kernels.mask.terms import (
+    INTEGERS,
     Alignment,
     Bounds,
     Causal,
@@ -34,6 +27,11 @@ from heads_kernels.mask.terms import (
     QueryMask,
     Term,
     check_broadcast,
+    parse_causal,
+    parse_documents,
+    parse_lengths,
+    parse_tensor,
+    parse_windows,
 )
 
 

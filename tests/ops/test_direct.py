@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
-from heads_kernels import backends, dispatch
+from heads_kernels import backends
 from heads_kernels.ops import direct
 from tests.ops.calls import OPERATORS, B, D, Dv, H, S, T, tensors
 
@@ -230,7 +230,7 @@ def test_the_order_of_backends(
     """Backends of GPUs before `cpu` take nothing from it."""
     if backends.SIMULATED:
         pytest.skip("a backend of GPUs serves CPU tensors in this process")
-    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read(value))
+    monkeypatch.setattr(backends, "_NAMED", backends._read(value))
     arguments = tensors("gated_attention", dtype=torch.float64)
     hk.gated_attention(**arguments)
     hk.gated_attention(**arguments, backend="cpu")
