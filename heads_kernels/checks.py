@@ -14,6 +14,8 @@ from torch.nn import functional
 GateActivation = Literal["identity", "sigmoid", "softplus"]
 GATE_ACTIVATIONS: Final[tuple[GateActivation, ...]] = get_args(GateActivation)
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATING: Final = "pass a tensor of float32, bfloat16, float16 or float64"
+_OPERAND: Final = f"{_FLOATING}; packed sequences are separated by hk.Mask.from_cu_seqlens"
 
 #: Most rows or keys: the last rows of a tile, fewer than 1024 more, plus `UNBOUNDED` (mask/intervals.py) fit int32.
 MAX_LENGTH: Final = (1 << 30) - 1024
@@ -83,18 +85,25 @@ def check_tensor(
     argument: str,
     tensor: object,
     instead: str,
-    ranks: Sequence[int],
+    ranks: Sequence[int] | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> Tensor:
-    """A dense tensor of one of these ranks and dtypes; None: any floating dtype."""
+    """A strided tensor, not a sparse or nested one, of one of these ranks and dtypes; None: any floating dtype."""
     if not isinstance(tensor, Tensor):
         refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
-    check_dense(argument, tensor, f"{instead}, dense")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        refuse(argument, f"has layout {layout}", f"{instead}, dense")
     if not (tensor.is_floating_point() if dtypes is None else tensor.dtype in dtypes):
         refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
-    if tensor.dim() not in ranks:
+    if ranks is not None and tensor.dim() not in ranks:
         refuse(argument, f"has shape {shape_of(tensor)}", instead)
     return tensor
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Check that `tensor` is dense and of a floating dtype that the operators serve."""
+    check_tensor(name, tensor, _FLOATING, dtypes=DTYPES)
 
 
 def check_device(argument: str, tensor: Tensor, query: Tensor) -> None:
@@ -118,13 +127,6 @@ def shown(number: object) -> str:
     if is_int(number) and number.bit_length() > 64:
         return f"about {'-' if number < 0 else ''}2**{number.bit_length() - 1}"
     return str(number)
-
-
-def check_dense(argument: str, tensor: Tensor, instead: str = "pass a dense tensor") -> None:
-    """Check that `tensor` is strided, not sparse or nested."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        refuse(argument, f"has layout {layout}", instead)
 
 
 #: torch's `context_parallel` replaces the function while it is active.
@@ -157,8 +159,7 @@ def check_tensors(**tensors: Tensor) -> None:
     check_whole_sequence()
     query = tensors["query"]
     for name, tensor in tensors.items():
-        instead = "pass a dense tensor; for packed sequences use hk.Mask.from_cu_seqlens"
-        check_floating(name, tensor, instead)
+        check_tensor(name, tensor, _OPERAND, dtypes=DTYPES)
         if tensor.dtype != query.dtype:
             was = f"has dtype {tensor.dtype}, but query has {query.dtype}"
             refuse(name, was, "cast them to one dtype", TypeError)
@@ -211,16 +212,6 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
             refuse(name, f"has {letter} = {size}", f"split the call: {letter} is at most {most}")
 
 
-def check_floating(name: str, tensor: Tensor, dense: str = "pass a dense tensor") -> None:
-    """Check that `tensor` is dense and of a floating dtype."""
-    if not isinstance(tensor, Tensor):
-        refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
-    check_dense(name, tensor, dense)
-    if tensor.dtype not in DTYPES:
-        instead = "pass float32, bfloat16, float16 or float64"
-        refuse(name, f"has dtype {tensor.dtype}", instead, TypeError)
-
-
 def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
     """Check that `tensor` is dense, of a floating dtype and on the device of `query`."""
     check_floating(name, tensor)
@@ -234,14 +225,20 @@ def check_gate_activation(gate: Tensor | None, activation: str) -> None:
         refuse("gate_activation", was, "pass the logits as gate")
 
 
+def check_number(argument: str, value: Any, instead: str) -> float:
+    """An int or a float, also a symbolic one of `torch.compile`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
+        refuse(argument, f"is a {type(value).__name__}", instead, TypeError)
+    return value  # type: ignore[return-value]
+
+
 def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
     if type(dropout_p) is float and 0.0 <= dropout_p < 1.0:  # as nearly always
         return dropout_p
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        was = f"is a {type(dropout_p).__name__}"
-        refuse(argument, was, "pass a float: a probability in [0, 1)", TypeError)
+    instead = "pass a float: a probability in [0, 1)"
+    check_number(argument, dropout_p, instead)
     if not 0.0 <= dropout_p < 1.0:
-        refuse(argument, f"is {shown(dropout_p)}", "pass a probability in [0, 1)")
+        refuse(argument, f"is {shown(dropout_p)}", instead)
     return float(dropout_p)
 
 
@@ -255,9 +252,7 @@ def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.fl
     """`scale` as a float that the compute dtype for `dtype` can hold; None gives `width ** -0.5`."""
     if scale is None:
         return float(width) ** -0.5 if width else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
-        was = "is a tensor" if isinstance(scale, Tensor) else f"is a {type(scale).__name__}"
-        refuse("scale", was, "pass a float (scale.item()), or None", TypeError)
+    check_number("scale", scale, "pass a float (scale.item()), or None")
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     most = _LARGEST_SCALE[compute]
     if not -most <= scale <= most:
@@ -271,9 +266,7 @@ def check_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
     instead = "pass a float > 0, or None"
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        was = "is a tensor" if isinstance(softcap, Tensor) else f"is a {type(softcap).__name__}"
-        refuse("softcap", was, instead, TypeError)
+    check_number("softcap", softcap, instead)
     least, most = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max / 2
     if not least <= softcap <= most:  # kernels divide by it, and multiply it by log2(e)
         refuse("softcap", f"is {shown(softcap)}", f"{instead}, from {least:.1e} to {most:.1e}")
@@ -287,12 +280,11 @@ def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torc
         if alpha.shape != (H,):
             refuse("alpha", f"has shape {shape_of(alpha)}", f"pass a number, or [H] = [{H}]")
         return alpha.to(dtype).contiguous()
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-        refuse("alpha", f"is {alpha!r}", "pass a number in (1, 2], or a tensor [H]", TypeError)
-    if not 1 + torch.finfo(dtype).eps <= alpha <= 2:
+    number = check_number("alpha", alpha, "pass a number in (1, 2], or a tensor [H]")
+    if not 1 + torch.finfo(dtype).eps <= number <= 2:
         instead = f"pass a number in (1, 2] that {dtype} tells from 1: 2 is sparsemax, and towards 1 it is softmax"
-        refuse("alpha", f"is {shown(alpha)}", instead)
-    return torch.full((H,), alpha, dtype=dtype, device=query.device)
+        refuse("alpha", f"is {shown(number)}", instead)
+    return torch.full((H,), number, dtype=dtype, device=query.device)
 
 
 def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, int]) -> None:

@@ -252,7 +252,7 @@ def _mask(
 
 # ---------------------------------------------------------------------- calls
 #: Fields whose layout `check` compares with the sizes of the call, which are those of query, key, value and mixing.
-_WITH_LAYOUT: Final = ("content_bias", "gate", "offset_bias", "sinks")
+_COMPANIONS: Final = ("content_bias", "gate", "offset_bias", "sinks")
 
 
 def check(call: Call) -> None:
@@ -262,8 +262,10 @@ def check(call: Call) -> None:
         ValueError, TypeError: the message names the argument, its value and what would work.
     """
     query, key, value, mixing = call.query, call.key, call.value, call.mixing
-    operands = {"query": query, "key": key}
-    check_tensors(**operands if value is None else {**operands, "value": value})
+    if value is None:
+        check_tensors(query=query, key=key)
+    else:
+        check_tensors(query=query, key=key, value=value)
     if mixing is None:
         check_grouped_heads(query, key)
         if value is not None and value.shape[1:3] != key.shape[1:3]:
@@ -280,10 +282,13 @@ def check(call: Call) -> None:
     B, H, T, S = call.sizes
     check_sizes(B, H, T, S)
     check_gate_activation(call.gate, call.gate_activation)
-    sizes = {"B": B, "H": H, "T": T, "S": S, "Dv": call.Dv, "offsets": max(T + S - 1, 1)}
-    for name in _WITH_LAYOUT:
-        tensor = getattr(call, name)
+    companions = call.content_bias, call.gate, call.offset_bias, call.sinks
+    sizes: dict[str, int] = {}
+    for name, tensor in zip(_COMPANIONS, companions, strict=True):
         if tensor is not None:
+            if not sizes:
+                sizes = {"B": B, "H": H, "T": T, "S": S, "Dv": call.Dv}
+                sizes["offsets"] = max(T + S - 1, 1)
             check_companion(name, tensor, query)
             check_layout(name, tensor, LAYOUTS[name], sizes)
     check_bias(call.bias, query, (B, H, T, S))
