@@ -250,12 +250,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
     """`[B or 1, H or 1]` bool, True where an identity gate closes a whole head; None where no gate can."""
-    if gate is None or activation != "identity":
+    if gate is None or not can_close(gate, activation):
         return None
     heads = gate[None] if gate.dim() == 1 else gate
-    if any(size != 1 for size in heads.shape[2:]):
-        return None
     return heads.reshape(heads.shape[:2]) == 0
+
+
+def can_close(gate: Tensor, activation: str) -> bool:
+    """Whether a head can be closed: by an identity gate with one value for all its rows."""
+    return activation == "identity" and all(size == 1 for size in gate.shape[2:])
 
 
 def active_widths(mixing: Tensor) -> Tensor:
