@@ -58,6 +58,17 @@ class SeesOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def assert_same_as_op(run: Callable[[], list[Tensor]]) -> list[str]:
+    """What `run` gives has the bits and the memory order of the same calls as ops, whose names are returned."""
+    results = run()
+    with SeesOps() as seen:
+        expected = run()
+    for got, want in zip(results, expected, strict=True):
+        assert torch.equal(got, want)
+        assert got.stride() == want.stride()
+    return seen.names
+
+
 # ---------------------------------------------------------------------- which calls
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -101,15 +112,10 @@ def test_same_bits_as_the_op(operator: str, case: str, dtype: torch.dtype, ways:
         with torch.no_grad():
             return [out, *grads, getattr(hk, operator)(**given, **options)]
 
-    results = run()
-    with SeesOps() as seen:
-        expected = run()
+    names = assert_same_as_op(run)
     assert ways == ["direct"] * 3 + ["op"] * 3
-    assert seen.names.count(NAME) == 2
-    assert seen.names.count(f"{NAME}_backward") == 1
-    for got, want in zip(results, expected, strict=True):
-        assert torch.equal(got, want)
-        assert got.stride() == want.stride()
+    assert names.count(NAME) == 2
+    assert names.count(f"{NAME}_backward") == 1
 
 
 #: Query, key and value.
@@ -129,12 +135,7 @@ def test_memory_order_is_that_of_the_op(view: str) -> None:
         out = hk.gated_attention(*operands)
         return [out, *torch.autograd.grad(out.sum(), operands)]
 
-    results = run()
-    with SeesOps():
-        expected = run()
-    for got, want in zip(results, expected, strict=True):
-        assert torch.equal(got, want)
-        assert got.stride() == want.stride()
+    assert_same_as_op(run)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
