@@ -106,9 +106,15 @@ def check_floating(name: str, tensor: Tensor) -> None:
     check_tensor(name, tensor, _FLOATING, dtypes=DTYPES)
 
 
-def check_device(argument: str, tensor: Tensor, query: Tensor) -> None:
-    if tensor.device != query.device:
-        refuse(argument, f"is on {tensor.device}, but query is on {query.device}", "move it there")
+def check_device(argument: str, tensor: Tensor, device: torch.device | str) -> None:
+    """Check that `tensor` is on the device of the query; "cuda" is any GPU."""
+    if tensor.device == device:
+        return
+    wanted = torch.device(device)
+    indices = {tensor.device.index, wanted.index} - {None}
+    if tensor.device.type != wanted.type or len(indices) > 1:
+        was = f"is on {tensor.device}, but query is on {wanted}"
+        refuse(argument, was, "move it there once, before the call")
 
 
 def broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -163,7 +169,7 @@ def check_tensors(**tensors: Tensor) -> None:
         if tensor.dtype != query.dtype:
             was = f"has dtype {tensor.dtype}, but query has {query.dtype}"
             refuse(name, was, "cast them to one dtype", TypeError)
-        check_device(name, tensor, query)
+        check_device(name, tensor, query.device)
 
 
 def check_grouped_heads(query: Tensor, key: Tensor, enable_gqa: bool = True) -> None:
@@ -215,7 +221,7 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
 def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
     """Check that `tensor` is dense, of a floating dtype and on the device of `query`."""
     check_floating(name, tensor)
-    check_device(name, tensor, query)
+    check_device(name, tensor, query.device)
 
 
 def check_gate_activation(gate: Tensor | None, activation: str) -> None:
@@ -318,7 +324,7 @@ def check_row_weights(
         return torch.ones((1,) * len(sizes), dtype=dtype, device=query.device)
     instead = f"pass True, or float weights of rows that broadcast to [..., H, T] = {list(sizes)}"
     received = check_tensor("received", received, instead, range(len(sizes) + 1), DTYPES)
-    check_device("received", received, query)
+    check_device("received", received, query.device)
     shape = (*(1,) * (len(sizes) - received.dim()), *received.shape)
     if not broadcasts(shape, sizes):
         refuse("received", f"has shape {shape_of(received)}", instead)
@@ -337,5 +343,5 @@ def check_excluded(
     *batch, keys = exclude_keys.shape
     if keys != S or batch not in ([], [1], [B]):
         refuse("exclude_keys", f"has shape {shape_of(exclude_keys)}", instead)
-    check_device("exclude_keys", exclude_keys, query)
+    check_device("exclude_keys", exclude_keys, query.device)
     return (exclude_keys if batch else exclude_keys[None]).contiguous()

@@ -17,6 +17,7 @@ from torch import Tensor
 from heads_kernels.checks import (
     MAX_LENGTH,
     broadcasts,
+    check_device,
     check_tensor,
     is_any_int,
     is_int,
@@ -208,7 +209,7 @@ class Dense(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         check_broadcast(self.visible, (B, H, T, S))
-        _check_device(self.argument, self.visible, device)
+        check_device(self.argument, self.visible, device)
         return Intervals(dense_mask=self.visible)
 
 
@@ -226,7 +227,7 @@ class Bounds(Term):
         if batch not in (1, B) or heads not in (1, H) or rows != T:
             was = f"has shape {[batch, heads, rows]}, but B is {B}, H is {H} and T is {T}"
             refuse(self.argument, was, "call it with as many batches, heads and positions")
-        _check_device(self.argument, self.k_lo, device)
+        check_device(self.argument, self.k_lo, device)
         k_lo, k_hi = self.k_lo.clamp(0, S), self.k_hi.clamp(0, S)
         return Intervals(k_lo=k_lo, k_hi=k_hi, first_keys=self.first_keys)
 
@@ -257,17 +258,7 @@ def _check_rows(
     if (batch != 1 and batch != B) or width != size:
         was = f"has shape {list(tensor.shape)}, but B is {B} and {letter} is {size}"
         refuse(argument, was, f"pass [{B} or 1, {size}]")
-    _check_device(argument, tensor, device)
-
-
-def _check_device(argument: str, tensor: Tensor, device: Device) -> None:
-    if tensor.device == device:
-        return
-    wanted = torch.device(device)
-    indices = {tensor.device.index, wanted.index} - {None}  # "cuda" means any of them
-    if tensor.device.type != wanted.type or len(indices) > 1:
-        was = f"is on {tensor.device}, but query is on {wanted}"
-        refuse(argument, was, "move it there once, before the call")
+    check_device(argument, tensor, device)
 
 
 def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None:
@@ -291,7 +282,7 @@ def _of_heads(
         was = f"is of {len(given)} heads, but H is {H}"
         refuse(argument, was, f"pass {H}, or one for all heads")
     if isinstance(given, Tensor):
-        _check_device(argument, given, device)
+        check_device(argument, given, device)
         return given.to(torch.int64)
     flat = tuple(n for each in given for n in (each if isinstance(each, tuple) else (each,)))
     return lengths_on(torch.device(device), flat)
@@ -311,7 +302,7 @@ def _lengths(
         refuse(argument, f"holds {count} lengths, but B is {B}", f"pass {B}, or 1 for all")
     values: Sequence[int] = ()
     if isinstance(lengths, Tensor):
-        _check_device(argument, lengths, device)
+        check_device(argument, lengths, device)
         values = lengths.tolist() if readable(lengths) else ()
     else:
         values = () if torch.compiler.is_compiling() else lengths

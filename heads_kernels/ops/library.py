@@ -144,7 +144,7 @@ def check_arguments(
             check_layout(name, tensor, layouts[name], sizes)
             if tensor.dtype != dtype:
                 refuse(name, f"has dtype {tensor.dtype}", f"pass {dtype}", TypeError)
-            check_device(name, tensor, query)
+            check_device(name, tensor, query.device)
     if backend == "triton":
         for name in _CONTIGUOUS:
             tensor = given.get(name)
