@@ -260,6 +260,11 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
     `results` are those of the forward op if they have been computed without it (`direct.attend`).
     """
     given = [operand for operand in call.operands if operand is not None]
+    if torch.compiler.is_compiling():
+        # Dynamo traces no autograd function that gets a tensor twice, as in self-attention without projections.
+        for at, operand in enumerate(given):
+            if any(operand is other for other in given[:at]):
+                given[at] = operand.view_as(operand)
     return _Attention.apply((call, backend, return_lse, results), *given)  # type: ignore[no-untyped-call]
 
 
