@@ -216,9 +216,6 @@ class Dimension(NamedTuple):
     name: str
     may_be_1: bool
 
-    def __str__(self) -> str:
-        return self.name + "|1" * self.may_be_1
-
 
 #: The dimensions of a tensor, for each rank that it may have.
 Layouts = dict[int, tuple[Dimension, ...]]

@@ -15,7 +15,6 @@ GateActivation = Literal["identity", "sigmoid", "softplus"]
 GATE_ACTIVATIONS: Final[tuple[GateActivation, ...]] = get_args(GateActivation)
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLOATING: Final = "pass a tensor of float32, bfloat16, float16 or float64"
-_OPERAND: Final = f"{_FLOATING}; packed sequences are separated by hk.Mask.from_cu_seqlens"
 
 #: Most rows or keys: the last rows of a tile, fewer than 1024 more, plus `UNBOUNDED` (mask/intervals.py) fit int32.
 MAX_LENGTH: Final = (1 << 30) - 1024
@@ -93,7 +92,8 @@ def check_tensor(
         refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        refuse(argument, f"has layout {layout}", f"{instead}, dense")
+        packed = " (packed sequences: hk.Mask.from_cu_seqlens)" if tensor.is_nested else ""
+        refuse(argument, f"has layout {layout}", f"{instead}, dense{packed}")
     if not (tensor.is_floating_point() if dtypes is None else tensor.dtype in dtypes):
         refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
     if ranks is not None and tensor.dim() not in ranks:
@@ -165,7 +165,7 @@ def check_tensors(**tensors: Tensor) -> None:
     check_whole_sequence()
     query = tensors["query"]
     for name, tensor in tensors.items():
-        check_tensor(name, tensor, _OPERAND, dtypes=DTYPES)
+        check_floating(name, tensor)
         if tensor.dtype != query.dtype:
             was = f"has dtype {tensor.dtype}, but query has {query.dtype}"
             refuse(name, was, "cast them to one dtype", TypeError)

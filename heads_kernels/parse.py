@@ -308,7 +308,11 @@ def check_layout(name: str, tensor: Tensor, layouts: Layouts, sizes: dict[str, i
                 break
         else:
             return
-    forms = " or ".join(f"[{', '.join(map(str, each))}]" for each in layouts.values())
-    named = {dimension.name for each in layouts.values() for dimension in each}
-    known = ", ".join(f"{each} = {size}" for each, size in sizes.items() if each in named)
-    refuse(name, f"has shape {shape_of(tensor)}", f"pass {forms}, with {known}")
+    forms = [[dimension.name for dimension in each] for each in layouts.values()]
+    used = {dimension for form in forms for dimension in form}
+    known = ", ".join(f"{each} = {size}" for each, size in sizes.items() if each in used)
+    written = " or ".join(f"[{', '.join(form)}]" for form in forms)
+    instead = f"pass {written}, with {known}"
+    if any(dimension.may_be_1 for each in layouts.values() for dimension in each):
+        instead += ", or 1 where it broadcasts"
+    refuse(name, f"has shape {shape_of(tensor)}", instead)

@@ -224,6 +224,8 @@ class Bounds(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         batch, heads, rows = self.k_lo.shape
+        if heads == 1 and self.first_keys is not None:
+            heads = self.first_keys.shape[0]
         if batch not in (1, B) or heads not in (1, H) or rows != T:
             was = f"has shape {[batch, heads, rows]}, but B is {B}, H is {H} and T is {T}"
             refuse(self.argument, was, "call it with as many batches, heads and positions")

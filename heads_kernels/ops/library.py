@@ -83,14 +83,14 @@ _HEADS: Final = layouts_of("B H T Dv")
 #: The tensors of a call, its seed, and what a backward pass reads besides.
 _LAYOUTS: Final = {
     **LAYOUTS,
-    "seed": layouts_of("5"),
+    "seed": layouts_of("numbers"),
     "dout": _HEADS,
     "attended": _HEADS,
     "lse": _ROWS,
     "dlse": _ROWS,
 }
-_LSE_OF_ENTMAX: Final = layouts_of("2 B H T")
-_FIXED_SIZES: Final = {"2": 2, "5": SEED_LENGTH}
+_LSE_OF_ENTMAX: Final = layouts_of("parts B H T")
+_FIXED_SIZES: Final = {"parts": 2, "numbers": SEED_LENGTH}
 #: Tensors that kernels read without a conversion: in the dtype of the query, of its scores, or this one.
 _OF_QUERY: Final = ("key", "value", "dout", "attended")
 _OF_SCORES: Final = ("alpha", "row_weights", "lse", "dlse")
