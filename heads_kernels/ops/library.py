@@ -18,7 +18,15 @@ from torch import Tensor
 from heads_kernels.after_import import after_import
 from heads_kernels.backends import find, rows_apart
 from heads_kernels.build_info import PACKAGE
-from heads_kernels.call import LAYOUTS, SCHEMA, SEED_LENGTH, Call, compute_dtype, layouts_of
+from heads_kernels.call import (
+    LAYOUTS,
+    SCHEMA,
+    SEED_LENGTH,
+    Call,
+    Layouts,
+    compute_dtype,
+    layouts_of,
+)
 from heads_kernels.checks import check_device, refuse, shape_of
 from heads_kernels.parse import check, check_layout
 
@@ -113,12 +121,7 @@ def check_arguments(
     A backward pass reads `dout`, `attended`, `lse` and `dlse` too; `dlse` may be None.
     """
     layouts = _LAYOUTS if call.alpha is None else {**_LAYOUTS, "lse": _LSE_OF_ENTMAX}
-    ranks = {"query": 4, "key": 4} if call.mixing is None else {"query": 3, "key": 3, "mixing": 2}
-    if has_value:
-        ranks["value"] = 4
-    for name in saved:
-        ranks[name] = max(layouts[name])
-    _check_presence(call, has_value, saved, ranks)
+    _check_presence(call, has_value, saved, layouts)
     if backend in _COMPILED:
         return
     given: dict[str, Any] = {**call._asdict(), **saved}
@@ -155,15 +158,23 @@ def check_arguments(
 
 
 def _check_presence(
-    call: Call, has_value: bool, saved: dict[str, Tensor | None], ranks: dict[str, int]
+    call: Call,
+    has_value: bool,
+    saved: dict[str, Tensor | None],
+    layouts: dict[str, Layouts],
 ) -> None:
-    """Check that an op reads the tensors that are given, and that those it needs have these ranks."""
+    """Check that an op reads the tensors that are given, and that those it needs have the right rank."""
     unread = ("exclude_keys", "row_weights") if has_value else ("value", "gate", "alpha", "seed")
     if call.alpha is not None:
         unread = ("mixing", "sinks", *unread)
     for name in unread:
         if getattr(call, name) is not None:
-            refuse(name, "is given", f"leave it out: {call.operator} does not read it")
+            refuse(name, "is given", "leave it out: this op does not read it")
+    ranks = {"query": 4, "key": 4} if call.mixing is None else {"query": 3, "key": 3, "mixing": 2}
+    if has_value:
+        ranks["value"] = 4
+    for name in saved:
+        ranks[name] = max(layouts[name])
     for name, rank in ranks.items():
         tensor = saved[name] if name in saved else getattr(call, name)
         if tensor is None and name != "dlse":
