@@ -39,26 +39,23 @@ def check(mask: Mask, expected: Tensor, may_be_dense: bool = False) -> None:
     assert torch.equal(*(x.expand(B, HEADS) for x in (pairs, expected.sum((2, 3)))))
 
     assert intervals.dense_mask is None or may_be_dense
-    if intervals.first_keys is not None:
-        assert intervals.first_keys.dtype == torch.int32
-        assert intervals.first_keys.is_contiguous()
-        assert intervals.first_keys.shape in ((1,), (HEADS,))
-        assert intervals.k_lo is not None
     assert isinstance(intervals.band_lo, int)
     assert isinstance(intervals.band_hi, int)
     assert (intervals.k_lo is None) == (intervals.k_hi is None)
-    for vector in (intervals.k_lo, intervals.k_hi):
-        if vector is not None:
-            assert vector.dtype == torch.int32
-            assert vector.is_contiguous()
-            assert vector.shape[0] in (1, B)
-            assert vector.shape[1] in (1, HEADS)
-            assert vector.shape[2] == T
-            assert bool(((vector >= 0) & (vector <= S)).all())
-    if intervals.key_visible is not None:
-        assert intervals.key_visible.dtype == torch.bool
-        assert intervals.key_visible.is_contiguous()
-        assert intervals.key_visible.shape in ((1, S), (B, S))
+    assert intervals.first_keys is None or intervals.k_lo is not None
+    bounds = [(b, h, T) for b in (1, B) for h in (1, HEADS)]
+    for name, dtype, shapes in (
+        ("k_lo", torch.int32, bounds),
+        ("k_hi", torch.int32, bounds),
+        ("first_keys", torch.int32, [(1,), (HEADS,)]),
+        ("key_visible", torch.bool, [(1, S), (B, S)]),
+    ):
+        part = getattr(intervals, name)
+        if part is not None:
+            assert part.dtype == dtype, name
+            assert part.is_contiguous(), name
+            assert part.shape in shapes, name
+            assert bool(((part >= 0) & (part <= S)).all()) or dtype == torch.bool, name
 
 
 # ---------------------------------------------------------------------- any arguments

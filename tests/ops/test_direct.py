@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -247,13 +247,6 @@ def operands() -> tuple[Tensor, ...]:
     return tuple(tensors("gated_attention", dtype=torch.float32).values())
 
 
-class SeesFunctions(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, classes: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 class Wrapped(Tensor):
     """A subclass, which sees what is called with it."""
 
@@ -288,7 +281,7 @@ def of_functional_tensors() -> Any:
 #: What sees or replaces ops, or runs none. Some have no rule for the op: they raise then, and compute nothing wrong.
 ACTING: dict[str, Callable[[], Any]] = {
     "a dispatch mode": lambda: within(SeesOps()),
-    "a function mode": lambda: within(SeesFunctions()),
+    "a function mode": lambda: within(BaseTorchFunctionMode()),
     "a subclass": lambda: attend(*(x.as_subclass(Wrapped) for x in operands())),
     "the FLOP counter": lambda: within(FlopCounterMode(display=False)),
     "the profiler": lambda: within(torch.profiler.profile()),
