@@ -415,13 +415,8 @@ def _part_of(call: Call) -> Part | None:
 
 # ---------------------------------------------------------------------- which backend, and why
 _OPERATORS: Final = {
-    function.__name__: function
-    for function in (
-        gated_attention,
-        collaborative_attention,
-        entmax_attention,
-        attention_statistics,
-    )
+    each.__name__: each
+    for each in (gated_attention, collaborative_attention, entmax_attention, attention_statistics)
 }
 
 
