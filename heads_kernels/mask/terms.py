@@ -186,7 +186,7 @@ class Documents(Term):
             refuse(self.argument, f"is one tensor, but T is {T} and S is {S}", instead)
         queries, keys = self.query_ids, self.query_ids if self.key_ids is None else self.key_ids
         dtype = torch.promote_types(queries.dtype, keys.dtype)
-        queries, keys = (torch.atleast_2d(ids.to(dtype)) for ids in (queries, keys))
+        queries, keys = torch.atleast_2d(queries.to(dtype), keys.to(dtype))  # type: ignore[no-untyped-call]
         _check_rows(self.argument, queries, B, T, "T", device)
         _check_rows(self.argument, keys, B, S, "S", device)
         if queries.shape[0] != keys.shape[0]:
