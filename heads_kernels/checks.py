@@ -27,6 +27,11 @@ def refuse(argument: str, was: str, instead: str, kind: type[Exception] = ValueE
     raise kind(f"{argument} {was}; {instead}.")
 
 
+def refuse_type(argument: str, value: object, instead: str) -> NoReturn:
+    """Raise a TypeError with the message "`argument` is a (type of `value`); `instead`."."""
+    refuse(argument, f"is a {type(value).__name__}", instead, TypeError)
+
+
 def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 

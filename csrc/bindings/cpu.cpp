@@ -169,7 +169,7 @@ py::object empty_gradient(py::handle tensor) {
 
 // Runs a backward pass without an op: returns what the op does, the gradients of the operands that
 // `needs` names, or partial sums of them. None if a tensor is not plain.
-py::object backward(const py::tuple& call, const py::tuple& saved, const py::list& needs,
+py::object backward(const py::tuple& call, const py::tuple& saved, const py::tuple& needs,
                     int threads) {
   if (!are_plain(call) || !are_plain(saved)) return py::none();
   require(needs.size() == 10, "needs", "does not have one entry for each operand");
@@ -177,7 +177,7 @@ py::object backward(const py::tuple& call, const py::tuple& saved, const py::lis
   const Sizes n = set_backward(params, call, saved);
   py::list results;
   Py_ssize_t at = 0;
-  const auto is_needed = [&] { return PyList_GET_ITEM(needs.ptr(), at++) == Py_True; };
+  const auto is_needed = [&] { return PyTuple_GET_ITEM(needs.ptr(), at++) == Py_True; };
   const auto keep = [&](const char* name, hk::Tensor& gradient, const py::object& made) {
     gradient = output(given(made, dlpack::kCpu, name), name);
     results.append(made);

@@ -5,12 +5,15 @@ from heads_kernels.analysis.head_scores import HeadScores
 from heads_kernels.analysis.importance import importance
 from heads_kernels.analysis.maps import HeadMaps, bertviz, maps, plot_maps
 from heads_kernels.analysis.observe import observe
-from heads_kernels.analysis.received import HeadReceived, received
-from heads_kernels.analysis.relations import RareWords, Relation
 from heads_kernels.analysis.relevance import relevance
-from heads_kernels.analysis.repeats import Repeats
+from heads_kernels.analysis.role_counts import RareWords, Relation, Repeats
 from heads_kernels.analysis.roles import HeadRoles, Role, roles
-from heads_kernels.analysis.statistics import HeadStatistics, statistics
+from heads_kernels.analysis.statistics import (
+    HeadReceived,
+    HeadStatistics,
+    received,
+    statistics,
+)
 from heads_kernels.nn.attention_call import AttentionCall
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import each_batch, reading, run
+from heads_kernels.analysis.observe import each_batch, reading, run
 from heads_kernels.analysis.positions import first_real
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers

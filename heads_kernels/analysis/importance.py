@@ -10,10 +10,9 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import each_batch, evaluation, of_this_thread
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
-from heads_kernels.analysis.observe import observe
-from heads_kernels.checks import check_choice, refuse
+from heads_kernels.analysis.observe import each_batch, evaluation, observe, of_this_thread
+from heads_kernels.checks import check_choice, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.heads.patching import Edit, edited, outputs
 from heads_kernels.nn.attention_call import AttentionCall
@@ -70,12 +69,10 @@ def importance(
 
     Existing gates stay in effect: a closed head scores 0. Heads have their current numbers. For a layer that runs
     several times in a pass (ALBERT), derivatives are summed over its runs, and a head is left out of all of them. A
-    layer that no pass reaches scores 0. The model runs in evaluation mode with frozen weights; mode, gates and
-    `requires_grad` are restored at the end.
+    layer that no pass reaches scores 0. The model runs in evaluation mode with frozen weights and is restored.
 
     Args:
-        model: with attention layers (`hk.heads.attention_layers`); a transformers model after
-            `hk.integrations.transformers.use(model)`.
+        model: as in `statistics`.
         data: an iterable of batches, for "patching" of pairs of batches.
         loss: `loss(model, batch)` returns a scalar, the SUM over the examples of the batch (a mean times B), the losses
             of the examples `[B]`, or outputs `[B, ...]`.
@@ -97,8 +94,7 @@ def importance(
     if reduce != "example" and method != "gradient":
         refuse("reduce", f"is {reduce!r}, but the method is {method!r}", "leave it out")
     if not callable(loss):
-        was = f"is a {type(loss).__name__}"
-        refuse("loss", was, "pass a function loss(model, batch) -> Tensor", TypeError)
+        refuse_type("loss", loss, "pass a function loss(model, batch) -> Tensor")
     chosen = choose_layers(attention_layers(model), layers)
     if not any(layer.num_heads for layer in chosen):
         was = f"has no heads left in its {len(chosen)} attention layer(s)"
@@ -166,15 +162,13 @@ _ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 
 def _by_gradients(task: _Task, batch: Any) -> _Terms:
     """By factors of 1 on the gates of every head and row; the operator's backward has all their derivatives."""
-    ones: dict[int, list[Tensor]] = {layer.index: [] for layer in task.layers}  # [B, H, T] of a run
-    real: dict[int, list[Tensor]] = {layer.index: [] for layer in task.layers}  # [B, T] of a run
-    is_over = (
-        False  # checkpointed layers run again in the backward pass, on a GPU on another thread
-    )
+    ones: list[tuple[int, Tensor]] = []  # of each run the index of its layer, and factors [B, H, T]
+    real: list[Tensor] = []  # of each run [B, T]
+    is_over = False  # checkpointed layers run again, on a GPU on another thread
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
         if not is_over:
-            real[layer.index].append(call.real_queries)
+            real.append(call.real_queries)
 
     def multiply(index: int, gates: Tensor, B: int, T: int) -> Tensor:
         gates = gates[None] if gates.dim() == 1 else gates
@@ -182,7 +176,7 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
         size = (B, gates.shape[1], T)
         factor = torch.ones(size, dtype=gates.dtype, device=gates.device, requires_grad=True)
         if not is_over:
-            ones[index].append(factor)
+            ones.append((index, factor))
         return factor * gates
 
     multiply_here = of_this_thread(multiply)
@@ -190,6 +184,7 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
     def change(index: int, *arguments: Any) -> Tensor | None:
         return (multiply if is_over else multiply_here)(index, *arguments)
 
+    terms: dict[int, list[Tensor]] = {}
     with ExitStack() as block:
         block.enter_context(observe(task.model, look, task.names))
         for layer in task.layers:
@@ -197,15 +192,12 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
         block.enter_context(torch.enable_grad())
         value = task.loss(task.model, batch)
         is_over = True
-        factors = [factor for of_layer in ones.values() for factor in of_layer]
+        factors = [factor for _, factor in ones]
         B = _check_value(value, [len(factor) for factor in factors])
-        slopes = task.slopes(value, factors)
-        terms = {
-            index: [torch.where(rows[:, None], next(slopes), 0) for rows in of_layer]
-            for index, of_layer in real.items()
-        }
+        for (index, _), rows, slope in zip(ones, real, task.slopes(value, factors), strict=True):
+            terms.setdefault(index, []).append(torch.where(rows[:, None], slope, 0))
     estimate = _ESTIMATORS[task.estimator]
-    return B, {index: estimate(torch.cat(each, 2)) for index, each in terms.items() if each}
+    return B, {index: estimate(torch.cat(each, 2)) for index, each in terms.items()}
 
 
 def _by_patching(task: _Task, pair: Any) -> _Terms:

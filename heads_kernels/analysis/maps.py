@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import reading, run
+from heads_kernels.analysis.observe import reading, run
 from heads_kernels.checks import check_size, refuse
 from heads_kernels.heads.layers import (
     AttentionLayer,
@@ -54,9 +54,7 @@ def maps(
     `call.probabilities(rows, heads)`.
 
     Args:
-        model: with attention layers (`hk.heads.attention_layers`); a transformers model after
-            `hk.integrations.transformers.use(model)`.
-        batch: a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model.
+        model, batch: as in `statistics`; a single batch.
         heads: `{layer: [heads]}`, layers by index or name, heads by their current number; default all.
         example: its index in the batch; None for the whole batch.
         rows: a slice of the query rows of the batch, padding included, without a step; default all.
@@ -121,10 +119,10 @@ def bertviz(
     _check_found(found)
     kinds = dict.fromkeys(each.kind for each in found)
     several = len(kinds) > 1
-    decoder = tokens if decoder_tokens is None else decoder_tokens
+    decoder = decoder_tokens if several and decoder_tokens is not None else tokens
     for each in found:
-        rows = tokens if each.kind == "encoder" or not several else decoder
-        keys = decoder if each.kind == "decoder" and several else tokens
+        rows = tokens if each.kind == "encoder" else decoder
+        keys = decoder if each.kind == "decoder" else tokens
         _check_tokens(each, rows, keys)
     most = max(len(each.heads) for each in found)
     attention = {

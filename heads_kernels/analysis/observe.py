@@ -1,4 +1,4 @@
-"""Observe the attention calls of a model while it runs.
+"""Observe the attention calls of a model while it runs; passes of a model over data, and keys by their tokens.
 
 Calls of the operators have operands, mask and scale for any model. The mask shows which rows and keys are tokens: a
 token sees itself.
@@ -6,16 +6,25 @@ token sees itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Final, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from heads_kernels.checks import is_int, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.heads.observers import observed
 from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.snapshot import evaluating
 
 Observer = Callable[[AttentionLayer, AttentionCall], None]
+#: What `AttentionLayer.kind` may be.
+KINDS: Final = ("encoder", "decoder", "cross")
+#: Token ids; or a function of the batch that gives bool `[B, S]`, or `{kind of layer: [B, S]}`.
+TokenKeys: TypeAlias = Collection[int] | Callable[[Any], Tensor | Mapping[str, Tensor]]
 
 
 @contextmanager
@@ -58,3 +67,117 @@ def observe(
 
     with observed(every, chosen, see):
         yield chosen
+
+
+# ---------------------------------------------------------------------- passes over data
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode with `requires_grad=False` for all weights; both are restored after the block.
+
+    Weights created under `torch.inference_mode()` are not changed, since they never have a gradient.
+    """
+    asking = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
+    with evaluating(model):
+        try:
+            for parameter in asking:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in asking:
+                parameter.requires_grad_(True)
+
+
+@contextmanager
+def reading(
+    model: nn.Module, observer: Observer, layers: Iterable[AttentionLayer]
+) -> Iterator[None]:
+    """In this block the model runs in evaluation mode without gradients, and `observer` sees the calls of `layers`."""
+    names = [layer.name for layer in layers]
+    with torch.no_grad(), evaluation(model), observe(model, observer, names):
+        yield
+
+
+def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that does nothing on other threads, which may run the same modules."""
+    own = threading.get_ident()
+    return lambda *arguments: hook(*arguments) if threading.get_ident() == own else None
+
+
+def each_batch(data: Iterable[Any], argument: str = "data") -> Iterator[Any]:
+    """The batches of `data`; errors name `argument`.
+
+    Raises:
+        TypeError: `data` is a single batch, a string, or not iterable.
+        ValueError: `data` is empty.
+    """
+    if isinstance(data, (str, bytes, Tensor, Mapping)) or not isinstance(data, Iterable):
+        refuse_type(argument, data, "pass an iterable of batches, [batch] for a single one")
+    empty = True
+    for batch in data:
+        empty = False
+        yield batch
+    if empty:
+        refuse(
+            argument, "has no batches", "pass [batch] for a single one; a generator works only once"
+        )
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch: keyword arguments in a mapping, arguments in a tuple or list, or one argument.
+
+    Raises:
+        TypeError: the batch is text, or contains only text.
+    """
+    parts = batch if isinstance(batch, (tuple, list)) else [batch]
+    if parts and all(isinstance(part, (str, bytes)) for part in parts):
+        refuse("batch", "is text", "pass the output of the tokenizer", TypeError)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*parts)
+
+
+# ---------------------------------------------------------------------- keys by their tokens
+def keys_by_kind(
+    tokens: TokenKeys | None, batch: Any, layers: Iterable[AttentionLayer], argument: str
+) -> dict[str, Tensor]:
+    """The keys of a batch that are `tokens`, `{kind of layer: bool [B, S]}`; kinds that are absent have none.
+
+    Args:
+        tokens: ids, looked up in the batch's `input_ids` (for the decoder's self-attention in an encoder-decoder model,
+            in `decoder_input_ids`); or a function of the batch that returns a bool tensor `[B, S]` for all layers, or
+            `{kind: [B, S]}` with kinds "encoder", "decoder" and "cross".
+        batch: as passed to the model; a mapping if `tokens` are ids.
+        layers: those of the model.
+        argument: the name of `tokens` in errors.
+
+    Raises:
+        TypeError, ValueError: `tokens` is something else, or a batch does not contain the ids.
+    """
+    kinds = {layer.kind for layer in layers}
+    if tokens is None:
+        return {}
+    if callable(tokens):
+        given = tokens(batch)
+        found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(kinds, given)
+        instead = "give a bool tensor [B, S], or {kind: [B, S]} of 'encoder', 'decoder' or 'cross'"
+        for kind, keys in found.items():
+            if kind not in KINDS:
+                refuse(argument, f"gave the kind {kind!r}", instead)
+            if not isinstance(keys, Tensor):
+                refuse(argument, f"gave a {type(keys).__name__}", instead, TypeError)
+        return found
+    if isinstance(tokens, (str, Tensor)) or not isinstance(tokens, Collection):
+        refuse_type(argument, tokens, "pass a list of token ids or a function of a batch")
+    if not all(map(is_int, tokens)):
+        refuse(argument, f"is {tokens!r}", "pass token ids, which are ints", TypeError)
+    names = dict.fromkeys(kinds, "input_ids")
+    if {"decoder", "cross"} <= kinds:
+        names["decoder"] = "decoder_input_ids"
+    for name in names.values():
+        if not isinstance(batch, Mapping) or name not in batch:
+            was = f"names token ids, but a batch has no {name!r}"
+            refuse(argument, was, "pass it in a mapping, or a function of a batch")
+    return {
+        kind: torch.isin(batch[name], torch.tensor([*tokens], device=batch[name].device))
+        for kind, name in names.items()
+    }

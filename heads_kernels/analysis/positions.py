@@ -74,7 +74,8 @@ def attended(call: AttentionCall, lse: Tensor, band: Band) -> Tensor:
         sum over lo_i <= j < hi_i of p_ij * f_j
 
     The operator of the call computes it with the features of keys as values: within a band its output is the mean of
-    features weighted by the probabilities of the band, which add up to exp(lse of the band - lse).
+    features weighted by the probabilities of the band (and of a sink, which has no features), which add up to
+    exp(lse of the band - lse).
 
     Args:
         call: of sizes B, H, T, S.
@@ -90,8 +91,7 @@ def attended(call: AttentionCall, lse: Tensor, band: Band) -> Tensor:
         mask = Intervals(dense_mask=mask.to_dense(call.T, call.S, query.device))
     lo, hi = (x.clamp(0, call.S)[:, None] for x in (band.lo, band.hi))
     mask = (mask & Intervals(k_lo=lo, k_hi=hi)).laid_out(call.T)
-    # A sink is in `lse`, and no part of a band.
-    of_band = call.call._replace(query=query, key=key, value=value, sinks=None).under(mask)
+    of_band = call.call._replace(query=query, key=key, value=value).under(mask)
     out, band_lse = attend_with_lse(of_band, select(of_band))
     share = torch.exp(band_lse - lse).masked_fill(band_lse == NEG_INF, 0.0)
     weighted: Tensor = share[..., None] * out

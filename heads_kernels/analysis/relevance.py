@@ -27,9 +27,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from heads_kernels.analysis.batches import each_batch, evaluation, of_this_thread, run
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
-from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.observe import each_batch, evaluation, observe, of_this_thread, run
 from heads_kernels.analysis.relevance_rules import (
     RULES,
     Back,
@@ -40,7 +39,7 @@ from heads_kernels.analysis.relevance_rules import (
     refusing,
 )
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import check_choice, check_tensor, refuse
+from heads_kernels.checks import check_choice, check_tensor, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops.attention import attention_op
@@ -85,10 +84,7 @@ def relevance(
     linear map from n to m features costs m * n multiplications per token; padded rows cost nothing, with relevance 0.
 
     Args:
-        model: with attention layers that `hk.heads.attention_layers` finds; a transformers model after
-            `hk.integrations.transformers.use(model)`. It runs in evaluation mode, and its mode is restored.
-        data: an iterable of batches; without `output` a batch is what the model takes: keyword arguments in a mapping,
-            arguments in a tuple or list, or one argument.
+        model, data: as in `statistics`; with `output` a batch is what that takes.
         output: `output(model, batch)` returns scores `[B, C]`, or `[B, T, C]` for all positions; examples and positions
             of padding, according to the masks of attention over T rows, do not count. Or it returns a pair: such a
             tensor, and the initial relevance of its elements, of the same shape and >= 0; examples and positions where
@@ -108,8 +104,7 @@ def relevance(
     check_choice("attention", attention, ("constant", "full"))
     output = _logits if output is None else output
     if not callable(output):
-        was = f"is a {type(output).__name__}"
-        refuse("output", was, "pass a function of model and batch", TypeError)
+        refuse_type("output", output, "pass a function of model and batch")
     chosen = choose_layers(attention_layers(model), layers)
     sums = {layer.index: torch.zeros(layer.num_heads, dtype=torch.float64) for layer in chosen}
     count = 0

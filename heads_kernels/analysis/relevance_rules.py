@@ -29,12 +29,15 @@ from typing import Any, Final, NoReturn, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from heads_kernels.call import Call
 from heads_kernels.checks import refuse
+from heads_kernels.dispatch import select
 from heads_kernels.nn.attention_call import blocks
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops import gate as gates
+from heads_kernels.ops.attention import attend
 
 #: Computes the relevance of a function's inputs from that of its output.
 Back: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
@@ -42,8 +45,6 @@ Back: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 Step: TypeAlias = tuple[Sequence[Any], Back]
 #: `tile(rows, columns, z)` writes z of these rows and outputs, `[rows, columns, n]`.
 Tile: TypeAlias = Callable[[slice, slice, Tensor], object]
-#: `probabilities(rows)`, `[B, H, rows, S]`.
-Probabilities: TypeAlias = Callable[[slice], Tensor]
 
 #: Keeps sums of z away from 0.
 EPSILON: Final = 1e-5
@@ -52,9 +53,9 @@ EPSILON: Final = 1e-5
 TILES: Final = {"cpu": 1 << 18}
 TILE: Final = 1 << 24  # on every other device; heuristic: 64 MiB
 SIGNS: Final = (1, -1)
-#: Each output element depends on one input element, which receives its relevance unchanged.
+#: Each output element depends on one element of the first argument, which receives its relevance unchanged.
 _ELEMENTWISE: Final = (
-    "celu", "clamp", "clamp_max", "clamp_min", "dropout", "elu", "gelu", "hardsigmoid", "hardswish",
+    "celu", "clamp", "clamp_max", "clamp_min", "div", "dropout", "elu", "gelu", "hardsigmoid", "hardswish",
     "hardtanh", "leaky_relu", "mish", "neg", "negative", "prelu", "relu", "relu6", "selu", "sigmoid", "silu",
     "softplus", "tanh",
 )  # fmt: skip
@@ -89,10 +90,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Step:
 
     Outputs without relevance are skipped: of many logits only those with relevance cost anything.
     """
-    if type(weight) not in (
-        Tensor,
-        nn.Parameter,
-    ):  # of torchao, which computes with few of its bits
+    if type(weight) not in (Tensor, nn.Parameter):  # torchao's compute with few of their bits
         return [input], refusing("linear", f"whose weight is quantised ({type(weight).__name__})")
 
     def back(relevance: Tensor) -> Sequence[Tensor]:
@@ -116,7 +114,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha:
 
 
 def _matmul(input: Tensor, other: Tensor) -> Step:
-    if carries(other) or other.dim() != 2:
+    if other.dim() != 2:
         return [input, other], refusing("matmul", "whose second factor is not a weight matrix")
     return linear(input, other.detach().mT)
 
@@ -176,7 +174,7 @@ def _by_rows(input: Tensor, relevance: Tensor, tile_of: Callable[[Tensor], Tile]
             share = some[r, None, c] / (z.clamp_(min=0).sum(-1) + EPSILON)
             found[r] += (share.flatten(1)[:, None] @ z.flatten(1, 2))[:, 0]
     whole = flat.new_zeros(len(flat), n)
-    whole[rows] = _kept(found, some)
+    [whole[rows]] = _kept([found], some, 1)
     return whole.view(input.shape)
 
 
@@ -200,18 +198,18 @@ def rms_norm(input: Tensor, output: Tensor, eps: float) -> Step:
         own, others = size * (1 - w), size * (w.sum(-1, keepdim=True) - w)
         shared = relevance * size / (others + EPSILON)
         found = relevance * own / (own + EPSILON) + w * (shared.sum(-1, keepdim=True) - shared)
-        return [_kept(found, relevance)]
+        return _kept([found], relevance, found.dim() - 1)
 
     return [input], back
 
 
 # ---------------------------------------------------------------------- sums and products
 def _identity(input: Tensor, *rest: Any, **options: Any) -> Step:
-    return [input], lambda given: [given]
+    return [input], lambda given: [given.sum_to_size(input.shape)]
 
 
-def add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
-    """A sum with broadcasting, whose sum of relevance over the last dimension is kept over both terms together.
+def _add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
+    """A sum with broadcasting; sums over a row of both terms together are kept.
 
     Tensors get a share even if they carry no relevance; numbers get none.
     """
@@ -221,17 +219,42 @@ def add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
     if len(terms) == 1:
         return inputs, lambda given: [given]
 
-    def back(relevance: Tensor) -> Sequence[Tensor]:
-        found = [torch.zeros_like(relevance) for _ in terms]
-        for side in SIGNS:
-            parts = [(side * by * x.to(relevance.dtype)).clamp(min=0) for x, by in terms]
-            share = relevance / (sum(parts) + EPSILON)
-            found = [each.addcmul(part, share) for each, part in zip(found, parts, strict=True)]
-        total = torch.stack(found).sum(0).sum(-1, keepdim=True)
-        factor = _factor(total, relevance.sum(-1, keepdim=True))
-        return [(each * factor).sum_to_size(x.shape) for each, x in zip(found, inputs, strict=True)]
+    def back(given: Tensor) -> Sequence[Tensor]:
+        signed = [(factor * x.detach().to(given.dtype)).expand(given.shape) for x, factor in terms]
+        found = _by_signs(torch.add, signed, given, given.dim() - 1)
+        return [each.sum_to_size(x.shape) for each, x in zip(found, inputs, strict=True)]
 
     return inputs, back
+
+
+def _mean(function: Any, input: Tensor, *rest: Any, **options: Any) -> Step:
+    """A mean or a sum within each example, whose sum is kept."""
+    # As many examples as no other dimension has.
+    examples = sum(input.shape) + 1
+    alike = torch.empty((examples, *input.shape[1:]), dtype=input.dtype, device="meta")
+    if function(alike, *rest, **options).shape[:1] != (examples,):
+        return [input], refusing(function.__name__, "over the examples")
+
+    def back(given: Tensor) -> Sequence[Tensor]:
+        return _by_signs(lambda part: function(part, *rest, **options), [input], given, 1)
+
+    return [input], back
+
+
+def _by_signs(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], relevance: Tensor, dims: int
+) -> list[Tensor]:
+    """The relevance of all inputs of a linear function with weights >= 0: z has the sign of its input."""
+    found = [torch.zeros_like(x, dtype=relevance.dtype) for x in inputs]
+    for sign in SIGNS:
+        wide = [x.detach().to(relevance.dtype) for x in inputs]
+        parts = [(sign * x).clamp(min=0).requires_grad_() for x in wide]
+        with torch.enable_grad():
+            total = function(*parts)
+        weights = torch.autograd.grad(total, parts, relevance / (total.detach() + EPSILON))
+        for each, part, weight in zip(found, parts, weights, strict=True):
+            each.addcmul_(part.detach(), weight)
+    return _kept(found, relevance, dims)
 
 
 def _mul(input: Any, other: Any) -> Step:
@@ -245,39 +268,18 @@ def _mul(input: Any, other: Any) -> Step:
     return [x for x, _ in factors], back
 
 
-def _div(input: Any, other: Any) -> Step:
-    if carries(other):
-        return [input, other], refusing("div", "by a tensor that depends on heads")
-    return [input], lambda given: [given.sum_to_size(input.shape)]
+def _kept(found: Sequence[Tensor], relevance: Tensor, dims: int) -> list[Tensor]:
+    """`found`, scaled together to the sums of `relevance` at each index of the first `dims` dimensions.
 
+    They are 0 where no input contributes.
+    """
 
-def weighted(function: Any, input: Tensor, *rest: Any, **options: Any) -> Step:
-    """A linear function with weights >= 0, such as a mean; the sum of each example is kept."""
+    def sums(x: Tensor) -> Tensor:
+        return x[..., None].flatten(dims).sum(-1)
 
-    def back(relevance: Tensor) -> Sequence[Tensor]:
-        found = torch.zeros_like(input, dtype=relevance.dtype)
-        for sign in SIGNS:
-            part = (sign * input.detach().to(relevance.dtype)).clamp(min=0).requires_grad_()
-            with torch.enable_grad():
-                total = function(part, *rest, **options)
-            share = relevance / (total.detach() + EPSILON)
-            found.addcmul_(part.detach(), torch.autograd.grad(total, part, share)[0])
-        factor = _factor(found.flatten(1).sum(1), relevance.flatten(1).sum(1))
-        return [found * factor.view(-1, *[1] * (found.dim() - 1))]
-
-    if function(input, *rest, **options).shape[:1] != input.shape[:1]:
-        return [input], refusing(function.__name__, "over the examples")
-    return [input], back
-
-
-def _kept(found: Tensor, relevance: Tensor, dims: int | tuple[int, ...] = -1) -> Tensor:
-    """`found`, scaled to the sums of `relevance` over these dimensions."""
-    return found * _factor(found.sum(dims, keepdim=True), relevance.sum(dims, keepdim=True))
-
-
-def _factor(total: Tensor, wanted: Tensor) -> Tensor:
-    """`wanted / total`, and 0 where no input contributes."""
-    return torch.where(total > torch.finfo(total.dtype).tiny, wanted / total, 0.0)
+    total = torch.stack([sums(each) for each in found]).sum(0)
+    factor = torch.where(total > torch.finfo(total.dtype).tiny, sums(relevance) / total, 0.0)
+    return [each * factor.view(*factor.shape, *[1] * (each.dim() - dims)) for each in found]
 
 
 #: The rules by the names of functions.
@@ -286,13 +288,12 @@ RULES: Final[dict[str, Callable[..., Step]]] = {
     "addmm": _addmm,
     "matmul": _matmul,
     "layer_norm": _layer_norm,
-    "add": add,
-    "sub": partial(add, sign=-1),
-    "__rsub__": partial(add, sign=-1),  # the rule treats both signs alike
+    "add": _add,
+    "sub": partial(_add, sign=-1),
+    "__rsub__": partial(_add, sign=-1),  # the rule treats both signs alike
     "mul": _mul,
-    "div": _div,
-    "sum": partial(weighted, torch.sum),
-    "mean": partial(weighted, torch.mean),
+    "sum": partial(_mean, torch.sum),
+    "mean": partial(_mean, torch.mean),
     **dict.fromkeys(_ELEMENTWISE, _identity),
 }
 
@@ -309,73 +310,51 @@ def gate_rule(heads: Tensor, gate: Tensor, activation: str) -> Step:
 
 @torch.enable_grad()
 def attention_rule(call: Call, full: bool) -> Step:
-    """Attention before its gate; unless `full`, probabilities are constants."""
-    B, H, T, S = call.sizes
+    """Attention before its gate, whose sums are kept for each example and head.
+
+    Heads that share a key or a value each get a copy, whose relevance autograd adds up. Unless `full`, probabilities
+    are constants: then the operator itself gives sums over keys, and its gradient sums over rows.
+    """
 
     def per_head(x: Tensor) -> Tensor:
-        """`[B, H, ...]`: heads that share x each get a copy, whose relevance autograd adds up."""
         x = x if x.dim() == 4 else x[:, None]
-        copies = H // max(x.shape[1], 1)
-        return x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)
+        return x.repeat_interleave(call.H // x.shape[1], 1)
 
-    def probabilities(rows: slice) -> Tensor:
-        return eager.row_probabilities(scores.of_rows(call, rows.start, rows.stop))
-
-    value = per_head(call.value)
+    query, key, value = inputs = [per_head(x) for x in (call.query, call.key, call.value)]
     if not full:
-        rows = blocks(T, B * H * S)
-        return [value], lambda R: [attention_values(probabilities, value, R, rows)]
-    inputs = [per_head(call.query), per_head(call.key), value]
+        return [value], lambda given: _by_signs(partial(_attended, call), [value], given, 2)
     if call.content_bias is not None:
         inputs.append(call.content_bias)
 
-    def to_all(relevance: Tensor) -> Sequence[Tensor]:
-        query, key = inputs[0].to(relevance.dtype), inputs[1]
+    def back(given: Tensor) -> Sequence[Tensor]:
+        q, k = query.to(given.dtype) * call.scale, key
         if call.mixing is not None:
-            query = query * call.mixing[:, None]
-        if call.content_bias is not None:  # as one more feature, which is 1 in every query
-            query = functional.pad(query, (0, 1), value=1.0)
-            key = torch.cat((key, call.content_bias[..., None]), -1)
-        rows = blocks(T, B * H * S * call.Dv)
-        features = blocks(call.Dv, B * H * S * rows[0].stop)
-        operands = query * call.scale, key, value
-        q, k, v = attention(probabilities, *operands, relevance, rows, features)
+            q = q * call.mixing[:, None]
+        if call.content_bias is not None:  # as one more feature, which is the scale in every query
+            q = functional.pad(q, (0, 1), value=call.scale)
+            k = torch.cat((k, call.content_bias[..., None]), -1)
+        q, k, v = _full_attention(call, q, k, value, given)
         parts = [q[..., : call.D], k[..., : call.D], v]
         return parts if call.content_bias is None else [*parts, k[..., call.D]]
 
-    return inputs, to_all
+    return inputs, back
 
 
-def attention_values(
-    probabilities: Probabilities, value: Tensor, relevance: Tensor, blocks: Sequence[slice]
-) -> Tensor:
-    """Relevance of the values in `probabilities @ value`: z of row t, key s and feature d is `p_ts v_sd`.
-
-    Args:
-        probabilities: gives a block of rows.
-        value: `[B, H, S, Dv]`.
-        relevance: `[B, H, T, Dv]`.
-        blocks: slices that make up the rows 0 to T - 1.
-    """
-    both = torch.cat((value, -value), -1).to(relevance.dtype).clamp(min=0)  # [B, H, S, 2 Dv]
-    moved = torch.zeros_like(both)
-    for rows in blocks:
-        p = probabilities(rows).to(relevance.dtype)
-        share = relevance[:, :, rows].repeat(1, 1, 1, 2) / (p @ both + EPSILON)
-        moved += p.mT @ share
-    positive, negative = (both * moved).chunk(2, -1)
-    return _kept(positive + negative, relevance, (2, 3))
+def _attended(call: Call, value: Tensor) -> Tensor:
+    """The operator's output before its gate, for another value `[B, H, S, Dv]`, which alone has a gradient."""
+    constant = tree_map_only(Tensor, Tensor.detach, call)
+    query, key = (x.to(value.dtype) for x in (constant.query, constant.key))
+    if call.mixing is None:
+        key = key.repeat_interleave(value.shape[1] // key.shape[1], 1)
+    bare = constant._replace(
+        query=query, key=key, value=value, gate=None, gate_activation="identity", dropout_p=0.0
+    )
+    return attend(bare, select(bare))
 
 
-def attention(
-    probabilities: Probabilities,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    relevance: Tensor,
-    blocks: Sequence[slice],
-    features: Sequence[slice],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _full_attention(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, relevance: Tensor
+) -> list[Tensor]:
     """Relevance of query, key and value in attention, by its full Jacobian.
 
     With `u_tsd = p_ts * (v_sd - out_td)`, z of output td is `q_te * sum_s u_tsd * k_se` for feature e of query t and
@@ -383,19 +362,22 @@ def attention(
     over e are matrix products. The largest tensor is u, which is computed in tiles.
 
     Args:
+        call: gives the probabilities.
         query: `[B, H, T, D]`, times the scale of the scores; other terms of the scores are not inputs.
-        key: `[B, H, S, D]`.
-        value, relevance, probabilities, blocks: as in `attention_values`.
-        features: slices that make up the features 0 to Dv - 1: a tile is `[B, H, rows, S, features]`.
+        key, value, relevance: `[B, H, S, D]`, `[B, H, S, Dv]` and `[B, H, T, Dv]`.
     """
     q, k, v = (x.to(relevance.dtype) for x in (query, key, value))
-    found = q_found, k_found, v_found = tuple(map(torch.zeros_like, (q, k, v)))
-    k_up, k_down = k.clamp(min=0), (-k).clamp(min=0)
-    for rows in blocks:
-        p = probabilities(rows).to(v.dtype)
-        q_up, q_down = q[:, :, rows].clamp(min=0), (-q[:, :, rows]).clamp(min=0)
-        scores_up = q_up @ k_up.mT + q_down @ k_down.mT  # positive part of q k, [B, H, rows, S]
-        scores_down = q_up @ k_down.mT + q_down @ k_up.mT
+    (B, H, T, Dv), S, D = relevance.shape, *k.shape[2:]
+    q_signs, k_signs = (torch.cat((x, -x), -1).clamp(min=0) for x in (q, k))  # [..., 2 D]
+    q_found, k_found, v_found = (torch.zeros_like(x) for x in (q, k_signs, v))
+    row_blocks = blocks(T, B * H * S * Dv)
+    features = blocks(Dv, B * H * S * row_blocks[0].stop)
+    for rows in row_blocks:
+        p = eager.row_probabilities(scores.of_rows(call, rows.start, rows.stop)).to(v.dtype)
+        alike = q_signs[:, :, rows]
+        opposed = alike.roll(D, -1)
+        scores_up = alike @ k_signs.mT  # positive part of q k, [B, H, rows, S]
+        scores_down = opposed @ k_signs.mT
         for d in features:
             values, R = v[..., d], relevance[:, :, rows, d]
             u = p[..., None] * (values[:, :, None] - (p @ values)[..., None, :])
@@ -408,8 +390,5 @@ def attention(
                 v_found[..., d] += of_value * (p.mT @ share)
                 q_found[:, :, rows] += (share[..., None, :] @ of_row)[..., 0, :]
                 by_up, by_down = ((x @ share[..., None])[..., 0].mT for x in (up, down))
-                k_found += k_up * (by_up @ q_up + by_down @ q_down)
-                k_found += k_down * (by_up @ q_down + by_down @ q_up)
-    total = torch.stack([each.sum((2, 3), keepdim=True) for each in found]).sum(0)
-    factor = _factor(total, relevance.sum((2, 3), keepdim=True))
-    return q_found * factor, k_found * factor, v_found * factor
+                k_found += k_signs * (by_up @ alike + by_down @ opposed)
+    return _kept([q_found, k_found[..., :D] + k_found[..., D:], v_found], relevance, 2)

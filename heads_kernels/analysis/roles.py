@@ -8,18 +8,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import TokenKeys, each_batch, keys_by_kind, reading, run
 from heads_kernels.analysis.head_scores import HeadScores, scores_of, short_name, text_table
+from heads_kernels.analysis.observe import TokenKeys, each_batch, keys_by_kind, reading, run
 from heads_kernels.analysis.positions import OffsetCounts
-from heads_kernels.analysis.relations import (
+from heads_kernels.analysis.role_counts import (
     Counts,
     RareWordCounts,
     RareWords,
     Relation,
     RelationCounts,
     Relations,
+    RepeatCounts,
+    Repeats,
 )
-from heads_kernels.analysis.repeats import RepeatCounts, Repeats
 from heads_kernels.checks import check_flag, check_size, refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.batches import each_batch, evaluation, of_this_thread, run
-from heads_kernels.analysis.observe import observe
+from heads_kernels.analysis.observe import each_batch, evaluation, observe, of_this_thread, run
 from heads_kernels.checks import refuse
 from heads_kernels.convert.install import prepare
 from heads_kernels.convert.moments import Moments, Sums

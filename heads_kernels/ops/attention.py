@@ -259,20 +259,20 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
 
     `results` are those of the forward op if they have been computed without it (`direct.attend`).
     """
-    given = [operand for operand in call.operands if operand is not None]
+    operands: list[Tensor | None] = list(call.operands)
     if torch.compiler.is_compiling():
         # Dynamo traces no autograd function that gets a tensor twice, as in self-attention without projections.
-        for at, operand in enumerate(given):
-            if any(operand is other for other in given[:at]):
-                given[at] = operand.view_as(operand)
-    return _Attention.apply((call, backend, return_lse, results), *given)  # type: ignore[no-untyped-call]
+        for at, operand in enumerate(operands):
+            if operand is not None and any(operand is other for other in operands[:at]):
+                operands[at] = operand.view_as(operand)
+    return _Attention.apply((call, backend, return_lse, results), *operands)  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
-    """Takes the arguments of `record`, and the given operands, since autograd does not see those in a tuple."""
+    """Takes the arguments of `record`, and the operands of the call, since autograd does not see those in a tuple."""
 
     @staticmethod
-    def forward(ctx: Any, arguments: Any, *given: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(ctx: Any, arguments: Any, *operands: Tensor | None) -> Any:
         call, backend, return_lse, results = arguments
         out, attended, lse = results or attention_op(*call, True, backend)
         if call.gate is None:
@@ -286,36 +286,33 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor | None = None) -> Any:
         attended, lse, *tensors = ctx.saved_tensors
         call = Call._make((*tensors, *ctx.constants))
-        operands = call.operands
-        of_given = iter(ctx.needs_input_grad[1:])
-        needs = [operand is not None and next(of_given) for operand in operands]
-        if torch.is_grad_enabled() and ctx.backend == "eager":  # create_graph=True
+        needs = ctx.needs_input_grad[1:]
+        create_graph = torch.is_grad_enabled()
+        if create_graph and ctx.backend == "eager":
             return None, *_gradients_of_formula(call, needs, dout, dlse)
         # In the order of `Saved`.
         saved = dout, attended, lse, None if dlse is None else dlse.contiguous()
-        sums = direct.backward(call, saved, needs) if ctx.backend == "cpu" else None
-        if sums is None:
-            sums = backward_op(*saved, *call, needs, ctx.backend)
-        found = iter(sums)
-        grads = [
-            finish(name, next(found), call) if need else None
-            for name, operand, need in zip(OPERANDS, operands, needs, strict=True)
-            if operand is not None
-        ]
-        return None, *_first_order_only(call, grads, dout, dlse)
+        found = direct.backward(call, saved, needs) if ctx.backend == "cpu" else None
+        if found is None:
+            found = backward_op(*saved, *call, needs, ctx.backend)
+        sums = iter(found)
+        grads = [next(sums) if need else None for need in needs]
+        for at in range(_OF_KERNELS, len(OPERANDS)):
+            if needs[at]:
+                grads[at] = finish(OPERANDS[at], grads[at], call)
+        return None, *(_first_order_only(call, grads, dout, dlse) if create_graph else grads)
 
 
 def _gradients_of_formula(
-    call: Call, needs: list[bool], dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Differentiable gradients of the operands that are given."""
+    call: Call, needs: Sequence[bool], dout: Tensor, dlse: Tensor | None
+) -> list[Tensor | None]:
+    """Differentiable gradients of the operands that `needs` names, None for the others."""
     operands: Any = [each for each, need in zip(call.operands, needs, strict=True) if need]
     results = derivatives.attend(call)[: 1 if dlse is None else 2]
     starts = (dout,) if dlse is None else (dout, dlse)
     grads = torch.autograd.grad(results, operands, starts, create_graph=True, allow_unused=True)
     found = iter(grads)
-    given = zip(call.operands, needs, strict=True)
-    return tuple(next(found) if need else None for operand, need in given if operand is not None)
+    return [next(found) if need else None for need in needs]
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -340,8 +337,6 @@ def _first_order_only(
     call: Call, grads: Sequence[Tensor | None], dout: Tensor, dlse: Tensor | None
 ) -> Sequence[Tensor | None]:
     """Mark gradients as not differentiable a second time, by an operand, `dout` or `dlse`."""
-    if not torch.is_grad_enabled():
-        return grads
     inputs = dout, dlse, *call.operands
     marked = _FirstOrderOnly.apply(call.operator, len(grads), *grads, *inputs)  # type: ignore[no-untyped-call]
     return tuple(marked)

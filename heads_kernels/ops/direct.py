@@ -42,7 +42,7 @@ def attend(call: Call, backend: str | None) -> Tensor | tuple[Tensor, Tensor | N
 
 
 def backward(
-    call: Call, saved: tuple[Tensor | None, ...], needs: list[bool]
+    call: Call, saved: tuple[Tensor | None, ...], needs: tuple[bool, ...]
 ) -> list[Tensor] | None:
     """What `attention_backward` returns on `cpu`, or None if the pass has to run as an op."""
     if not is_unobserved():

@@ -48,7 +48,7 @@ def positive(text: str) -> int:
 def model_folder(text: str) -> Path:
     if not (Path(text) / "config.json").is_file():
         was = f"is {text!r}, which has no config.json"
-        raise argparse.ArgumentTypeError(f"{was}; pass the folder of a transformers checkpoint")
+        raise BadOption("model", was, "pass the folder of a transformers checkpoint")
     return Path(text)
 
 
@@ -58,24 +58,24 @@ def lines(text: str) -> list[str]:
     try:
         content = Path(text).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"is {text!r}: {error.strerror}; {instead}") from error
+        raise BadOption("text", f"is {text!r}: {error.strerror}", instead) from error
     except UnicodeDecodeError as error:
         was = f"is {text!r}, which is not UTF-8 (byte {error.start})"
-        raise argparse.ArgumentTypeError(f"{was}; {instead}") from error
+        raise BadOption("text", was, instead) from error
     found = [line.strip() for line in content.splitlines() if line.strip()]
     if not found:
-        raise argparse.ArgumentTypeError(f"is {text!r}, which has no text; {instead}")
+        raise BadOption("text", f"is {text!r}, which has no text", instead)
     return found
 
 
 def output_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
-        was = f"is {text!r}, which is a folder"
-        raise argparse.ArgumentTypeError(f"{was}; pass a file, such as {path / 'report.html'}")
+        instead = f"pass a file, such as {path / 'report.html'}"
+        raise BadOption("out", f"is {text!r}, which is a folder", instead)
     if not os.access(path.parent, os.W_OK | os.X_OK):
         was = f"is {text!r}, whose folder does not exist or cannot be written to"
-        raise argparse.ArgumentTypeError(f"{was}; make the folder first, or pass another file")
+        raise BadOption("out", was, "make the folder first, or pass another file")
     return path
 
 
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         content = page(inputs)
         write_whole(options.out, lambda path: path.write_text(content, encoding="utf-8"))
     except BadOption as error:
-        parser.error(str(error))
+        parser.error(f"argument --{error.option}: {error}")
     except KeyboardInterrupt:
         print(f"interrupted; {options.out} is as it was", file=sys.stderr)
         return 130

@@ -20,11 +20,12 @@ Batch = dict[str, Tensor]
 _BATCH: Final = 16
 
 
-class BadOption(Exception):
-    """An option that does not fit the model; the message names it."""
+class BadOption(argparse.ArgumentTypeError):
+    """An option that cannot be used, or does not fit the model."""
 
     def __init__(self, option: str, was: str, instead: str) -> None:
-        super().__init__(f"argument --{option}: {was}; {instead}")
+        super().__init__(f"{was}; {instead}")
+        self.option = option
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +80,17 @@ def load(options: argparse.Namespace) -> Inputs:
     if (highest := max(map(max, ids))) >= known:
         was = f"has a tokenizer that gives token {highest}, but embeddings of {known} tokens"
         raise BadOption("model", was, "save the tokenizer that it was trained with in its folder")
+    lines = sorted(ids, key=len)
     return Inputs(
         path=options.model,
         model=model,
         tokenizer=tokenizer,
         layers=layers,
         ids=ids,
-        batches=_batches(ids, tokenizer.pad_token_id or 0),
+        batches=[
+            batch_of(lines[start : start + _BATCH], tokenizer.pad_token_id or 0)
+            for start in range(0, len(lines), _BATCH)
+        ],
         sentence=_sentence(options.sentence, tokenizer, longest) or ids[0],
         fast=options.fast,
     )
@@ -137,20 +142,12 @@ def _tokenizer(path: Path) -> Any:
 def _longest(model: Any, tokenizer: Any, tokens: int) -> int:
     """The most tokens of a line that model, tokenizer and user allow."""
     positions = getattr(model.config, "max_position_embeddings", None) or tokens
-    return int(min(tokens, positions - _first_position(model), tokenizer.model_max_length))
-
-
-def _first_position(model: Any) -> int:
-    """The position of the first token: RoBERTa and its relatives start after the padding index."""
-    return next(
-        (
-            module.padding_idx + 1
-            for name, module in model.named_modules()
-            if name.endswith("position_embeddings")
-            and getattr(module, "padding_idx", None) is not None
-        ),
-        0,
-    )
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            positions -= padding + 1  # RoBERTa and its relatives start after the padding index
+            break
+    return int(min(tokens, positions, tokenizer.model_max_length))
 
 
 def _sentence(text: str | None, tokenizer: Any, longest: int) -> list[int]:
@@ -163,13 +160,6 @@ def _sentence(text: str | None, tokenizer: Any, longest: int) -> list[int]:
         was = f"has {len(ids)} tokens"
         raise BadOption("sentence", was, f"pass one of at most {longest}, or raise --tokens")
     return ids
-
-
-def _batches(ids: list[list[int]], padding: int) -> list[Batch]:
-    order = sorted(ids, key=len)
-    return [
-        batch_of(order[start : start + _BATCH], padding) for start in range(0, len(ids), _BATCH)
-    ]
 
 
 def batch_of(rows: list[list[int]], padding: int = 0) -> Batch:

@@ -38,6 +38,7 @@ def test_the_lowest_heads() -> None:
         (2, 2, {"layer0": [1, 3]}),
     ):
         assert SOME.lowest(count, keep_at_least=keep) == expected
+    assert scores([1.0, 2.0], [0.0]).lowest(1, keep_at_least=1) == {"layer0": [0]}
 
 
 def test_rank_correlation() -> None:

@@ -32,59 +32,29 @@ def test_chosen_heads() -> None:
 def test_a_whole_batch_and_some_rows() -> None:
     model = use(tiny_models.build("bert"))
     arguments = tiny_models.batch(model)
-    real = arguments["attention_mask"].bool()
-    [whole] = hk.analysis.maps(model, arguments, {1: [3, 0]}, example=None)
+    heads = {1: [3, 0]}
+    [whole] = hk.analysis.maps(model, arguments, heads, example=None)
     assert whole.maps.shape == (3, 2, 9, 9)
-    for example in range(3):
-        [one] = hk.analysis.maps(model, arguments, {1: [3, 0]}, example=example)
-        own = whole.maps[example][:, real[example]][..., real[example]]
-        assert_alike(one.maps, own)
+    for example, real in enumerate(arguments["attention_mask"].bool()):
+        [one] = hk.analysis.maps(model, arguments, heads, example=example)
+        assert_alike(one.maps, whole.maps[example][:, real][..., real])
         assert_alike(one.maps.sum(), whole.maps[example].sum())
-        [some_rows] = hk.analysis.maps(
-            model, arguments, {1: [3, 0]}, example=example, rows=slice(5, 7)
-        )
-        assert_alike(
-            some_rows.maps, one.maps[:, real[example, :5].sum() :][:, : real[example, 5:7].sum()]
-        )
+        [some_rows] = hk.analysis.maps(model, arguments, heads, example=example, rows=slice(5, 7))
+        assert_alike(some_rows.maps, one.maps[:, real[:5].sum() :][:, : real[5:7].sum()])
 
 
-BAD: list[tuple[Any, str]] = [
-    (lambda model, batch: hk.analysis.maps(model, batch, example=3), "example is 3; .* 0 to 2"),
-    (lambda model, batch: hk.analysis.maps(model, batch, example=-1), "example is -1"),
-    (lambda model, batch: hk.analysis.maps(model, batch, {0: [9]}), "heads of layer 0 .* head 9"),
-    (
-        lambda *_: hk.analysis.plot_maps([HeadMaps("a", "encoder", (0,), torch.ones(1, 1, 2, 2))]),
-        "found has maps of a whole batch",
-    ),
-    (lambda *_: hk.analysis.bertviz([], ["a"]), "found has no maps"),
-    (lambda *_: hk.analysis.plot_maps([]), "found has no maps"),
-    (lambda *_: hk.analysis.bertviz([some(1)], ["a", "b"]), "tokens are 2 for rows; .* 4 rows"),
-    (lambda *_: hk.analysis.plot_maps([some(1)], key_tokens=words(3)), "tokens are 3 for keys"),
-    (lambda *_: hk.analysis.plot_maps([some(1)], [], words(5)), "tokens are 0 for rows"),
-]
-
-
-def test_bad_input() -> None:
-    model = use(tiny_models.build("bert"))
-    for call, message in BAD:
-        with pytest.raises(ValueError, match=f"^{message}"):
-            call(model, tiny_models.batch(model))
-
-
-def some(heads: int, T: int = 4, S: int = 5) -> HeadMaps:
-    return HeadMaps("attention", "cross", tuple(range(heads)), torch.rand(heads, T, S))
+# ---------------------------------------------------------------------- what others draw of maps
+def some(heads: int, T: int = 4, S: int = 5, kind: str = "cross") -> HeadMaps:
+    return HeadMaps("attention", kind, tuple(range(heads)), torch.rand(heads, T, S))
 
 
 def words(count: int, start: str = "w") -> list[str]:
     return [f"{start}{i}" for i in range(count)]
 
 
-def test_bertviz_of_an_encoder() -> None:
+def test_bertviz_of_one_kind_of_layers() -> None:
     """Every layer `[1, H, T, S]`, heads alike in number, whatever was pruned."""
-    model = use(tiny_models.build("bert"))
-    arguments = tiny_models.batch(model)
-    hk.heads.prune(model, {1: [2]})
-    found = hk.analysis.maps(model, arguments, example=1)
+    found = [some(heads, 6, 6, "encoder") for heads in (4, 3)]
     given = hk.analysis.bertviz(found, words(6))
     assert given["tokens"] == words(6)
     stacked = torch.stack([each.squeeze(0) for each in given["attention"]])  # as BertViz does
@@ -95,14 +65,14 @@ def test_bertviz_of_an_encoder() -> None:
 
 
 def test_bertviz_of_a_translation_model() -> None:
-    model = use(tiny_models.build("bart").double())
-    found = hk.analysis.maps(model, tiny_models.batch(model))
-    T, S = next(each.maps.shape[1:] for each in found if each.kind == "cross")
-    given = hk.analysis.bertviz(found, words(S), words(T, "d"))
-    for kind, shape in (("encoder", (S, S)), ("decoder", (T, T)), ("cross", (T, S))):
-        assert [each.shape for each in given[f"{kind}_attention"]] == [(1, 4, *shape)] * 2
-    assert given["encoder_tokens"] == words(S)
-    assert given["decoder_tokens"] == words(T, "d")
+    shapes = {"encoder": (7, 7), "decoder": (4, 4), "cross": (4, 7)}
+    found = [some(4, *shape, kind) for kind, shape in shapes.items()]
+    given = hk.analysis.bertviz(found, words(7), words(4, "d"))
+    for each, kind in zip(found, shapes, strict=True):
+        [maps] = given[f"{kind}_attention"]
+        assert_alike(maps[0], each.maps)
+    assert given["encoder_tokens"] == words(7)
+    assert given["decoder_tokens"] == words(4, "d")
 
 
 @pytest.mark.check
@@ -122,3 +92,28 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"hk.analysis.plot_maps needs matplotlib"):
         hk.analysis.plot_maps([some(1)])
+
+
+# ---------------------------------------------------------------------- refusals
+BAD: list[tuple[Any, str]] = [
+    (lambda model, batch: hk.analysis.maps(model, batch, example=3), "example is 3; .* 0 to 2"),
+    (lambda model, batch: hk.analysis.maps(model, batch, example=-1), "example is -1"),
+    (lambda model, batch: hk.analysis.maps(model, batch, {0: [9]}), "heads of layer 0 .* head 9"),
+    (lambda model, batch: hk.analysis.maps(model, batch, rows=3), "rows is 3; pass a slice"),
+    (
+        lambda *_: hk.analysis.plot_maps([HeadMaps("a", "encoder", (0,), torch.ones(1, 1, 2, 2))]),
+        "found has maps of a whole batch",
+    ),
+    (lambda *_: hk.analysis.bertviz([], ["a"]), "found has no maps"),
+    (lambda *_: hk.analysis.plot_maps([]), "found has no maps"),
+    (lambda *_: hk.analysis.bertviz([some(1)], ["a", "b"]), "tokens are 2 for rows; .* 4 rows"),
+    (lambda *_: hk.analysis.plot_maps([some(1)], key_tokens=words(3)), "tokens are 3 for keys"),
+    (lambda *_: hk.analysis.plot_maps([some(1)], [], words(5)), "tokens are 0 for rows"),
+]
+
+
+def test_bad_input() -> None:
+    model = use(tiny_models.build("bert"))
+    for call, message in BAD:
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            call(model, tiny_models.batch(model))

@@ -23,19 +23,19 @@ from tests.support.nn_layers import HOUSE, House
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 
 
-def calls_of(model: nn.Module, *args: object, **kwargs: object) -> list[tuple[str, AttentionCall]]:
-    seen: list[tuple[str, AttentionCall]] = []
-    with torch.no_grad(), hk.analysis.observe(model, lambda *call: seen.append(call)):  # type: ignore[arg-type]
+def calls_of(
+    model: nn.Module, *args: Any, layers: list[int] | None = None, **kwargs: Any
+) -> list[tuple[hk.heads.AttentionLayer, AttentionCall]]:
+    seen: list[tuple[hk.heads.AttentionLayer, AttentionCall]] = []
+    with torch.no_grad(), hk.analysis.observe(model, lambda *call: seen.append(call), layers):
         model(*args, **kwargs)
-    return [(layer.name, call) for layer, call in seen]
+    return seen
 
 
 # ---------------------------------------------------------------------- what a call knows
 def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
-    terms = {"attn_mask": hk.Mask(causal=True), "scale": 0.5, "sinks": torch.ones(4)}
-    mask = terms.pop("attn_mask")
+    mask, terms = hk.Mask(causal=True), {"scale": 0.5, "sinks": torch.ones(4)}
     call = AttentionCall.of(hk.gated_attention, query, key, key, mask, **terms)
     second = torch.arange(6) == 1
     excluded = [None, second, second[None], torch.stack([second, ~second])]
@@ -95,30 +95,27 @@ def translation() -> tuple[nn.Module, dict[str, Tensor]]:
 def test_rows_of_cross_attention_are_the_decoders_whatever_is_looked_at() -> None:
     model, arguments = translation()
     layers = hk.heads.attention_layers(model)
-    seen: list[AttentionCall] = []
-
-    def look(layer: hk.heads.AttentionLayer, call: AttentionCall) -> None:
-        assert layer.kind != "decoder"
-        seen.extend([call] if layer.kind == "cross" else [])
-
     some = [layer.index for layer in layers if layer.kind != "decoder"]
-    with torch.no_grad(), hk.analysis.observe(model, look, some) as chosen:
-        model(**arguments)
-    assert [layer.index for layer in chosen] == some
-    assert [torch.equal(call.real_queries, REAL) for call in seen] == [True, True]
+    seen = calls_of(model, layers=some, **arguments)
+    assert [layer.index for layer, _ in seen] == some
+    rows = [call.real_queries for layer, call in seen if layer.kind == "cross"]
+    assert [torch.equal(each, REAL) for each in rows] == [True, True]
     assert all(layer.module.__dict__.get("observer") is None for layer in layers)
-    every = [name for name, _ in calls_of(model, **arguments)]
-    assert sorted(every) == sorted(layer.name for layer in layers)
+    every = [layer.index for layer, _ in calls_of(model, **arguments)]
+    assert sorted(every) == list(range(len(layers)))
 
 
 def test_rows_of_cross_attention_are_never_the_encoders() -> None:
     model, arguments = translation()
     layers = hk.heads.attention_layers(model)
     hk.heads.prune(model, {layer.index: range(4) for layer in layers if layer.kind == "decoder"})
-    kinds = {layer.name: layer.kind for layer in layers}
-    seen = calls_of(model, **arguments)
-    assert "decoder" not in {kinds[name] for name, _ in seen}  # layers without heads are not called
-    assert all(call.real_queries.all() for name, call in seen if kinds[name] == "cross")
+    rows: dict[str, list[Tensor]] = {
+        "encoder": [],
+        "cross": [],
+    }  # others have no heads to be called
+    for layer, call in calls_of(model, **arguments):
+        rows[layer.kind].append(call.real_queries)
+    assert all(each.all() for each in rows["cross"])
 
 
 # ---------------------------------------------------------------------- blocks, bad use, and modules of one's own
@@ -137,20 +134,18 @@ def test_a_cache_with_room_for_more_tokens(name: str) -> None:
             statistics = call.statistics(received=rows[:, None].float())
             own = statistics.argmax - call.own_keys  # the offset of the key that a row looks at
             share = statistics.received.transpose(1, 2)[keys]
-            seen.append((rows, keys.sum(1), call.is_causal, own.where(rows[:, None], 0), share))
+            assert call.is_causal
+            seen.append((rows, keys.sum(1), own.where(rows[:, None], 0), share))
 
         options = {"cache_implementation": cache, "max_new_tokens": 4, "do_sample": False}
         with torch.no_grad(), hk.analysis.observe(model, look):
             model.generate(prompt, attention_mask=real, pad_token_id=0, **options)
         found.append(seen)
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one[0], other[0])
-        assert one[0].any()
-        assert torch.equal(one[1], other[1])
-        assert one[2]
-        assert other[2]
-        assert torch.equal(one[3], other[3])
-        assert_alike(other[4], one[4])
+    for (rows, keys, own, share), other in zip(*found, strict=True):
+        assert rows.any()
+        for each, same in zip((rows, keys, own), other, strict=False):
+            assert torch.equal(each, same)
+        assert_alike(other[3], share)
 
 
 def test_blocks_are_nested_and_act_on_their_own_thread() -> None:
@@ -247,8 +242,8 @@ def test_a_module_of_ones_own_calls_its_observer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
     hk.heads.register_layout("Observed", HOUSE)
     model, x = nn.Sequential(Observed()), torch.randn(2, 6, 32)
-    [(name, call)] = calls_of(model, x)
-    assert (name, call.H, call.T) == ("0", 4, 6)
+    [(layer, call)] = calls_of(model, x)
+    assert (layer.name, call.H, call.T) == ("0", 4, 6)
     model(x)  # nobody looks on any more
     model[0].calls_observer = False
     with pytest.raises(ValueError, match=r"layer 0 \('0'\) is a Observed, which does not call"):

@@ -1,4 +1,4 @@
-"""Layer-wise relevance propagation against Jacobians: every rule, whole models, padding, pruned heads, refusals."""
+"""Layer-wise relevance propagation against Jacobians: every rule, whole models, outputs, refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import heads_kernels as hk
 from heads_kernels.analysis import relevance
 from heads_kernels.analysis import relevance_rules as rules
 from heads_kernels.analysis.relevance_rules import RULES
-from tests.analysis.jacobian_relevance import Encoder, by_jacobian, by_rows, encoder_by_jacobian
+from heads_kernels.parse import parse
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread
 from tests.support.tiny_models import batch, build
@@ -28,33 +28,61 @@ def random(*sizes: int, positive: bool = False) -> Tensor:
     return made.abs() if positive else made
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+# ---------------------------------------------------------------------- the rule as it is written
+def by_jacobian(
+    function: Callable[..., Tensor], inputs: list[Tensor], given: Tensor
+) -> list[Tensor]:
+    """For one example: its Jacobian, both signs with a factor of 1/2, then scaled."""
+    slopes = torch.autograd.functional.jacobian(function, tuple(inputs))
+    m, n = given.numel(), sum(x.numel() for x in inputs)
+    owed = [slope.reshape(m, -1) * x.flatten() for slope, x in zip(slopes, inputs, strict=True)]
+    at_zero = function(*map(torch.zeros_like, inputs)).flatten()
+    z = torch.cat(owed, 1) + at_zero[:, None] / n
+    up, down = z * (z > 0), z * (z < 0)
+    shares = 0.5 * up / (up.sum(1, keepdim=True) + 1e-5)
+    shares = shares + 0.5 * down / (down.sum(1, keepdim=True) - 1e-5)
+    found = given.flatten() @ shares
+    if found.sum() > 0:
+        found = found * given.sum() / found.sum()
+    parts = found.split([x.numel() for x in inputs])
+    return [part.view(x.shape) for part, x in zip(parts, inputs, strict=True)]
+
+
+def by_rows(function: Callable[..., Tensor], inputs: list[Tensor], given: Tensor) -> list[Tensor]:
+    """`by_jacobian` of each row of tensors of two dimensions or more."""
+    flat = [x.reshape(-1, x.shape[-1]) for x in inputs]
+    rows = [
+        by_jacobian(function, list(parts), each)
+        for *parts, each in zip(*flat, given.reshape(-1, given.shape[-1]), strict=True)
+    ]
+    return [
+        torch.stack(found).view(x.shape)
+        for found, x in zip(zip(*rows, strict=True), inputs, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------- rules
 WEIGHT, GAIN, BIAS = torch.randn(7, 5).double(), torch.randn(5).double(), torch.randn(7).double()
-#: A function of rows of 5 features, and its rule; `y` are its outputs.
+#: A function of rows of 5 features, and its rule.
 ROWS: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
-    "linear": (lambda x: F.linear(x, WEIGHT, BIAS), lambda x, y: rules.linear(x, WEIGHT, BIAS)),
-    "without a bias": (lambda x: F.linear(x, WEIGHT), lambda x, y: rules.linear(x, WEIGHT)),
-    "matrix product": (lambda x: x @ WEIGHT.T, lambda x, y: RULES["matmul"](x, WEIGHT.T)),
+    "linear": (lambda x: F.linear(x, WEIGHT, BIAS), lambda x: rules.linear(x, WEIGHT, BIAS)),
+    "without a bias": (lambda x: F.linear(x, WEIGHT), lambda x: rules.linear(x, WEIGHT)),
+    "matrix product": (lambda x: x @ WEIGHT.T, lambda x: RULES["matmul"](x, WEIGHT.T)),
     "Conv1D": (
         lambda x: F.linear(x, WEIGHT, BIAS),
-        lambda x, y: RULES["addmm"](BIAS, x, WEIGHT.T),
+        lambda x: RULES["addmm"](BIAS, x, WEIGHT.T),
     ),
     "layer norm": (
         lambda x: F.layer_norm(x, [5], GAIN, BIAS[:5], 0.1),
-        lambda x, y: RULES["layer_norm"](x, [5], GAIN, BIAS[:5], 0.1),
+        lambda x: RULES["layer_norm"](x, [5], GAIN, BIAS[:5], 0.1),
     ),
     "plain layer norm": (
         lambda x: F.layer_norm(x, [5], None, None, 0.1),
-        lambda x, y: RULES["layer_norm"](x, [5], eps=0.1),
+        lambda x: RULES["layer_norm"](x, [5], eps=0.1),
     ),
     "RMS norm": (
         lambda x: F.rms_norm(x, [5], GAIN, 0.1),
-        lambda x, y: rules.rms_norm(x, y, 0.1),
+        lambda x: rules.rms_norm(x, F.rms_norm(x, [5], GAIN, 0.1), 0.1),
     ),
 }
 
@@ -64,13 +92,12 @@ def test_functions_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles of several rows, of some outputs of a row, and of one output."""
     function, rule = ROWS[name]
     x = random(2, 3, 5)
-    y = function(x)
-    given = random(*y.shape, positive=True)
+    given = random(*function(x).shape, positive=True)
     given[0, 1], given[..., 2] = 0, 0  # a row and an output without relevance
     [expected] = by_rows(function, [x], given)
     for elements in (1 << 18, 40, 1):
         monkeypatch.setitem(rules.TILES, "cpu", elements)
-        _, back = rule(x, y)
+        _, back = rule(x)
         [found] = back(given)
         assert_alike(found, expected)
         assert_alike(found.sum(-1), given.sum(-1))
@@ -86,13 +113,18 @@ def test_sum_of_tensors() -> None:
         assert_alike(back(given), [expected[0], expected[1].sum(0)])
 
 
-def test_mean_over_tokens() -> None:
-    x, given = random(2, 4, 5), random(2, 5, positive=True)
-    _, back = RULES["mean"](x, 1)
-    [found] = back(given)
-    for example in range(2):
-        expected = by_jacobian(lambda y: y.mean(0), [x[example]], given[example])
-        assert_alike(found[example], expected[0])
+def test_mean_within_examples() -> None:
+    """Over tokens, and over all that an example has; not over examples, also if they are as many as tokens."""
+    x = random(4, 4, 5)
+    for dims in ((0,), (0, 1)):
+        over = [1 + dim for dim in dims]
+        given = random(*x.mean(over).shape, positive=True)
+        [found] = RULES["mean"](x, over)[1](given)
+        for example in range(4):
+            expected = by_jacobian(lambda y, dims=dims: y.mean(dims), [x[example]], given[example])
+            assert_alike(found[example], expected[0])
+    with pytest.raises(ValueError, match="model computes mean, over the examples"):
+        RULES["mean"](x, 0)[1](random(4, 5))
 
 
 def test_a_product_is_halved_among_what_carries_relevance() -> None:
@@ -113,29 +145,104 @@ def attention_of(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> 
     return torch.nan_to_num(scores.softmax(-1)) @ value
 
 
-@pytest.mark.parametrize("border", [0, 3])
-def test_attention(border: int) -> None:
-    blocks, features = ([slice(0, border), slice(border, end)] for end in (4, 6))
+@pytest.mark.parametrize("in_tiles", [False, True])
+def test_attention(in_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_tiles:
+        monkeypatch.setattr(rules, "blocks", lambda n, width: [slice(0, 3), slice(3, n)])
     q, k, v = random(2, 2, 4, 3), random(2, 2, 5, 3), random(2, 2, 5, 6)
     given = random(2, 2, 4, 6, positive=True)
     visible = torch.rand(2, 2, 4, 5) > 0.3
     visible[..., 0] = True
     visible[0, 0, 1] = False  # a row that sees nothing, whose relevance the others of its head get
+    call = parse("gated_attention", q, k, v, attn_mask=visible, scale=1.0)[0]
     p = attention_of(q, k, torch.eye(5, dtype=torch.float64), visible)
-    values = rules.attention_values(lambda rows: p[:, :, rows], v, given, blocks)
-    found = rules.attention(lambda rows: p[:, :, rows], q, k, v, given, blocks, features)
+    [values] = rules.attention_rule(call, False)[1](given)
+    found = rules.attention_rule(call, True)[1](given)
     for at in [(b, h) for b in range(2) for h in range(2)]:
-
-        def as_constant(value: Tensor, at: tuple[int, int] = at) -> Tensor:
-            return p[at] @ value
+        [expected] = by_jacobian(lambda value, at=at: p[at] @ value, [v[at]], given[at])
+        assert_alike(values[at], expected)
 
         def whole(*operands: Tensor, at: tuple[int, int] = at) -> Tensor:
             return attention_of(*operands, visible[at])
 
-        assert_alike(values[at], by_jacobian(as_constant, [v[at]], given[at])[0])
-        expected = by_jacobian(whole, [q[at], k[at], v[at]], given[at])
-        assert_alike([x[at] for x in found], expected)
-        assert_alike(sum(x[at].sum() for x in found), given[at].sum())
+        assert_alike([x[at] for x in found], by_jacobian(whole, [q[at], k[at], v[at]], given[at]))
+
+
+# ---------------------------------------------------------------------- a whole model
+class Encoder(nn.Module):
+    """Two of PyTorch's own layers around our attention, and scores of the mean token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2)
+        )
+        for layer in self.layers:
+            layer.self_attn = hk.nn.GatedMultiheadAttention(8, 4)
+        self.scores = nn.Linear(8, 3)
+        self.double()
+
+    def states(self, x: Tensor, real: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=~real)
+        return x
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        if real is None:
+            real = torch.ones(x.shape[:2], dtype=torch.bool)
+            return self.scores(self.states(x, real).mean(1))
+        weights = real[..., None].double()
+        return self.scores((self.states(x, real) * weights).sum(1) / weights.sum(1))
+
+
+def attention_backward(
+    layer: hk.nn.GatedMultiheadAttention, x: Tensor, given: Tensor, full: bool
+) -> tuple[Tensor, Tensor]:
+    """What the input `[T, E]` of self-attention gets, and the relevance of each head."""
+
+    def merged(x: Tensor) -> Tensor:
+        return x[0].transpose(0, 1).flatten(1)
+
+    def split(x: Tensor) -> Tensor:
+        return x.unflatten(1, (layer.num_heads, -1)).transpose(0, 1)[None]
+
+    parts = layer.q_proj, layer.k_proj, layer.v_proj
+    operands = [split(part(x)) for part in parts]
+    call = parse("gated_attention", *operands, scale=layer.scale)[0]
+    heads = hk.gated_attention(*operands, scale=layer.scale)
+    [of_heads] = by_rows(layer.out_proj, [merged(heads)], given)
+    found = rules.attention_rule(call, full)[1](split(of_heads))
+    parts = parts if full else parts[2:]
+    inputs = [by_rows(p, [x], merged(of_part))[0] for p, of_part in zip(parts, found, strict=True)]
+    return sum(inputs), split(of_heads).sum((0, 2, 3))
+
+
+def encoder_by_jacobian(model: Encoder, x: Tensor, full: bool) -> list[Tensor]:
+    """The relevance of the heads of each layer for the largest score of one example `[T, E]`, normalised."""
+    states = []
+    for layer in model.layers:
+        attended = x + layer.self_attn(x[None])[0][0]
+        normed = layer.norm1(attended)
+        hidden = layer.linear1(normed).relu()
+        fed = normed + layer.linear2(hidden)
+        states.append((layer, x, attended, normed, hidden, fed))
+        x = layer.norm2(fed)
+    scores = model.scores(x.mean(0))
+    given = F.one_hot(scores.argmax(), 3).double()
+    [given] = by_jacobian(model.scores, [x.mean(0)], given)
+    [given] = by_jacobian(lambda y: y.mean(0), [x], given)
+    found = []
+    for layer, x, attended, normed, hidden, fed in reversed(states):
+        [given] = by_rows(layer.norm2, [fed], given)
+        beside, given = by_rows(torch.add, [normed, fed - normed], given)
+        [given] = by_rows(layer.linear2, [hidden], given)
+        [given] = by_rows(layer.linear1, [normed], given)  # the activation lets it through
+        [given] = by_rows(layer.norm1, [attended], given + beside)
+        beside, given = by_rows(torch.add, [x, attended - x], given)
+        given, heads = attention_backward(layer.self_attn, x, given, full)
+        given = given + beside
+        found.append(heads / heads.sum())
+    return found[::-1]
 
 
 @pytest.mark.parametrize("attention", ["constant", "full"])
@@ -257,9 +364,7 @@ def test_positions_are_passes_of_their_own() -> None:
     model, x = spread(Encoder()), random(2, 6, 8)
 
     def scores(model: Encoder, batch: Tensor) -> Tensor:
-        for layer in model.layers:
-            batch = layer(batch, src_key_padding_mask=~REAL)
-        return model.scores(batch)
+        return model.scores(model.states(batch, REAL))
 
     found = relevance(model, [x], scores).table()
     each = []

@@ -48,17 +48,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("tiny") / "bert", "bert", special=True)
+    return saved(tmp_path_factory.mktemp("tiny") / "bert", "bert")
 
 
-def saved(path: Path, family: str, special: bool, **options: Any) -> Path:
+def saved(path: Path, family: str, special: bool = True) -> Path:
     """A tiny model of random weights, with a tokenizer of words."""
-    build(family, **options).save_pretrained(path)
+    build(family).save_pretrained(path)
     save_tokenizer(path, special)
     return path
 
 
-def save_tokenizer(path: Path, special: bool) -> None:
+def save_tokenizer(path: Path, special: bool = True) -> None:
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]")
     )
@@ -96,7 +96,7 @@ def test_whole_page_of_a_pruned_model(bert: Path, text: Path, tmp_path: Path) ->
     model = transformers.AutoModel.from_pretrained(bert)
     hk.heads.prune(model, {0: range(4), 1: [1]})
     model.save_pretrained(tmp_path / "pruned")
-    save_tokenizer(tmp_path / "pruned", special=True)
+    save_tokenizer(tmp_path / "pruned")
     out = tmp_path / "out" / "report.html"
     out.parent.mkdir()
     assert report(tmp_path / "pruned", text, out, "--sentence", "a cat <b> & a dog") == 0
@@ -196,50 +196,66 @@ def test_interrupted_run_leaves_what_was_there(
 
 
 # ---------------------------------------------------------------------- refused
-def assert_refused(capsys: pytest.CaptureFixture[str], said: list[str], *words: str) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", *words])
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert all(each in message for each in said)
+Refused = Callable[..., None]
+
+
+@pytest.fixture
+def assert_refused(
+    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Refused:
+    """A run with other options says what it refuses, and writes nothing."""
+
+    def check(*said: str, **changes: object) -> None:
+        given = {"model": bert, "text": text, "out": tmp_path / "out.html"} | changes
+        with pytest.raises(SystemExit) as stopped:
+            main(["report", *(f"--{name}={value}" for name, value in given.items())])
+        assert stopped.value.code == 2
+        message = capsys.readouterr().err
+        assert all(each in message for each in said)
+        assert not (tmp_path / "out.html").exists()
+
+    return check
 
 
 def test_bad_options(
-    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    assert_refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("blank.txt").write_text("\n \n")
     Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    good = {"--model": str(bert), "--text": str(text), "--out": "out.html"}
     for option, value, said in (
-        ("--model", "nowhere", "no config.json"),
-        ("--text", "blank.txt", "no text"),
-        ("--text", "latin.txt", "not UTF-8"),
-        ("--out", ".", "pass a file, such as report.html"),
-        ("--out", "none/report.html", "make the folder first"),
-        ("--limit", "0", "1 or more"),
-        ("--sentence", "cat " * 80, "at most 64"),
+        ("model", "nowhere", "no config.json"),
+        ("text", "nowhere.txt", "No such file"),
+        ("text", "blank.txt", "no text"),
+        ("text", "latin.txt", "not UTF-8"),
+        ("out", ".", "pass a file, such as report.html"),
+        ("out", "none/report.html", "make the folder first"),
+        ("limit", "0", "1 or more"),
+        ("sentence", "cat " * 80, "at most 64"),
+        ("sentence", " ", "pass some words"),
     ):
-        given = good | {option: value}
-        assert_refused(capsys, [option, said], *(word for pair in given.items() for word in pair))
+        assert_refused(f"argument --{option}: ", said, **{option: value})
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    given = good | {"--limit": "2"}
-    extra = "pip install 'heads_kernels[report]'"
-    assert_refused(capsys, [extra], *(word for pair in given.items() for word in pair))
+    assert_refused("pip install 'heads_kernels[report]'")
+
+
+def test_positions_after_the_padding_index(assert_refused: Refused, tmp_path: Path) -> None:
+    model = saved(tmp_path / "roberta", "roberta")
+    limit = 64 - 1 - transformers.AutoConfig.from_pretrained(model).pad_token_id
+    assert_refused(f"at most {limit}", model=model, sentence="cat " * 80)
 
 
 def truncated_weights(path: Path) -> None:
-    weights = saved(path, "bert", special=True) / "model.safetensors"
+    weights = saved(path, "bert") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
 def no_tokenizer(path: Path) -> None:
-    (saved(path, "bert", special=True) / "tokenizer.json").unlink()
+    (saved(path, "bert") / "tokenizer.json").unlink()
 
 
 def tokenizer_of_another_model(path: Path) -> None:
-    model = transformers.AutoModel.from_pretrained(saved(path, "bert", special=True))
+    model = transformers.AutoModel.from_pretrained(saved(path, "bert"))
     model.resize_token_embeddings(8)
     model.save_pretrained(path)
 
@@ -252,17 +268,14 @@ def translation_model(path: Path) -> None:
     ("make", "said"),
     [
         (translation_model, "encoder-decoder"),
-        (lambda path: saved(path, "vit", special=True), "takes pixel_values (vit), not text"),
+        (lambda path: saved(path, "vit"), "takes pixel_values (vit), not text"),
         (truncated_weights, "cannot be read"),
         (no_tokenizer, "has no tokenizer"),
         (tokenizer_of_another_model, "embeddings of 8 tokens"),
     ],
 )
 def test_models_that_are_refused(
-    make: Callable[[Path], Any], said: str, text: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    make: Callable[[Path], Any], said: str, assert_refused: Refused, tmp_path: Path
+) -> None:
     make(tmp_path / "model")
-    out = tmp_path / "out.html"
-    words = [f"--model={tmp_path / 'model'}", f"--text={text}", f"--out={out}"]
-    assert_refused(capsys, ["--model", said], *words)
+    assert_refused("argument --model: ", said, model=tmp_path / "model")

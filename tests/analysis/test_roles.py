@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
+from heads_kernels.analysis import Role
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 
 use = hk.integrations.transformers.use
+roles: Any = hk.analysis.roles
 LONGEST = 12
 
 
@@ -31,26 +33,20 @@ class Planted(nn.Module):
             places = torch.eye(LONGEST).repeat(H, 1)
             self.attention.k_proj.weight.copy_(nn.functional.pad(places, (width, 0)))
 
-    def forward(self, input_ids: Tensor, targets: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, targets: Tensor, padding: Tensor | None = None, times: int = 1
+    ) -> Tensor:
+        """On `times` as many tokens as there are ids."""
         B, T = input_ids.shape
         asked = nn.functional.one_hot(targets, LONGEST).transpose(1, 2).flatten(2)
         places = nn.functional.one_hot(torch.arange(T), LONGEST).expand(B, -1, -1)
-        x = torch.cat([asked, places], 2).float()
+        x = torch.cat([asked, places], 2).float().repeat(1, times, 1)
         output: Tensor = self.attention(x, key_padding_mask=padding)[0]
         return output
 
 
-class Longer(nn.Module):
-    """A layer that runs on one token more than its input has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = hk.nn.GatedMultiheadAttention(16, 4)
-
-    def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
-        x = torch.randn(len(input_ids), input_ids.shape[1] + 1, 16)
-        output: Tensor = self.attention(x)[0]
-        return output
+def planted(data: list[Any], **options: Any) -> Any:
+    return roles(Planted(), data, **options)
 
 
 def ids(*sentences: list[int]) -> Tensor:
@@ -79,13 +75,13 @@ def test_positional_heads() -> None:
     mixed = following(1, T)
     mixed[:2] = 7  # 9 of 12 rows at +1; the last one has nothing behind it
     data = [batch(ids(list(range(T))), following(-1, T), following(2, T), mixed)]
-    found = hk.analysis.roles(Planted(), data)
+    found = planted(data)
     assert [offset.tolist() for offset in found.offset] == [[-1, 2, 1, 0]]
     shares = found.offset_share.scores[0]
     assert_alike(shares, torch.tensor([11, 10, 9, 12]).double() / 12)
     assert found.positional() == [
-        hk.analysis.Role("attention", 0, "positional", "offset -1", 11 / 12, None),
-        hk.analysis.Role("attention", 3, "positional", "offset +0", 1.0, None),
+        Role("attention", 0, "positional", "offset -1", 11 / 12, None),
+        Role("attention", 3, "positional", "offset +0", 1.0, None),
     ]
     assert len(found.positional(0.5)) == 4
     assert found.relations == ()
@@ -98,7 +94,7 @@ def test_special_tokens_are_neither_rows_nor_keys() -> None:
     tokens = ids([1, 10, 11, 12, 13, 2])
     at_first, at_last = torch.zeros(6, dtype=torch.int64), torch.full((6,), 5)
     data = [batch(tokens, following(-1, 6), at_first, at_last)]
-    found = hk.analysis.roles(Planted(), data, special=[1, 2])
+    found = planted(data, special=[1, 2])
     counted = [4, 4, 4, 4]
     assert found.offset_share.scores[0][0] == 3 / counted[0]  # row 1 may not look at key 0
     assert found.offset_share.scores[0][3] == 1
@@ -110,22 +106,18 @@ def test_a_syntactic_head_and_its_baseline() -> None:
     second = torch.tensor([1, 1, 2, 3, 5, 5])  # 0 -> 1, 4 -> 5
     pairs = [{"nsubj": [(3, 1)]}, {"nsubj": [(1, 0), (5, 4)], "amod": [(2, 3)]}]
     data = [batch(ids([3] * 6, [4] * 6), torch.stack([first, second]), following(1, 6))]
-    found = hk.analysis.roles(Planted(), data, relations=pairs)
+    found = planted(data, relations=pairs)
     named = {(of.name, of.direction): of for of in found.relations}
     assert list(named) == [
         (name, way) for name in ("amod", "nsubj") for way in ("to head", "to dependent")
     ]
     nsubj = named["nsubj", "to head"]
     assert (nsubj.pairs, nsubj.offset, nsubj.baseline) == (3, 1, 2 / 3)
-    assert_alike(
-        nsubj.accuracy.scores[0], torch.tensor([1.0, 2 / 3, 0.0, 0.0], dtype=torch.float64)
-    )
+    assert_alike(nsubj.accuracy.scores[0], torch.tensor([3, 2, 0, 0]).double() / 3)
     back = named["nsubj", "to dependent"]
     assert (back.pairs, back.offset, back.baseline) == (3, -1, 2 / 3)
     assert not back.accuracy.scores[0].any()
-    assert found.syntactic() == [
-        hk.analysis.Role("attention", 0, "syntactic", "nsubj to head", 1.0, 2 / 3)
-    ]
+    assert found.syntactic() == [Role("attention", 0, "syntactic", "nsubj to head", 1.0, 2 / 3)]
     assert found.syntactic(margin=0.4) == []
 
 
@@ -137,30 +129,23 @@ def test_a_rare_word_head() -> None:
     rarest = torch.tensor([[2] * 5, [1] * 5, [2] * 5])
     second = torch.tensor([[3] * 5, [2] * 5, [1] * 5])
     data = [batch(tokens, rarest, second)]
-    found = hk.analysis.roles(Planted(), data, special=[1, 2], counts=counts, common=4)
+    found = planted(data, special=[1, 2], counts=counts, common=4)
     rare = found.rare_words
-    assert rare is not None
     assert rare.sentences == 2
     assert rare.rarest.scores[0].tolist() == [1.0, 0.0, 1 / 3, 1 / 3]
-    assert_alike(
-        rare.two_rarest.scores[0], torch.tensor([1.0, 1.0, 5 / 6, 5 / 6], dtype=torch.float64)
-    )
+    assert_alike(rare.two_rarest.scores[0], torch.tensor([6, 6, 5, 5]).double() / 6)
     assert rare.chance == pytest.approx((2 / 6, 5 / 6))
-    assert found.rare_word() == [
-        hk.analysis.Role("attention", 0, "rare words", "the rarest token", 1.0, 2 / 6)
-    ]
+    assert found.rare_word() == [Role("attention", 0, "rare words", "the rarest token", 1.0, 2 / 6)]
     table = torch.zeros(31, dtype=torch.int64)
     table[list(counts)] = torch.tensor(list(counts.values()))
-    same = hk.analysis.roles(Planted(), data, special=[1, 2], counts=table, common=4).rare_words
-    assert same is not None
+    same = planted(data, special=[1, 2], counts=table, common=4).rare_words
     assert_alike(same.rarest.scores[0], rare.rarest.scores[0])
 
 
 def test_half_of_the_rows_are_no_role_where_chance_gives_them() -> None:
     """Head 0 always looks at the rarest word, head 1 in half of the rows, as one that chooses at random does."""
     data = [batch(ids([10, 20]), torch.tensor([1, 1]))]
-    found = hk.analysis.roles(Planted(), data, counts={10: 9, 20: 1}, common=0)
-    assert found.rare_words is not None
+    found = planted(data, counts={10: 9, 20: 1}, common=0)
     assert found.rare_words.chance[0] == 0.5
     assert found.rare_words.rarest.scores[0].tolist() == [1.0, 0.5, 0.5, 0.5]
     assert [role.head for role in found.rare_word()] == [0]
@@ -170,7 +155,7 @@ def test_half_of_the_rows_are_no_role_where_chance_gives_them() -> None:
 def test_sentences_without_a_rare_word_and_heads_without_a_role() -> None:
     everywhere = [torch.tensor([1, 0, 3, 2, 5, 4])] * 4
     data = [batch(ids([10, 10, 11, 11, 10, 11]), *everywhere)]
-    found = hk.analysis.roles(Planted(), data, counts={10: 5, 11: 4, 12: 3})
+    found = planted(data, counts={10: 5, 11: 4, 12: 3})
     assert found.rare_words is None
     assert found.rare_word() == []
     assert repr(found) == (
@@ -182,13 +167,13 @@ def test_a_translation_model_reads_sentences_with_its_encoder() -> None:
     model = use(tiny_models.build("bart"))
     data = [tiny_models.batch(model)]
     numpy = [{"x": np.array([[0, 1]])}, {}, {}]
-    found = hk.analysis.roles(model, data, relations=numpy, counts={np.int64(3): np.int64(1)})
+    found = roles(model, data, relations=numpy, counts={np.int64(3): np.int64(1)})
     assert set(found.relations[0].accuracy.kinds) == {"encoder"}
     assert len(found.offset) == 6
     hk.heads.prune(model, {0: range(4), 1: range(4)})
     for options in ({"relations": [{}, {}, {}]}, {"counts": {3: 1}}):
         with pytest.raises(ValueError, match=r"no layer that reads the sentences has a head left"):
-            hk.analysis.roles(model, data, **options)
+            roles(model, data, **options)
 
 
 #: For two sentences of 6 and 4 tokens.
@@ -217,12 +202,12 @@ def test_bad_arguments() -> None:
     data = batch(ids([3] * 6, [4] * 6), padding=padding)
     for options, words in BAD:
         with pytest.raises((TypeError, ValueError), match=f"^{words}"):
-            hk.analysis.roles(Planted(), [data], **options)
+            planted([data], **options)
     with pytest.raises(ValueError, match="counts is given, but a batch has no 'input_ids'"):
-        hk.analysis.roles(Planted(), [tuple(data.values())], counts={10: 1})
+        planted([tuple(data.values())], counts={10: 1})
     data["padding"] = torch.ones(2, 6, dtype=torch.bool)
     with pytest.raises(ValueError, match="data has no word that reaches layer 0"):
-        hk.analysis.roles(Planted(), [data])
+        planted([data])
 
 
 # ---------------------------------------------------------------------- repeated tokens
@@ -230,8 +215,7 @@ def test_planted_heads_of_repeated_tokens() -> None:
     half = torch.tensor([[7, 3, 9, 4, 5]])
     tokens = torch.cat([half, half], 1)
     given = batch(tokens, following(-1, 10), following(-5, 10), following(-4, 10))
-    found = hk.analysis.roles(Planted(), [given], repeats=True)
-    assert found.repeats is not None
+    found = planted([given], repeats=True)
     assert found.repeats.rows == (9, 5, 5)
     scores = (found.repeats.previous_token, found.repeats.duplicate_token, found.repeats.induction)
     for head, each in enumerate(scores):
@@ -243,14 +227,20 @@ def test_planted_heads_of_repeated_tokens() -> None:
     assert "an earlier copy" in repr(found)
 
 
+def test_rows_of_repeats_are_those_of_layers_that_have_heads() -> None:
+    model = use(tiny_models.build("gpt2"))
+    hk.heads.prune(model, {0: range(4)})
+    found = roles(model, [{"input_ids": ids([7, 3, 7, 3])}], repeats=True)
+    assert found.repeats.rows == (3, 2, 2)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
 def test_repeats_are_sums_of_maps(family: str) -> None:
     model = use(tiny_models.build(family))
     arguments = tiny_models.batch(model)
     tokens = arguments["input_ids"] = arguments["input_ids"] % 4
     real = arguments["attention_mask"].bool()
-    found = hk.analysis.roles(model, [arguments], repeats=True).repeats
-    assert found is not None
+    found = roles(model, [arguments], repeats=True).repeats
     layers = [each for each in hk.analysis.maps(model, arguments, example=None)
               if each.kind == ("decoder" if family == "gpt2" else "encoder")]  # fmt: skip
     sums = torch.zeros(3, len(layers), 4, dtype=torch.float64)
@@ -270,9 +260,10 @@ def test_repeats_are_sums_of_maps(family: str) -> None:
 
 def test_repeats_that_can_not_be_scored() -> None:
     with pytest.raises(ValueError, match="repeats is True, but no token of the data comes twice"):
-        hk.analysis.roles(Planted(), [batch(ids([1, 2, 3]))], repeats=True)
-    with pytest.raises(ValueError, match=r"data has 'input_ids' .*, but layer 0 .* runs on"):
-        hk.analysis.roles(Longer(), [{"input_ids": ids([1, 2, 1])}], repeats=True)
+        planted([batch(ids([1, 2, 3]))], repeats=True)
+    for options in ({"repeats": True}, {"counts": {1: 2}}):
+        with pytest.raises(ValueError, match=r"data has 'input_ids' .*, but layer 0 .* runs on"):
+            planted([batch(ids([1, 2, 1])) | {"times": 2}], **options)
     layer = hk.nn.GatedMultiheadAttention(16, 4)
     with pytest.raises(ValueError, match="repeats is given, but a batch has no 'input_ids'"):
-        hk.analysis.roles(layer, [torch.randn(1, 4, 16)], repeats=True)
+        roles(layer, [torch.randn(1, 4, 16)], repeats=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,23 +12,135 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.analysis.statistics import MEASURES
-from tests.analysis.attention_maps import (
-    Maps,
-    assert_reads,
-    assert_received,
-    layers,
-    of_kind,
-    padded_layers,
-    stock_maps,
-)
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread
 
 use = hk.integrations.transformers.use
+
+
+# ---------------------------------------------------------------------- maps in memory
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """Of the layers of one kind: `[L, B, H, T, S]`, bool `[B, T]` and `[B, S]`."""
+
+    maps: Tensor
+    rows: Tensor
+    keys: Tensor
+
+    @property
+    def offsets(self) -> Tensor:
+        """`[B, T, S]`: places from row to key, each counted from the first real one."""
+        places = [
+            torch.arange(real.shape[1])[None]
+            - torch.tensor([[row.tolist().index(True)] for row in real])
+            for real in (self.rows, self.keys)
+        ]
+        return places[1][:, None, :] - places[0][:, :, None]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Of `[L, B, H, T]` over the real rows, `[L, H]`."""
+        return values.permute(0, 2, 1, 3)[:, :, self.rows].mean(2)
+
+    def share(self, pairs: Tensor) -> Tensor:
+        """Mean probability of the pairs, `[B, T, S]`, by which they are weighted, `[L, H]`."""
+        return self.mean((self.maps * pairs[None, :, None]).sum(-1))
+
+    def measures(self) -> dict[str, Tensor]:
+        """The means that `hk.analysis.statistics` gives, `[L, H]` each."""
+        logs = self.maps.clamp(min=1e-300).log()
+        return {
+            "confidence": self.mean(self.maps.amax(-1)),
+            "entropy": self.mean(-(self.maps * logs).sum(-1)),
+            "distance": self.share(self.offsets.abs().double()),
+            "to_self": self.share(self.offsets == 0),
+            "to_previous": self.share(self.offsets == -1),
+            "to_next": self.share(self.offsets == 1),
+        }
+
+    def divergences(self) -> Tensor:
+        """`[L H, L H]`: mean Jensen-Shannon divergence of all pairs of heads, by its definition."""
+        rows = self.maps.permute(0, 2, 1, 3, 4).flatten(0, 1)[:, self.rows]  # [L H, rows, S]
+        matrix = [[_divergence(p, q) for q in rows] for p in rows]
+        return torch.tensor(matrix, dtype=torch.float64)
+
+
+def _divergence(p: Tensor, q: Tensor) -> float:
+    middle = (p + q) / 2
+    kl = [torch.where(x > 0, x * (x / middle).log(), 0.0).sum(-1) for x in (p, q)]
+    return float((kl[0] + kl[1]).mean() / 2)
+
+
+def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:
+    """By kind of layer, from a transformers model of eager attention."""
+    with torch.no_grad():
+        out = model(**arguments, output_attentions=True)
+    rows = {
+        "encoder": arguments.get("attention_mask"),
+        "decoder": arguments.get("decoder_attention_mask"),
+    }
+    if not model.config.is_encoder_decoder:
+        maps = torch.stack([each for each in out.attentions if each is not None])
+        mask = rows["encoder"]
+        real = torch.ones(maps.shape[1], maps.shape[3]) if mask is None else mask
+        real = real.bool()
+        kinds = [layer.kind for layer in hk.heads.attention_layers(model)]
+        return {kinds[0]: Maps(maps, real, real)}
+    found = {}
+    for kind, queries, keys in (
+        ("encoder", "encoder", "encoder"),
+        ("decoder", "decoder", "decoder"),
+        ("cross", "decoder", "encoder"),
+    ):
+        maps = torch.stack(out[f"{kind}_attentions"])
+        found[kind] = Maps(maps, rows[queries].bool(), rows[keys].bool())
+    return found
+
+
+def of_kind(scores: hk.analysis.HeadScores, kind: str) -> Tensor:
+    chosen = [i for i, each in enumerate(scores.kinds) if each == kind]
+    return torch.stack([scores.scores[i] for i in chosen])
+
+
+def assert_reads(found: hk.analysis.HeadStatistics, maps: Maps, kind: str = "encoder") -> None:
+    for name, expected in maps.measures().items():
+        got = of_kind(getattr(found, name), kind)
+        assert got.dtype == torch.float64
+        if len(got) < len(expected):  # one layer that runs several times
+            expected = expected.mean(0, keepdim=True)
+        assert_alike(got, expected, dtype=torch.float32, name=name)
+    kinds = found.confidence.kinds
+    runs = len(maps.maps) // kinds.count(kind)
+    rows = [n for n, each in zip(found.rows, kinds, strict=True) if each == kind]
+    assert rows == [int(maps.rows.sum()) * runs] * len(rows)
+    best = maps.maps[:runs].argmax(-1)  # of the first layer, [runs, B, H, T]
+    offsets = maps.offsets[:, None].expand(*best.shape, -1).gather(-1, best[..., None])[..., 0]
+    counts = found.offsets[kinds.index(kind)]
+    N = counts.shape[1] // 2
+    for of_head, own in zip(offsets.unbind(2), counts, strict=True):
+        chosen = of_head[:, maps.rows].flatten() + N
+        assert torch.equal(own, torch.bincount(chosen, minlength=2 * N + 1))
+
+
+def assert_received(
+    found: hk.analysis.HeadReceived, maps: Maps, kind: str, last_rows: int | None = None
+) -> None:
+    """Means over the real rows, or the last of them; of a layer that runs several times over its runs too."""
+    of_kind = [each for each, name in zip(found.examples, found.kinds, strict=True) if name == kind]
+    runs = len(maps.maps) // len(of_kind)
+    for examples, of_layer in zip(of_kind, maps.maps.unflatten(0, (-1, runs)).mean(1), strict=True):
+        assert len(examples) == len(maps.rows)
+        for b, example in enumerate(examples):
+            rows = maps.rows[b].nonzero()[:, 0]
+            rows = rows if last_rows is None else rows[-last_rows:]
+            expected = of_layer[b][:, rows].mean(1)[:, maps.keys[b]]
+            assert_alike(example, expected, dtype=torch.float32)  # as rotary angles are
+
+
+# ---------------------------------------------------------------------- all readings
 FAMILIES = [
-    "albert", "bert", "modernbert", "vit", "bart", "t5", "gpt2", "gemma3_text", "qwen3_next", "llama",
-    "mistral",
+    "albert", "bert", "modernbert", "vit", "bart", "t5", "gpt2", "gemma3_text", "gpt_oss", "qwen3_next",
+    "llama", "mistral",
 ]  # fmt: skip
 
 
@@ -63,11 +176,33 @@ def test_readings_of_families(name: str) -> None:
     assert_readings(model, batch, stock_maps(stock, batch))
 
 
+def layers() -> Layers:
+    """Grouped heads, and collaborative ones."""
+    grouped = hk.nn.GatedMultiheadAttention(16, 4, num_key_heads=2, dtype=torch.float64)
+    collaborative = hk.nn.CollaborativeMultiheadAttention(16, 4, 12, dtype=torch.float64)
+    return Layers(spread(grouped), spread(collaborative))
+
+
 @pytest.mark.parametrize(("left", "causal"), [(False, False), (False, True), (True, True)])
 def test_readings_of_modules(left: bool, causal: bool) -> None:
-    """Grouped heads and collaborative ones."""
-    model, batch, maps = padded_layers(left, causal)
-    assert_readings(model, batch, {hk.heads.attention_layers(model)[0].kind: maps})
+    """Maps are those that give the outputs of heads by the values that the operator takes."""
+    model, x = layers(), torch.randn(2, 9, 16, dtype=torch.float64)
+    real = torch.tensor([[True] * 9, [True] * 6 + [False] * 3])
+    real = real.flip(1) if left else real
+    calls: list[hk.analysis.AttentionCall] = []
+    batch = {"x": x, "padding": ~real, "is_causal": causal}
+    with (
+        torch.no_grad(),
+        hk.analysis.observe(model, lambda _, call: calls.append(call)),
+        hk.heads.outputs(model) as heads,
+    ):
+        model(**batch)
+    maps = torch.stack([call.probabilities() for call in calls])
+    for p, call, [found] in zip(maps, calls, heads.values(), strict=True):
+        value = call.value.repeat_interleave(4 // call.value.shape[1], 1)
+        assert_alike((p @ value).transpose(1, 2), found)
+    kind = hk.heads.attention_layers(model)[0].kind
+    assert_readings(model, batch, {kind: Maps(maps, real, real)})
 
 
 # ---------------------------------------------------------------------- sets of tokens
@@ -131,16 +266,20 @@ def test_a_dense_mask_reads_as_a_native_one() -> None:
     assert_same(read(model, {"x": x, "attn_mask": dense}), read(model, {"x": x, "is_causal": True}))
 
 
-def test_rows_behind_a_cache() -> None:
-    class Steps(Layers):
-        def forward(self, x: Tensor, parts: list[int]) -> None:
-            cache = hk.nn.KeyValueCache()
-            for part in x.split(parts, 1):
-                self.layers[0](part, is_causal=True, cache=cache)
+class Steps(Layers):
+    """A layer that reads its input in parts, behind a cache."""
 
-    attention = spread(hk.nn.GatedMultiheadAttention(16, 4, dtype=torch.float64))
-    model, x = Steps(attention), torch.randn(2, 9, 16, dtype=torch.float64)
+    def forward(self, x: Tensor, parts: list[int]) -> None:
+        cache = hk.nn.KeyValueCache()
+        for part in x.split(parts, 1):
+            self.layers[0](part, is_causal=True, cache=cache)
+
+
+def test_rows_behind_a_cache() -> None:
+    model, x = Steps(layers().layers[0]), torch.randn(2, 9, 16, dtype=torch.float64)
     assert_same(read(model, (x, [4, 1, 3, 1])), read(model, (x, [9])))
+    with pytest.raises(ValueError, match=r"data has a pass in which .* runs on different tokens"):
+        hk.analysis.received(model, [(x, [6, 3])])
 
 
 def test_places_are_exact_in_half_precision() -> None:
@@ -153,20 +292,9 @@ def test_places_are_exact_in_half_precision() -> None:
     assert_alike(found, distance.expand(1, 4), dtype=torch.float32)
 
 
-def test_received_refuses() -> None:
-    model, x = layers(), torch.randn(2, 6, 16, dtype=torch.float64)
+def test_last_rows_are_some() -> None:
     with pytest.raises(ValueError, match="last_rows is 0; pass an int of at least 1"):
-        hk.analysis.received(model, [x], last_rows=0)
-
-    class Steps(Layers):
-        def forward(self, x: Tensor) -> None:
-            cache = hk.nn.KeyValueCache()
-            for part in x.split(3, 1):
-                self.layers[0](part, is_causal=True, cache=cache)
-
-    steps = Steps(spread(hk.nn.GatedMultiheadAttention(16, 4, dtype=torch.float64)))
-    with pytest.raises(ValueError, match=r"data has a pass in which .* runs on different tokens"):
-        hk.analysis.received(steps, [x])
+        hk.analysis.received(layers(), [], last_rows=0)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -71,13 +71,11 @@ def relevance(model: Any, data: Any, **options: Any) -> Found:
 def roles(model: Any, data: Any, **options: Any) -> Found:
     pairs = [{"x": [(0, 3)]}, {"x": [(2, 1)], "y": [(1, 2)]}]
     counts = {token: token % 7 for token in range(40)}
-    read = hk.analysis.roles(
-        model, data, relations=pairs, counts=counts, common=9, special=[8], **options
-    )
+    asked: Any = {"relations": pairs, "counts": counts, "common": 9, "special": [8]}
+    read = hk.analysis.roles(model, data, **asked, **options)
     found = by_head(read.offset_share, "share")
     for of in read.relations:
         found |= by_head(of.accuracy, f"{of.name} {of.direction} {of.offset} {of.baseline}")
-    assert read.rare_words is not None
     found |= by_head(read.rare_words.rarest, f"rarest {read.rare_words.chance}")
     return found | by_head(read.rare_words.two_rarest, "two rarest")
 

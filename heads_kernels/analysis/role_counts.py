@@ -1,4 +1,4 @@
-"""Heads that follow syntactic relations, and heads that attend to the rarest token of a sentence."""
+"""What `roles` counts of syntactic relations, of the rarest tokens of a sentence, and of repeated tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import chain, product
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from heads_kernels.analysis.batches import ids_of
 from heads_kernels.analysis.head_scores import HeadScores, Shares
-from heads_kernels.analysis.positions import first_real
-from heads_kernels.checks import refuse
+from heads_kernels.analysis.positions import Band, attended, first_real
+from heads_kernels.checks import refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops.statistics import AttentionStatistics
@@ -55,13 +55,15 @@ class RelationCounts:
 
     def __init__(self, relations: Sequence[Relations], layers: Iterable[AttentionLayer]) -> None:
         if not isinstance(relations, Sequence):
-            was = f"is a {type(relations).__name__}"
-            refuse("relations", was, "pass a list with an entry for each example", TypeError)
+            refuse_type("relations", relations, "pass a list with an entry for each example")
         self.sentences = [_checked(number, entry) for number, entry in enumerate(relations)]
-        names = sorted({name for sentence in self.sentences for name, _, _ in sentence})
-        self.numbers = {name: 2 * number for number, name in enumerate(names)}
-        self.offsets: list[Counter[int]] = [Counter() for _ in range(2 * len(names))]
-        self.shares = Shares(layers, len(self.offsets))  # of pairs, once for each run
+        pairs = list(chain(*self.sentences))
+        kinds = list(product(sorted({name for name, *_ in pairs}), ("to head", "to dependent")))
+        self.numbers = {kind: number for number, kind in enumerate(kinds)}
+        self.offsets: list[Counter[int]] = [Counter() for _ in kinds]
+        for name, direction, row, key in pairs:
+            self.offsets[self.numbers[name, direction]][key - row] += 1
+        self.shares = Shares(layers, len(kinds))  # of pairs, once for each run
         self.first, self.B = 0, 0  # the first example of this batch, and its size once it is known
         self.pairs = torch.zeros(4, 0, dtype=torch.int64)
 
@@ -86,16 +88,11 @@ class RelationCounts:
         if len(sentences) < len(real):
             was = f"has {len(self.sentences)} entries, but data has more examples"
             refuse("relations", was, "pass one for each, empty where there is nothing to say")
-        pairs = []
-        for example, sentence in enumerate(sentences):
-            for name, head, dependent in sentence:
-                number = self.numbers[name]
-                pairs += [
-                    (number, example, dependent, head),
-                    (number + 1, example, head, dependent),
-                ]
-        for number, _, row, key in pairs:
-            self.offsets[number][key - row] += 1
+        pairs = [
+            (self.numbers[name, direction], example, row, key)
+            for example, sentence in enumerate(sentences)
+            for name, direction, row, key in sentence
+        ]
         found = torch.tensor(pairs, dtype=torch.int64, device=real.device).view(-1, 4).T
         found[2:] += first_real(real)[found[1]]
         outside = found[2] >= real.shape[1]
@@ -107,29 +104,25 @@ class RelationCounts:
         return found
 
     def result(self) -> tuple[Relation, ...]:
-        """Both directions of each relation, those without pairs left out."""
         seen = self.first + self.B
         if seen < len(self.sentences):
             was = f"has {len(self.sentences)} entries, but data has {seen} examples"
             refuse("relations", was, "pass one for each")
-        return tuple(
-            self._relation(name, number + way, direction)
-            for name, number in self.numbers.items()
-            for way, direction in enumerate(("to head", "to dependent"))
-        )
-
-    def _relation(self, name: str, number: int, direction: str) -> Relation:
-        pairs = self.offsets[number].total()
-        offset, count = self.offsets[number].most_common(1)[0]
-        accuracy = self.shares.scores(number, f"accuracy of {name} {direction}")
-        return Relation(name, direction, pairs, offset, count / pairs, accuracy)
+        found = []
+        for (name, direction), number in self.numbers.items():
+            offsets = self.offsets[number]
+            [(offset, count)] = offsets.most_common(1)
+            baseline = count / offsets.total()
+            accuracy = self.shares.scores(number, f"accuracy of {name} {direction}")
+            found.append(Relation(name, direction, offsets.total(), offset, baseline, accuracy))
+        return tuple(found)
 
 
-def _checked(number: int, entry: Relations) -> list[tuple[str, int, int]]:
-    """The pairs of one sentence, (relation, head, dependent) each."""
+def _checked(number: int, entry: Relations) -> list[tuple[str, str, int, int]]:
+    """Relation, direction, row and key of the pairs of one sentence, in both directions."""
     instead = "pass {relation: [(head, dependent), ...]}, tokens counted from 0"
     if not isinstance(entry, Mapping):
-        refuse(f"relations[{number}]", f"is a {type(entry).__name__}", instead, TypeError)
+        refuse_type(f"relations[{number}]", entry, instead)
     found = []
     for name, pairs in entry.items():
         argument = f"relations[{number}][{name!r}]"
@@ -142,8 +135,42 @@ def _checked(number: int, entry: Relations) -> list[tuple[str, int, int]]:
                 refuse(argument, f"has {pair!r}", instead)
             if head < 0 or dependent < 0:
                 refuse(argument, f"has {pair!r}", instead)
-            found.append((name, head, dependent))
+            found.append((name, "to head", dependent, head))
+            found.append((name, "to dependent", head, dependent))
     return found
+
+
+# ---------------------------------------------------------------------- by token ids
+class _TokenCounts:
+    """Sums of every head of `layers`, by what `find` computes once for each batch from its `input_ids`.
+
+    Errors name `argument`, which asks for them.
+    """
+
+    argument: str
+
+    def __init__(self, layers: Iterable[AttentionLayer], n: int) -> None:
+        self.shares = Shares(layers, n)
+
+    def find(self, ids: Tensor, words: Tensor) -> Tensor:
+        """What all layers share, of ids `[B, T]` and the tokens that are rows and keys, bool `[B, T]`."""
+        raise NotImplementedError
+
+    def next_batch(self, batch: Any) -> None:
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            was = "is given, but a batch has no 'input_ids'"
+            refuse(self.argument, was, "pass it in a mapping")
+        self.ids: Tensor = batch["input_ids"]
+        self.found: Tensor | None = None
+
+    def of_batch(self, layer: AttentionLayer, words: Tensor) -> Tensor:
+        if self.found is None:
+            ids = self.ids.to(words.device)
+            if ids.shape != words.shape:
+                was = f"has 'input_ids' {list(ids.shape)}, but {layer} runs on {list(words.shape)} tokens"
+                refuse("data", was, "pass whole sequences, without a cache")
+            self.found = self.find(ids, words)
+        return self.found
 
 
 # ---------------------------------------------------------------------- rare words
@@ -168,7 +195,7 @@ class RareWords:
     sentences: int
 
 
-class RareWordCounts:
+class RareWordCounts(_TokenCounts):
     """Hits of every head of `layers` on the rarest tokens of its sentence.
 
     Args:
@@ -176,39 +203,34 @@ class RareWordCounts:
         common: sentences whose rarest token is among the `common` most frequent ones do not count.
 
     Raises:
-        TypeError, ValueError: `counts` is invalid; a batch has no `input_ids`.
+        TypeError, ValueError: `counts` is invalid.
     """
 
+    argument = "counts"
+
     def __init__(self, counts: Counts, common: int, layers: Iterable[AttentionLayer]) -> None:
+        super().__init__(layers, 2)
         self.counts = _checked_counts(counts)  # of each token id, and 0 for those beyond
         descending = self.counts.sort(descending=True).values
         self.most = int(descending[min(common, len(descending) - 1)])
-        self.shares = Shares(layers, 2)
         # Each word of a sentence is a row, which at random chooses a target with their share of its words.
         self.expected = torch.zeros(2).double()
         self.words = self.sentences = 0
-        # Of this batch, bool [2, B, T]: the rarest, the two rarest.
-        self.targets: Tensor | None = None
-
-    def next_batch(self, batch: Any) -> None:
-        self.ids, self.targets = ids_of(batch, "counts"), None
 
     def look(
         self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor
     ) -> None:
         """Count the `words` `[B, T]` of a call whose most probable key is a target."""
-        if self.targets is None:
-            self.targets = self._targets(words)
+        targets = self.of_batch(layer, words)
         chosen = found.argmax  # [B, H, T]
-        rows = words & self.targets[0].any(1, keepdim=True)  # [B, T]
-        counted = (rows[:, None] & (chosen >= 0)).double()
-        targets = self.targets[:, :, None].expand(-1, -1, call.H, -1)
-        hits = targets.gather(3, chosen.clamp(min=0).expand(2, -1, -1, -1)) * counted
-        self.shares.add(layer, hits.sum((1, 3)), rows.sum().expand(2))
+        hits = [
+            each[:, None].expand(-1, call.H, -1).gather(2, chosen.clamp(min=0)) & (chosen >= 0)
+            for each in targets
+        ]
+        self.shares.add_rows(layer, hits, words & targets[0].any(1, keepdim=True))
 
-    def _targets(self, words: Tensor) -> Tensor:
-        """The rarest and the two rarest of `words` in each sentence of the batch that has a rare one."""
-        ids = self.ids
+    def find(self, ids: Tensor, words: Tensor) -> Tensor:
+        """bool `[2, B, T]`: the rarest and the two rarest words of each sentence that has a rare one."""
         counts = self.counts.to(ids.device)[ids.clamp(max=len(self.counts) - 1)]
         counts = counts.masked_fill(~words, torch.iinfo(torch.int64).max)
         least = counts.amin(1, keepdim=True)
@@ -248,7 +270,74 @@ def _checked_counts(counts: Counts) -> Tensor:
             refuse("counts", f"is {counts.dtype} {list(counts.shape)}", instead)
         table = counts.long().cpu()
     else:
-        refuse("counts", f"is a {type(counts).__name__}", instead, TypeError)
+        refuse_type("counts", counts, instead)
     if bool((table < 0).any()):
         refuse("counts", f"has the count {int(table.min())}", "pass counts of at least 0")
     return torch.nn.functional.pad(table, (0, 1))
+
+
+# ---------------------------------------------------------------------- repeated tokens
+#: The kinds of heads, in the order of their sums.
+_KINDS: Final = ("previous token", "duplicate token", "induction")
+
+
+@dataclass(frozen=True, eq=False)
+class Repeats:
+    """The mean probability that the rows of a head give to one key, over the rows that have such a key.
+
+    Attributes:
+        previous_token: the token before the row.
+        duplicate_token: the latest earlier token with the row's own id.
+        induction: the token after that one (Elhage et al. 2021, Olsson et al. 2022).
+        rows: the number of rows with a key of each of these kinds.
+    """
+
+    previous_token: HeadScores
+    duplicate_token: HeadScores
+    induction: HeadScores
+    rows: tuple[int, int, int]
+
+
+class RepeatCounts(_TokenCounts):
+    """The sums of every head of `layers` for `Repeats`."""
+
+    argument = "repeats"
+
+    def __init__(self, layers: Iterable[AttentionLayer]) -> None:
+        super().__init__(layers, len(_KINDS))
+
+    def look(
+        self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor
+    ) -> None:
+        """Add the probabilities of a call; rows and keys are `words` `[B, T]`."""
+        keys = self.of_batch(layer, words)
+        ones = words.new_ones((1, call.S, 1))
+        # Where there is no key, -1, the band is empty.
+        bands = [Band(key.clamp(min=0), key + 1, ones) for key in keys]
+        sums = [attended(call, found.lse, band)[..., 0].double().sum((0, 2)) for band in bands]
+        self.shares.add(layer, torch.stack(sums), (keys >= 0).sum((1, 2)))
+
+    def find(self, ids: Tensor, words: Tensor) -> Tensor:
+        """int64 `[3, B, T]`: the key that a row of each kind of head looks at; -1 where there is none."""
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        # Sorted by id, and by place among equals, the token before is the latest earlier copy.
+        order = torch.where(words, ids, -1).argsort(stable=True, dim=1)
+        before = torch.nn.functional.pad(order[:, :-1], (1, 0))
+        is_copy = (ids.gather(1, order) == ids.gather(1, before)) & words.gather(1, order)
+        is_copy &= words.gather(1, before)
+        is_copy[:, :1] = False
+        copy = torch.full_like(ids, -1).scatter(1, order, torch.where(is_copy, before, -1))
+        keys = torch.stack([place - 1, copy, torch.where(copy < 0, -1, copy + 1)])
+        shown = words.expand(3, -1, -1).gather(2, keys.clamp(min=0))
+        return torch.where((keys >= 0) & shown & words, keys, -1)
+
+    def result(self) -> Repeats:
+        rows = [self.shares.rows[layer.index] for layer in self.shares.layers if layer.num_heads]
+        if not all(bool(each.all()) for each in rows):
+            was = "is True, but no token of the data comes twice in an example"
+            refuse("repeats", was, "pass longer texts, or random tokens repeated once")
+        previous, duplicate, induction = (
+            self.shares.scores(kind, what) for kind, what in enumerate(_KINDS)
+        )
+        one, two, three = rows[0].long().tolist()
+        return Repeats(previous, duplicate, induction, (one, two, three))
