@@ -296,7 +296,7 @@ class _Attention(torch.autograd.Function):
         if found is None:
             found = backward_op(*saved, *call, needs, ctx.backend)
         sums = iter(found)
-        grads = [next(sums) if need else None for need in needs]
+        grads: list[Any] = [next(sums) if need else None for need in needs]
         for at in range(_OF_KERNELS, len(OPERANDS)):
             if needs[at]:
                 grads[at] = finish(OPERANDS[at], grads[at], call)
