@@ -259,9 +259,10 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
 
     `results` are those of the forward op if they have been computed without it (`direct.attend`).
     """
-    operands: list[Tensor | None] = list(call.operands)
-    if torch.compiler.is_compiling():
-        # Dynamo traces no autograd function that gets a tensor twice, as in self-attention without projections.
+    operands: Any = call.operands
+    if torch.compiler.is_dynamo_compiling():
+        # It traces no autograd function that gets a tensor twice, as in self-attention without projections.
+        operands = list(operands)
         for at, operand in enumerate(operands):
             if operand is not None and any(operand is other for other in operands[:at]):
                 operands[at] = operand.view_as(operand)
