@@ -218,7 +218,7 @@ def _block_mask(inputs: Inputs) -> Any:
     is_open, mask = p.open_heads().contiguous(), p.intervals
     by_batch = mask.k_lo is not None
     by_head = not bool(is_open.all()) or (mask.k_lo is not None and mask.k_lo.shape[1] != 1)
-    if any(part is not None for part in (mask.key_visible, mask.dense, mask.first_keys)):
+    if any(part is not None for part in (mask.key_visible, mask.dense_mask, mask.first_keys)):
         raise NotRun("its block mask is made of intervals here")
     if not by_head and not by_batch and not inputs.options.get("is_causal"):
         return None

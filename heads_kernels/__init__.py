@@ -39,8 +39,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from heads_kernels import integrations
+from heads_kernels.backends import Choice
 from heads_kernels.build_info import build_info
-from heads_kernels.dispatch import Choice
 from heads_kernels.functional import (
     attention_statistics,
     collaborative_attention,

@@ -6,8 +6,8 @@ whose schemas follow from its fields.
 
 from __future__ import annotations
 
-import types
-from typing import Annotated, Any, Final, NamedTuple, get_args, get_origin, get_type_hints
+from operator import attrgetter
+from typing import Annotated, Any, Final, NamedTuple, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ MIXING_CHUNK: Final = 16
 #: a multiple of 4, the number of elements per Philox counter (ops/philox.py).
 SEED_LENGTH: Final = 5
 
-#: A tensor that only some operators take. `check` verifies which; for type checkers it is `Any`.
-Operand = Annotated[Any, "Tensor?"]
+#: The fields of a call that are its mask.
+_MASK_OF: Final = attrgetter(*Intervals._fields)
 
 
 @by_identity
@@ -31,26 +31,32 @@ class Call(NamedTuple):
     """All tensors and numbers of one call of an operator (sizes as in the documentation: B, T, S, H, Hk, D, Dv).
 
     Batch dimensions are flattened: B is their product. Collaborative attention has `mixing`, entmax attention has
-    `alpha`, and `attention_statistics` has no `value`.
+    `alpha`, and `attention_statistics` has no `value`. The words beside a type are the dimensions of the tensor, of
+    each rank that it may have: "H|1" is H, or 1 where it broadcasts. A tensor that only some operators take has type
+    `Any`; `check` verifies which.
     """
 
-    query: Tensor  # [B, H, T, D]; with mixing [B, T, Ds]
-    key: Tensor  # [B, Hk, S, D]; with mixing [B, S, Ds]
-    value: Operand = None  # [B, Hk, S, Dv]; with mixing [B, Hv, S, Dv]
-    mixing: Operand = None  # [H, Ds]
-    content_bias: Tensor | None = None  # [B, H, S]
-    gate: Tensor | None = None  # [H], [B, H], [B, H, T] or [B, H, T, Dv]; sizes of 1 broadcast
-    bias: Tensor | None = None  # [B1, B2, H, T, S]: `batch.flatten_bias`
-    offset_bias: Tensor | None = None  # [H or 1, T + S - 1], of offsets j - i from -(T - 1)
-    sinks: Tensor | None = None  # [H]
-    alpha: Operand = None  # [H] in the compute dtype
-    k_lo: Tensor | None = None  # from here to dense_mask, and the band: see `Intervals`
-    k_hi: Tensor | None = None
-    first_keys: Tensor | None = None
-    key_visible: Tensor | None = None
-    dense_mask: Tensor | None = None
-    exclude_keys: Tensor | None = None  # bool [B or 1, S]; of statistics
-    row_weights: Tensor | None = None  # [B or 1, H or 1, T or 1], compute dtype; of statistics
+    query: Annotated[Tensor, "B H T D", "B T D"]  # the second with mixing, where D is Ds
+    key: Annotated[Tensor, "B Hk S D", "B S D"]
+    value: Annotated[Any, "B Hv S Dv"] = None
+    mixing: Annotated[Any, "H D"] = None
+    content_bias: Annotated[Tensor | None, "B H S"] = None
+    gate: Annotated[Tensor | None, "H|1", "B|1 H|1", "B|1 H|1 T|1", "B|1 H|1 T|1 Dv|1"] = None
+    bias: Annotated[Tensor | None, "B1 B2 H|1 T|1 S|1"] = None  # `batch.flatten_bias`
+    offset_bias: Annotated[Tensor | None, "H|1 offsets"] = None  # offsets j - i from -(T - 1)
+    sinks: Annotated[Tensor | None, "H"] = None
+    alpha: Annotated[Any, "H"] = None  # in the compute dtype
+    k_lo: Annotated[Tensor | None, "B|1 H|1 T"] = (
+        None  # from here to dense_mask, and the band: `Intervals`
+    )
+    k_hi: Annotated[Tensor | None, "B|1 H|1 T"] = None
+    first_keys: Annotated[Tensor | None, "H|1"] = None
+    key_visible: Annotated[Tensor | None, "B|1 S"] = None
+    dense_mask: Annotated[Tensor | None, "B|1 H|1 T|1 S|1"] = None
+    exclude_keys: Annotated[Tensor | None, "B|1 S"] = None  # bool; of statistics
+    row_weights: Annotated[Tensor | None, "B|1 H|1 T|1"] = (
+        None  # in the compute dtype; of statistics
+    )
     seed: Tensor | None = None  # int64 [SEED_LENGTH]
     band_lo: int = -UNBOUNDED
     band_hi: int = UNBOUNDED
@@ -120,27 +126,31 @@ class Call(NamedTuple):
     @property
     def intervals(self) -> Intervals:
         """The mask."""
-        return Intervals(
-            band_lo=self.band_lo,
-            band_hi=self.band_hi,
-            k_lo=self.k_lo,
-            k_hi=self.k_hi,
-            first_keys=self.first_keys,
-            key_visible=self.key_visible,
-            dense=self.dense_mask,
-        )
+        return Intervals._make(_MASK_OF(self))
 
     def under(self, mask: Intervals) -> Call:
         """The same call with another mask."""
-        return self._replace(
-            band_lo=mask.band_lo,
-            band_hi=mask.band_hi,
-            k_lo=mask.k_lo,
-            k_hi=mask.k_hi,
-            first_keys=mask.first_keys,
-            key_visible=mask.key_visible,
-            dense_mask=mask.dense,
-        )
+        return self._replace(**mask._asdict())
+
+    def dimensions(self) -> dict[str, list[str]]:
+        """The dimensions of every tensor that is given, by the name of its field; the seed left out."""
+        given = {name: getattr(self, name) for name in LAYOUTS}
+        return {
+            name: [dimension.name for dimension in LAYOUTS[name][tensor.dim()]]
+            for name, tensor in given.items()
+            if tensor is not None
+        }
+
+    def along(self, dimension: str) -> dict[str, int]:
+        """The tensors that have this dimension, by the name of the field, and which of theirs it is.
+
+        Those that broadcast along it are left out.
+        """
+        size = getattr(self, dimension)
+        found = {
+            n: each.index(dimension) for n, each in self.dimensions().items() if dimension in each
+        }
+        return {name: dim for name, dim in found.items() if getattr(self, name).shape[dim] == size}
 
     # ------------------------------------------------------------------ work counts
     def open_heads(self) -> Tensor:
@@ -191,28 +201,45 @@ class Call(NamedTuple):
         return total
 
 
-def _schema() -> dict[str, str]:
-    """The type of every field in the language of torch schemas."""
-    names: dict[Any, str] = {
-        Tensor: "Tensor",
-        int: "SymInt",
-        float: "float",
-        str: "str",
-        bool: "bool",
-    }
-
-    def named(hint: Any) -> str:
-        if get_origin(hint) is Annotated:
-            return str(get_args(hint)[1])
-        if isinstance(hint, types.UnionType):  # Tensor | None
-            return names[get_args(hint)[0]] + "?"
-        return names[hint]
-
-    return {name: named(hint) for name, hint in get_type_hints(Call, include_extras=True).items()}
-
-
+_TYPES: Final[dict[Any, str]] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Any: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    str: "str",
+    bool: "bool",
+}
 #: The type of every field of `Call` in the schemas of ops.
-SCHEMA: Final = _schema()
+SCHEMA: Final = {name: _TYPES[hint] for name, hint in get_type_hints(Call).items()}
+
+
+class Dimension(NamedTuple):
+    """A dimension of a tensor: its name, and whether it may be 1, to broadcast."""
+
+    name: str
+    may_be_1: bool
+
+
+#: The dimensions of a tensor, for each rank that it may have.
+Layouts = dict[int, tuple[Dimension, ...]]
+
+
+def layouts_of(*forms: str) -> Layouts:
+    """Layouts from text as in the fields of `Call`."""
+    layouts = [
+        tuple(Dimension(name.removesuffix("|1"), name.endswith("|1")) for name in form.split())
+        for form in forms
+    ]
+    return {len(layout): layout for layout in layouts}
+
+
+#: The layouts of the tensors of a call, but the seed, by field.
+LAYOUTS: Final = {
+    name: layouts_of(*hint.__metadata__)
+    for name, hint in get_type_hints(Call, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
 #: The fields that may have a gradient, in field order.
 OPERANDS: Final = Call._fields[: Call._fields.index("k_lo")]
 
@@ -224,12 +251,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def closed_heads(gate: Tensor | None, activation: str) -> Tensor | None:
     """`[B or 1, H or 1]` bool, True where an identity gate closes a whole head; None where no gate can."""
-    if gate is None or activation != "identity":
+    if gate is None or not can_close(gate, activation):
         return None
     heads = gate[None] if gate.dim() == 1 else gate
-    if any(size != 1 for size in heads.shape[2:]):
-        return None
     return heads.reshape(heads.shape[:2]) == 0
+
+
+def can_close(gate: Tensor, activation: str) -> bool:
+    """Whether a head can be closed: by an identity gate with one value for all its rows."""
+    return activation == "identity" and all(size == 1 for size in gate.shape[2:])
 
 
 def active_widths(mixing: Tensor) -> Tensor:

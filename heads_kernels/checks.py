@@ -14,6 +14,7 @@ from torch.nn import functional
 GateActivation = Literal["identity", "sigmoid", "softplus"]
 GATE_ACTIVATIONS: Final[tuple[GateActivation, ...]] = get_args(GateActivation)
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATING: Final = "pass a tensor of float32, bfloat16, float16 or float64"
 
 #: Most rows or keys: the last rows of a tile, fewer than 1024 more, plus `UNBOUNDED` (mask/intervals.py) fit int32.
 MAX_LENGTH: Final = (1 << 30) - 1024
@@ -88,23 +89,37 @@ def check_tensor(
     argument: str,
     tensor: object,
     instead: str,
-    ranks: Sequence[int],
+    ranks: Sequence[int] | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> Tensor:
-    """A dense tensor of one of these ranks and dtypes; None: any floating dtype."""
+    """A strided tensor, not a sparse or nested one, of one of these ranks and dtypes; None: any floating dtype."""
     if not isinstance(tensor, Tensor):
         refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
-    check_dense(argument, tensor, f"{instead}, dense")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        packed = " (packed sequences: hk.Mask.from_cu_seqlens)" if tensor.is_nested else ""
+        refuse(argument, f"has layout {layout}", f"{instead}, dense{packed}")
     if not (tensor.is_floating_point() if dtypes is None else tensor.dtype in dtypes):
         refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
-    if tensor.dim() not in ranks:
+    if ranks is not None and tensor.dim() not in ranks:
         refuse(argument, f"has shape {shape_of(tensor)}", instead)
     return tensor
 
 
-def check_device(argument: str, tensor: Tensor, query: Tensor) -> None:
-    if tensor.device != query.device:
-        refuse(argument, f"is on {tensor.device}, but query is on {query.device}", "move it there")
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Check that `tensor` is dense and of a floating dtype that the operators serve."""
+    check_tensor(name, tensor, _FLOATING, dtypes=DTYPES)
+
+
+def check_device(argument: str, tensor: Tensor, device: torch.device | str) -> None:
+    """Check that `tensor` is on the device of the query; "cuda" is any GPU."""
+    if tensor.device == device:
+        return
+    wanted = torch.device(device)
+    indices = {tensor.device.index, wanted.index} - {None}
+    if tensor.device.type != wanted.type or len(indices) > 1:
+        was = f"is on {tensor.device}, but query is on {wanted}"
+        refuse(argument, was, "move it there once, before the call")
 
 
 def broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -123,13 +138,6 @@ def shown(number: object) -> str:
     if is_int(number) and number.bit_length() > 64:
         return f"about {'-' if number < 0 else ''}2**{number.bit_length() - 1}"
     return str(number)
-
-
-def check_dense(argument: str, tensor: Tensor, instead: str = "pass a dense tensor") -> None:
-    """Check that `tensor` is strided, not sparse or nested."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        refuse(argument, f"has layout {layout}", instead)
 
 
 #: torch's `context_parallel` replaces the function while it is active.
@@ -162,20 +170,17 @@ def check_tensors(**tensors: Tensor) -> None:
     check_whole_sequence()
     query = tensors["query"]
     for name, tensor in tensors.items():
-        instead = "pass a dense tensor; for packed sequences use hk.Mask.from_cu_seqlens"
-        check_floating(name, tensor, instead)
+        check_floating(name, tensor)
         if tensor.dtype != query.dtype:
             was = f"has dtype {tensor.dtype}, but query has {query.dtype}"
             refuse(name, was, "cast them to one dtype", TypeError)
-        check_device(name, tensor, query)
+        check_device(name, tensor, query.device)
 
 
-def check_grouped_heads(
-    query: Tensor, key: Tensor, enable_gqa: bool = True
-) -> tuple[int, int, int, int, int]:
-    """Check that `query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree; returns (B, H, T, S, D)."""
+def check_grouped_heads(query: Tensor, key: Tensor, enable_gqa: bool = True) -> None:
+    """Check that `query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree."""
     check_flag("enable_gqa", enable_gqa)
-    (B, H, T, D), (_, Hk, S, width) = query.shape, key.shape
+    (_, H, _, D), (_, Hk, _, width) = query.shape, key.shape
     if width != D:
         refuse("key", f"has width {width}, but query has width {D}", "make D equal")
     if (H == 0) != (Hk == 0) or (Hk and H % Hk):
@@ -184,36 +189,25 @@ def check_grouped_heads(
     if not enable_gqa and Hk not in (1, H):
         was = f"is False, but query has {H} heads and key has {Hk}"
         refuse("enable_gqa", was, "pass True, or as many heads of key and value as of query (or 1)")
-    return B, H, T, S, D
 
 
-def check_mixing(
-    query: Tensor, key: Tensor, mixing: Tensor, content_bias: Tensor | None
-) -> tuple[int, int, int, int, int]:
-    """Check that `query` `[B, T, Ds]`, `key` `[B, S, Ds]`, mixing and content bias agree; returns (B, H, T, S, Ds)."""
-    (B, T, Ds), (_, S, width) = query.shape, key.shape
+def check_mixing(query: Tensor, key: Tensor, mixing: Tensor) -> None:
+    """Check that `query` `[B, T, Ds]`, `key` `[B, S, Ds]` and mixing agree."""
+    Ds, width = query.shape[2], key.shape[2]
     if width != Ds:
         refuse("key", f"has width {width}, but query has width {Ds}", "make Ds equal")
     check_companion("mixing", mixing, query)
     if mixing.dim() != 2 or mixing.shape[1] != Ds:
         was = f"has shape {shape_of(mixing)}, but query has width {Ds}"
         refuse("mixing", was, "pass [H, Ds]")
-    H = mixing.shape[0]
-    if content_bias is not None:
-        check_companion("content_bias", content_bias, query)
-        if content_bias.shape != (B, H, S):
-            was = f"has shape {shape_of(content_bias)}"
-            refuse("content_bias", was, f"pass [B, H, S] = {[B, H, S]}")
-    return B, H, T, S, Ds
 
 
-def check_value_heads(value: Tensor, H: int, S: int) -> int:
-    """Check that `value` `[B, Hv, S, Dv]` of collaborative attention fits H heads and S keys; returns Hv."""
+def check_value_heads(value: Tensor, H: int, S: int) -> None:
+    """Check that `value` `[B, Hv, S, Dv]` of collaborative attention fits H heads and S keys."""
     Hv = value.shape[1]
     if value.shape[2] != S or (H == 0) != (Hv == 0) or (Hv and H % Hv):
         was = f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}"
         refuse("value", was, "pass [..., Hv, S, Dv], H a multiple of Hv (grouped value heads)")
-    return Hv
 
 
 def check_sizes(B: int, H: int, T: int, S: int) -> None:
@@ -229,51 +223,33 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
             refuse(name, f"has {letter} = {size}", f"split the call: {letter} is at most {most}")
 
 
-def check_floating(name: str, tensor: Tensor, dense: str = "pass a dense tensor") -> None:
-    """Check that `tensor` is dense and of a floating dtype."""
-    if not isinstance(tensor, Tensor):
-        refuse(name, f"is a {type(tensor).__name__}", "pass a torch.Tensor", TypeError)
-    check_dense(name, tensor, dense)
-    if tensor.dtype not in DTYPES:
-        instead = "pass float32, bfloat16, float16 or float64"
-        refuse(name, f"has dtype {tensor.dtype}", instead, TypeError)
-
-
 def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
     """Check that `tensor` is dense, of a floating dtype and on the device of `query`."""
     check_floating(name, tensor)
-    check_device(name, tensor, query)
+    check_device(name, tensor, query.device)
 
 
-def check_gate(
-    gate: Tensor | None, activation: str, query: Tensor, full: tuple[int, int, int, int]
-) -> None:
+def check_gate_activation(gate: Tensor | None, activation: str) -> None:
     check_choice("gate_activation", activation, GATE_ACTIVATIONS)
-    if gate is None:
-        if activation != "identity":
-            was = f"is {activation!r}, but gate is None"
-            refuse("gate_activation", was, "pass the logits as gate")
-        return
-    check_companion("gate", gate, query)
-    rank = gate.dim()
-    if not 1 <= rank <= 4:
-        instead = "pass [H], [..., H], [..., H, T] or [..., H, T, Dv]"
-        refuse("gate", f"has {rank} dimensions", instead)
-    expected = full[1:2] if rank == 1 else full[:rank]
-    if not broadcasts(gate.shape, expected):
-        names = "H" if rank == 1 else ", ".join(("B", "H", "T", "Dv")[:rank])
-        sizes = f"[{names}] = {list(expected)}, or 1 where it broadcasts"
-        refuse("gate", f"has shape {shape_of(gate)}", f"a gate of {rank} dimensions is {sizes}")
+    if gate is None and activation != "identity":
+        was = f"is {activation!r}, but gate is None"
+        refuse("gate_activation", was, "pass the logits as gate")
+
+
+def check_number(argument: str, value: Any, instead: str) -> float:
+    """An int or a float, also a symbolic one of `torch.compile`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
+        refuse(argument, f"is a {type(value).__name__}", instead, TypeError)
+    return value  # type: ignore[return-value]
 
 
 def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
     if type(dropout_p) is float and 0.0 <= dropout_p < 1.0:  # as nearly always
         return dropout_p
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        was = f"is a {type(dropout_p).__name__}"
-        refuse(argument, was, "pass a float: a probability in [0, 1)", TypeError)
+    instead = "pass a float: a probability in [0, 1)"
+    check_number(argument, dropout_p, instead)
     if not 0.0 <= dropout_p < 1.0:
-        refuse(argument, f"is {shown(dropout_p)}", "pass a probability in [0, 1)")
+        refuse(argument, f"is {shown(dropout_p)}", instead)
     return float(dropout_p)
 
 
@@ -287,9 +263,7 @@ def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.fl
     """`scale` as a float that the compute dtype for `dtype` can hold; None gives `width ** -0.5`."""
     if scale is None:
         return float(width) ** -0.5 if width else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
-        was = "is a tensor" if isinstance(scale, Tensor) else f"is a {type(scale).__name__}"
-        refuse("scale", was, "pass a float (scale.item()), or None", TypeError)
+    check_number("scale", scale, "pass a float (scale.item()), or None")
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     most = _LARGEST_SCALE[compute]
     if not -most <= scale <= most:
@@ -303,21 +277,11 @@ def check_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
     instead = "pass a float > 0, or None"
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        was = "is a tensor" if isinstance(softcap, Tensor) else f"is a {type(softcap).__name__}"
-        refuse("softcap", was, instead, TypeError)
+    check_number("softcap", softcap, instead)
     least, most = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max / 2
     if not least <= softcap <= most:  # kernels divide by it, and multiply it by log2(e)
         refuse("softcap", f"is {shown(softcap)}", f"{instead}, from {least:.1e} to {most:.1e}")
     return float(softcap)
-
-
-def check_sinks(sinks: Tensor | None, query: Tensor, H: int) -> None:
-    if sinks is None:
-        return
-    check_companion("sinks", sinks, query)
-    if sinks.shape != (H,):
-        refuse("sinks", f"has shape {shape_of(sinks)}", f"pass one logit per head, [H] = [{H}]")
 
 
 def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torch.dtype) -> Tensor:
@@ -327,12 +291,11 @@ def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torc
         if alpha.shape != (H,):
             refuse("alpha", f"has shape {shape_of(alpha)}", f"pass a number, or [H] = [{H}]")
         return alpha.to(dtype).contiguous()
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-        refuse("alpha", f"is {alpha!r}", "pass a number in (1, 2], or a tensor [H]", TypeError)
-    if not 1 + torch.finfo(dtype).eps <= alpha <= 2:
+    number = check_number("alpha", alpha, "pass a number in (1, 2], or a tensor [H]")
+    if not 1 + torch.finfo(dtype).eps <= number <= 2:
         instead = f"pass a number in (1, 2] that {dtype} tells from 1: 2 is sparsemax, and towards 1 it is softmax"
-        refuse("alpha", f"is {shown(alpha)}", instead)
-    return torch.full((H,), alpha, dtype=dtype, device=query.device)
+        refuse("alpha", f"is {shown(number)}", instead)
+    return torch.full((H,), number, dtype=dtype, device=query.device)
 
 
 def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, int]) -> None:
@@ -346,17 +309,6 @@ def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, in
     if bias.dim() != 5 or not fits or not broadcasts(bias.shape[2:], (H, T, S)):
         instead = f"pass [B1, B2, H, T, S], B1 * B2 = {B}, {[H, T, S]}, or 1"
         refuse("bias", f"has shape {shape_of(bias)}", instead)
-
-
-def check_offset_table(table: Tensor | None, query: Tensor, full: tuple[int, int, int]) -> None:
-    """Check that `offset_bias` `[H or 1, T + S - 1]` fits sizes (H, T, S)."""
-    if table is None:
-        return
-    check_companion("offset_bias", table, query)
-    H, T, S = full
-    if table.dim() != 2 or table.shape[0] not in (1, H) or table.shape[1] != max(T + S - 1, 1):
-        instead = f"pass [H or 1, T + S - 1] = {[H, T + S - 1]}"
-        refuse("offset_bias", f"has shape {shape_of(table)}", instead)
 
 
 def check_flag(name: str, flag: bool) -> None:
@@ -377,7 +329,7 @@ def check_row_weights(
         return torch.ones((1,) * len(sizes), dtype=dtype, device=query.device)
     instead = f"pass True, or float weights of rows that broadcast to [..., H, T] = {list(sizes)}"
     received = check_tensor("received", received, instead, range(len(sizes) + 1), DTYPES)
-    check_device("received", received, query)
+    check_device("received", received, query.device)
     shape = (*(1,) * (len(sizes) - received.dim()), *received.shape)
     if not broadcasts(shape, sizes):
         refuse("received", f"has shape {shape_of(received)}", instead)
@@ -396,5 +348,5 @@ def check_excluded(
     *batch, keys = exclude_keys.shape
     if keys != S or batch not in ([], [1], [B]):
         refuse("exclude_keys", f"has shape {shape_of(exclude_keys)}", instead)
-    check_device("exclude_keys", exclude_keys, query)
+    check_device("exclude_keys", exclude_keys, query.device)
     return (exclude_keys if batch else exclude_keys[None]).contiguous()

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from heads_kernels.backends import BackendName
+from heads_kernels.backends import BackendName, Choice, choose, select
 from heads_kernels.batch import Batch, unflatten
 from heads_kernels.call import Call
 from heads_kernels.checks import GateActivation, check_flag
-from heads_kernels.dispatch import Choice, choose, select
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask import Mask
 from heads_kernels.offset_bias import OffsetBias
@@ -416,13 +415,8 @@ def _part_of(call: Call) -> Part | None:
 
 # ---------------------------------------------------------------------- which backend, and why
 _OPERATORS: Final = {
-    function.__name__: function
-    for function in (
-        gated_attention,
-        collaborative_attention,
-        entmax_attention,
-        attention_statistics,
-    )
+    each.__name__: each
+    for each in (gated_attention, collaborative_attention, entmax_attention, attention_statistics)
 }
 
 

@@ -54,14 +54,11 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
                 was = f"has a part on {part.device}, but the first of outs is on {device}"
                 refuse(name, was, f"move it to {device}")
     stacked = torch.stack(lses)  # [n, ...]
-    largest = stacked.detach().amax(0)
-    shares = torch.exp(stacked - largest.masked_fill(largest == _NEG_INF, 0.0))
-    total = shares.sum(0)
-    blank = total == 0
-    total = total.masked_fill(blank, 1.0)
-    out = torch.zeros_like(outs[0], dtype=total.dtype)
-    for part, own, share in zip(outs, lses, shares / total, strict=True):
-        seen = part.to(total.dtype).masked_fill((own == _NEG_INF)[..., None], 0.0)
-        out = out + share[..., None] * seen
-    lse = (largest + total.log()).masked_fill(blank, _NEG_INF)
+    hidden = stacked == _NEG_INF
+    blank = hidden.all(0)
+    stacked = stacked.masked_fill(blank, 0.0)  # the derivative of a row of -inf is NaN
+    lse = torch.logsumexp(stacked, 0).masked_fill(blank, _NEG_INF)
+    out = torch.zeros_like(outs[0], dtype=lse.dtype)
+    for part, unread, share in zip(outs, hidden, torch.softmax(stacked, 0), strict=True):
+        out = out + share[..., None] * part.to(lse.dtype).masked_fill(unread[..., None], 0.0)
     return out.to(outs[0].dtype), lse

@@ -7,7 +7,6 @@ refuses the calls that `check` refuses, but its messages are not written for use
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -21,22 +20,19 @@ from heads_kernels.batch import (
     flatten_companion,
     flatten_operands,
 )
-from heads_kernels.call import SEED_LENGTH, Call, compute_dtype
+from heads_kernels.call import LAYOUTS, Call, Layouts, compute_dtype
 from heads_kernels.checks import (
     check_alpha,
     check_bias,
     check_companion,
-    check_device,
     check_dropout,
     check_excluded,
     check_flag,
-    check_gate,
+    check_gate_activation,
     check_grouped_heads,
     check_mixing,
-    check_offset_table,
     check_row_weights,
     check_scale,
-    check_sinks,
     check_sizes,
     check_softcap,
     check_tensors,
@@ -161,7 +157,7 @@ def form(
         mask.k_hi,
         mask.first_keys,
         mask.key_visible,
-        mask.dense,
+        mask.dense_mask,
         exclude_keys,
         row_weights,
         None,  # seed
@@ -255,8 +251,8 @@ def _mask(
 
 
 # ---------------------------------------------------------------------- calls
-#: For each dimension its size, or the sizes allowed.
-_Sizes = Sequence[int | tuple[int, ...]]
+#: Fields whose layout `check` compares with the sizes of the call, which are those of query, key, value and mixing.
+_COMPANIONS: Final = ("content_bias", "gate", "offset_bias", "sinks")
 
 
 def check(call: Call) -> None:
@@ -266,26 +262,36 @@ def check(call: Call) -> None:
         ValueError, TypeError: the message names the argument, its value and what would work.
     """
     query, key, value, mixing = call.query, call.key, call.value, call.mixing
-    given = {"query": query, "key": key, "value": value}
-    check_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
+    if value is None:
+        check_tensors(query=query, key=key)
+    else:
+        check_tensors(query=query, key=key, value=value)
     if mixing is None:
-        B, H, T, S, _ = check_grouped_heads(query, key)
+        check_grouped_heads(query, key)
         if value is not None and value.shape[1:3] != key.shape[1:3]:
             was = f"has shape {shape_of(value)}, but key is {shape_of(key)}"
             instead = "make heads and S of value equal to those of key: [..., Hk, S, Dv]"
             refuse("value", was, instead)
+        if call.content_bias is not None:
+            instead = "pass mixing [H, Ds] too, or leave it out"
+            refuse("content_bias", "is given without mixing", instead)
     else:
-        B, H, T, S, _ = check_mixing(query, key, mixing, call.content_bias)
+        check_mixing(query, key, mixing)
         if value is not None:
-            check_value_heads(value, H, S)
+            check_value_heads(value, call.H, call.S)
+    B, H, T, S = call.sizes
     check_sizes(B, H, T, S)
-    check_gate(call.gate, call.gate_activation, query, (B, H, T, call.Dv))
+    check_gate_activation(call.gate, call.gate_activation)
+    companions = call.content_bias, call.gate, call.offset_bias, call.sinks
+    sizes: dict[str, int] = {}
+    for name, tensor in zip(_COMPANIONS, companions, strict=True):
+        if tensor is not None:
+            if not sizes:
+                sizes = {"B": B, "H": H, "T": T, "S": S, "Dv": call.Dv}
+                sizes["offsets"] = max(T + S - 1, 1)
+            check_companion(name, tensor, query)
+            check_layout(name, tensor, LAYOUTS[name], sizes)
     check_bias(call.bias, query, (B, H, T, S))
-    check_offset_table(call.offset_bias, query, (H, T, S))
-    check_sinks(call.sinks, query, H)
-    if call.content_bias is not None and mixing is None:
-        instead = "pass mixing [H, Ds] too, or leave it out"
-        refuse("content_bias", "is given without mixing", instead)
     if call.alpha is not None:
         for name, field in zip(call._fields, call, strict=True):
             if is_sharded(field):
@@ -293,76 +299,20 @@ def check(call: Call) -> None:
                 refuse(name, "is a DTensor", instead)
 
 
-def check_op(call: Call, **saved: Tensor | None) -> None:
-    """Check the arguments of an op, which need not come from `form`, and the tensors `saved` by its forward pass.
-
-    These are `dout`, `attended`, `lse` and `dlse`; `dlse` may be None.
-    """
-    check_ranks(call, **saved)
-    check(call)
-    if call.dropout_p and call.seed is None:
-        refuse("seed", f"is None, but dropout_p is {call.dropout_p}", "pass int64 [5]", TypeError)
-    if (call.k_lo is None) != (call.k_hi is None):
-        refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
-    if call.first_keys is not None and call.k_lo is None:
-        refuse("first_keys", "comes without k_lo and k_hi", "pass these too")
-    B, H, T, S = call.sizes
-    query, key, value = call.query, call.key, call.value
-    heads, rows, keys = (B, H, T, call.Dv), ((1, B), (1, H), T), ((1, B), S)
-    lse = heads[:3] if call.alpha is None else (2, *heads[:3])
-    dtype, compute = query.dtype, compute_dtype(query.dtype)
-    exact: tuple[tuple[str, Tensor | None, _Sizes, torch.dtype], ...] = (
-        ("key", key, (B, *key.shape[1:]), dtype),
-        ("value", value, () if value is None else (B, *value.shape[1:]), dtype),
-        ("alpha", call.alpha, (H,), compute),
-        ("k_lo", call.k_lo, rows, torch.int32),
-        ("k_hi", call.k_hi, rows, torch.int32),
-        ("first_keys", call.first_keys, ((1, H),), torch.int32),
-        ("key_visible", call.key_visible, keys, torch.bool),
-        ("dense_mask", call.dense_mask, ((1, B), (1, H), (1, T), (1, S)), torch.bool),
-        ("exclude_keys", call.exclude_keys, keys, torch.bool),
-        ("row_weights", call.row_weights, ((1, B), (1, H), (1, T)), compute),
-        ("seed", call.seed, (SEED_LENGTH,), torch.int64),
-        ("dout", saved.get("dout"), heads, dtype),
-        ("attended", saved.get("attended"), heads, dtype),
-        ("lse", saved.get("lse"), lse, compute),
-        ("dlse", saved.get("dlse"), heads[:3], compute),
-    )
-    for name, tensor, sizes, wanted in exact:
-        if tensor is not None:
-            _check_one(name, tensor, sizes, wanted, query)
-
-
-def check_ranks(call: Call, **saved: Tensor | None) -> None:
-    """Check that an op reads the tensors that are given, and that those have the right number of dimensions."""
-    unread = ("gate", "alpha", "seed") if call.value is None else ("exclude_keys", "row_weights")
-    if call.alpha is not None:
-        unread = ("mixing", "sinks", *unread)
-    for name in unread:
-        if getattr(call, name) is not None:
-            refuse(name, "is given", f"leave it out: {call.operator} does not read it")
-    ranks = {"query": 4, "key": 4} if call.mixing is None else {"query": 3, "key": 3, "mixing": 2}
-    if call.value is not None:
-        ranks["value"] = 4
-    for name, tensor in saved.items():
-        if tensor is not None or name != "dlse":
-            of_heads = name in ("dout", "attended") or (name == "lse" and call.alpha is not None)
-            ranks[name] = 4 if of_heads else 3
-    for name, rank in ranks.items():
-        tensor = saved[name] if name in saved else getattr(call, name)
-        if tensor is None:
-            refuse(name, "is None", "pass a tensor: this op reads it", TypeError)
-        if tensor.dim() != rank:
-            refuse(name, f"has shape {shape_of(tensor)}", f"pass {rank} dimensions")
-
-
-def _check_one(name: str, tensor: Tensor, sizes: _Sizes, dtype: torch.dtype, query: Tensor) -> None:
-    allowed = [size if isinstance(size, tuple) else (size,) for size in sizes]
-    if tensor.dim() != len(allowed) or any(
-        got not in those for got, those in zip(tensor.shape, allowed, strict=True)
-    ):
-        words = ", ".join(" or ".join(map(str, those)) for those in allowed)
-        refuse(name, f"has shape {shape_of(tensor)}", f"pass [{words}]")
-    if tensor.dtype != dtype:
-        refuse(name, f"has dtype {tensor.dtype}", f"pass {dtype}", TypeError)
-    check_device(name, tensor, query)
+def check_layout(name: str, tensor: Tensor, layouts: Layouts, sizes: dict[str, int]) -> None:
+    """Check that a tensor has one of these layouts, with these sizes of dimensions."""
+    layout = layouts.get(tensor.dim())
+    if layout is not None:
+        for got, (dimension, may_be_1) in zip(tensor.shape, layout, strict=True):
+            if got != sizes[dimension] and not (may_be_1 and got == 1):
+                break
+        else:
+            return
+    forms = [[dimension.name for dimension in each] for each in layouts.values()]
+    used = {dimension for form in forms for dimension in form}
+    known = ", ".join(f"{each} = {size}" for each, size in sizes.items() if each in used)
+    written = " or ".join(f"[{', '.join(form)}]" for form in forms)
+    instead = f"pass {written}, with {known}"
+    if any(dimension.may_be_1 for each in layouts.values() for dimension in each):
+        instead += ", or 1 where it broadcasts"
+    refuse(name, f"has shape {shape_of(tensor)}", instead)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heads_kernels.backends import select
 from heads_kernels.call import compute_dtype
-from heads_kernels.dispatch import select
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.mask import Intervals
 from heads_kernels.nn.attention_call import AttentionCall
@@ -88,7 +88,7 @@ def attended(call: AttentionCall, lse: Tensor, band: Band) -> Tensor:
     value = features[:, None].expand(call.B, heads, -1, -1)
     mask = call.intervals
     if mask.first_keys is not None:  # which the band limits
-        mask = Intervals(dense=mask.to_dense(call.T, call.S, query.device))
+        mask = Intervals(dense_mask=mask.to_dense(call.T, call.S, query.device))
     lo, hi = (x.clamp(0, call.S)[:, None] for x in (band.lo, band.hi))
     mask = (mask & Intervals(k_lo=lo, k_hi=hi)).laid_out(call.T)
     of_band = call.call._replace(query=query, key=key, value=value).under(mask)

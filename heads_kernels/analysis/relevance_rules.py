@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from heads_kernels.backends import select
 from heads_kernels.call import Call
 from heads_kernels.checks import refuse
-from heads_kernels.dispatch import select
 from heads_kernels.nn.attention_call import blocks
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops import gate as gates

@@ -18,8 +18,7 @@ from typing import Any, Final
 import torch
 
 import heads_kernels as hk
-from heads_kernels.backends import BACKENDS, CPU_MISSING, SIMULATED
-from heads_kernels.dispatch import VARIABLE
+from heads_kernels.backends import BACKENDS, CPU_MISSING, SIMULATED, VARIABLE
 from heads_kernels.doctor.checks import OPERATORS, Verdict, dtypes
 from heads_kernels.doctor.worker import SHAPES, ask
 

@@ -6,8 +6,7 @@ pair. A kernel intersects the parts that are given, skips tiles outside of them,
 inside. It does not know which kind of mask it was given.
 
 mask.py       `Mask`, as callers write it: a tuple of terms, combined by AND
-arguments.py  what its arguments may be
-terms.py      the terms; each gives its `Intervals`
+terms.py      the terms, each of which gives its `Intervals`, and what the arguments may be
 intervals.py  `Intervals`, as kernels read them
 kept.py       what is cached between calls
 """

@@ -33,7 +33,7 @@ class Intervals(NamedTuple):
     first_keys        int32 `[H or 1]`, contiguous, within [0, S], only with k_lo and k_hi: the lower limits `band_lo`
                       and `k_lo` do not hide keys `j < first_keys[h]`
     key_visible       bool `[B or 1, S]`, contiguous: False hides key j from every row
-    dense             bool `[B|1, H|1, T|1, S|1]`: False hides the pair
+    dense_mask        bool `[B|1, H|1, T|1, S|1]`: False hides the pair
     """
 
     band_lo: int = -UNBOUNDED
@@ -42,7 +42,7 @@ class Intervals(NamedTuple):
     k_hi: Tensor | None = None
     first_keys: Tensor | None = None
     key_visible: Tensor | None = None
-    dense: Tensor | None = None
+    dense_mask: Tensor | None = None
 
     def __and__(self, other: Intervals) -> Intervals:
         """The pairs visible in both. Bounds may have any integer dtype and be `[B or 1, H or 1, T or 1]` here.
@@ -56,7 +56,7 @@ class Intervals(NamedTuple):
             k_hi=_both(torch.minimum, self.k_hi, other.k_hi),
             first_keys=other.first_keys if self.first_keys is None else self.first_keys,
             key_visible=_both(torch.logical_and, self.key_visible, other.key_visible),
-            dense=_both(torch.logical_and, self.dense, other.dense),
+            dense_mask=_both(torch.logical_and, self.dense_mask, other.dense_mask),
         )
 
     def laid_out(self, T: int) -> Intervals:
@@ -77,7 +77,7 @@ class Intervals(NamedTuple):
     def at_keys(self, T: int, positions: Tensor) -> Intervals:
         """The intervals of a call with the same T rows and only the keys at `positions` (int64, ascending)."""
         lo, hi = self.bounds(T, positions.device)
-        visible, dense = self.key_visible, self.dense
+        visible, dense = self.key_visible, self.dense_mask
         if visible is not None:
             visible = visible[:, positions]
         if dense is not None and dense.shape[3] != 1:
@@ -86,7 +86,7 @@ class Intervals(NamedTuple):
         at = functools.partial(torch.searchsorted, positions, out_int32=True)
         first = None if self.first_keys is None else at(self.first_keys.to(torch.int64))
         return Intervals(
-            k_lo=at(lo), k_hi=at(hi), first_keys=first, key_visible=visible, dense=dense
+            k_lo=at(lo), k_hi=at(hi), first_keys=first, key_visible=visible, dense_mask=dense
         )
 
     def bounds(self, T: int, device: Device) -> tuple[Tensor, Tensor]:
@@ -112,14 +112,14 @@ class Intervals(NamedTuple):
     @property
     def hides(self) -> bool:
         """Whether any part is present: False where every pair is visible."""
-        parts = self.k_lo, self.key_visible, self.dense
+        parts = self.k_lo, self.key_visible, self.dense_mask
         limited = self.band_lo > -UNBOUNDED or self.band_hi < UNBOUNDED
         return limited or any(part is not None for part in parts)
 
     @property
     def device(self) -> torch.device:
         """The device of its tensors; the CPU if there are none."""
-        return device_of((self.k_lo, self.key_visible, self.dense))
+        return device_of((self.k_lo, self.key_visible, self.dense_mask))
 
     def to_dense(self, T: int, S: int, device: Device | None = None) -> Tensor:
         """A bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
@@ -136,15 +136,15 @@ class Intervals(NamedTuple):
         visible = above & below
         if self.key_visible is not None:
             visible = visible & self.key_visible[:, None, None, :]
-        return visible if self.dense is None else visible & self.dense
+        return visible if self.dense_mask is None else visible & self.dense_mask
 
     def visible_pairs(self, B: int, T: int, S: int) -> Tensor:
         """Number of visible pairs (i, j) in every batch and head, exact: int64 `[B, H or 1]`, on `self.device`.
 
-        This is `to_dense(T, S).sum((2, 3))`, expanded to B. Without `dense`, memory is O(B H (T + S)), or O(B (T + S))
-        where all heads see the same.
+        This is `to_dense(T, S).sum((2, 3))`, expanded to B. Without `dense_mask`, memory is O(B H (T + S)),
+        or O(B (T + S)) where all heads see the same.
         """
-        if self.dense is not None:
+        if self.dense_mask is not None:
             return self.to_dense(T, S).sum((2, 3)).expand(B, -1)
         lo, hi = (each.clamp(0, S) for each in self.bounds(T, self.device))  # [B or 1, H or 1, T]
         counted = self._keys_below(torch.maximum(hi, lo), B) - self._keys_below(lo, B)

@@ -12,17 +12,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from heads_kernels.checks import MAX_LENGTH, is_any_int, is_int, refuse, shown
-from heads_kernels.mask.arguments import (
-    INTEGERS,
-    parse_causal,
-    parse_documents,
-    parse_lengths,
-    parse_tensor,
-    parse_windows,
-)
 from heads_kernels.mask.intervals import Device, Intervals, device_of
 from heads_kernels.mask.kept import CPU, capturing, is_unchanged, is_watched, readable, state_of
 from heads_kernels.mask.terms import (
+    INTEGERS,
     Alignment,
     Bounds,
     Causal,
@@ -34,6 +27,11 @@ from heads_kernels.mask.terms import (
     QueryMask,
     Term,
     check_broadcast,
+    parse_causal,
+    parse_documents,
+    parse_lengths,
+    parse_tensor,
+    parse_windows,
 )
 
 
@@ -236,7 +234,7 @@ class Mask:
         terms: tuple[Term, ...] = (Bounds(lo, hi, whole.first_keys),)
         if whole.key_visible is not None:
             terms += (KeyMask(whole.key_visible),)
-        if (dense := whole.dense) is not None:
+        if (dense := whole.dense_mask) is not None:
             terms += (Dense(dense if dense.shape[2] == 1 else dense[:, :, index]),)
         return Mask.of(terms)
 
@@ -248,7 +246,7 @@ class Mask:
         for at, part in enumerate(parts):
             others = parts[:at] + parts[at + 1 :]
             if part.first_keys is not None and any(each.limits_first_keys for each in others):
-                parts[at] = Intervals(dense=part.to_dense(T, S, device))
+                parts[at] = Intervals(dense_mask=part.to_dense(T, S, device))
         return reduce(and_, parts).laid_out(T)
 
     def __getstate__(self) -> dict[str, object]:

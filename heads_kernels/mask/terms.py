@@ -1,6 +1,7 @@
-"""The terms of a mask. A new kind of mask is one `Term` here and one line in `Mask.__init__`; no kernel changes.
+"""The terms of a mask, and what its arguments may be: their types, ranks and, where they can be read, their values.
 
-Nothing here waits for the device.
+A new kind of mask is one `Term` here and one line in `Mask.__init__`; no kernel changes. Nothing here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -8,12 +9,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import broadcasts, is_int, refuse
+from heads_kernels.checks import (
+    MAX_LENGTH,
+    broadcasts,
+    check_device,
+    check_tensor,
+    is_any_int,
+    is_int,
+    refuse,
+    shown,
+)
+from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
 from heads_kernels.mask.kept import distances_on, lengths_on, readable
 
@@ -175,9 +186,7 @@ class Documents(Term):
             refuse(self.argument, f"is one tensor, but T is {T} and S is {S}", instead)
         queries, keys = self.query_ids, self.query_ids if self.key_ids is None else self.key_ids
         dtype = torch.promote_types(queries.dtype, keys.dtype)
-        queries, keys = (
-            ids.to(dtype)[None] if ids.dim() == 1 else ids.to(dtype) for ids in (queries, keys)
-        )
+        queries, keys = torch.atleast_2d(queries.to(dtype), keys.to(dtype))  # type: ignore[no-untyped-call]
         _check_rows(self.argument, queries, B, T, "T", device)
         _check_rows(self.argument, keys, B, S, "S", device)
         if queries.shape[0] != keys.shape[0]:
@@ -198,8 +207,8 @@ class Dense(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         check_broadcast(self.visible, (B, H, T, S))
-        _check_device(self.argument, self.visible, device)
-        return Intervals(dense=self.visible)
+        check_device(self.argument, self.visible, device)
+        return Intervals(dense_mask=self.visible)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,10 +222,12 @@ class Bounds(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         batch, heads, rows = self.k_lo.shape
+        if heads == 1 and self.first_keys is not None:
+            heads = self.first_keys.shape[0]
         if batch not in (1, B) or heads not in (1, H) or rows != T:
             was = f"has shape {[batch, heads, rows]}, but B is {B}, H is {H} and T is {T}"
             refuse(self.argument, was, "call it with as many batches, heads and positions")
-        _check_device(self.argument, self.k_lo, device)
+        check_device(self.argument, self.k_lo, device)
         k_lo, k_hi = self.k_lo.clamp(0, S), self.k_hi.clamp(0, S)
         return Intervals(k_lo=k_lo, k_hi=k_hi, first_keys=self.first_keys)
 
@@ -247,17 +258,7 @@ def _check_rows(
     if (batch != 1 and batch != B) or width != size:
         was = f"has shape {list(tensor.shape)}, but B is {B} and {letter} is {size}"
         refuse(argument, was, f"pass [{B} or 1, {size}]")
-    _check_device(argument, tensor, device)
-
-
-def _check_device(argument: str, tensor: Tensor, device: Device) -> None:
-    if tensor.device == device:
-        return
-    wanted = torch.device(device)
-    indices = {tensor.device.index, wanted.index} - {None}  # "cuda" means any of them
-    if tensor.device.type != wanted.type or len(indices) > 1:
-        was = f"is on {tensor.device}, but query is on {wanted}"
-        refuse(argument, was, "move it there once, before the call")
+    check_device(argument, tensor, device)
 
 
 def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None:
@@ -281,7 +282,7 @@ def _of_heads(
         was = f"is of {len(given)} heads, but H is {H}"
         refuse(argument, was, f"pass {H}, or one for all heads")
     if isinstance(given, Tensor):
-        _check_device(argument, given, device)
+        check_device(argument, given, device)
         return given.to(torch.int64)
     flat = tuple(n for each in given for n in (each if isinstance(each, tuple) else (each,)))
     return lengths_on(torch.device(device), flat)
@@ -301,7 +302,7 @@ def _lengths(
         refuse(argument, f"holds {count} lengths, but B is {B}", f"pass {B}, or 1 for all")
     values: Sequence[int] = ()
     if isinstance(lengths, Tensor):
-        _check_device(argument, lengths, device)
+        check_device(argument, lengths, device)
         values = lengths.tolist() if readable(lengths) else ()
     else:
         values = () if torch.compiler.is_compiling() else lengths
@@ -312,3 +313,108 @@ def _lengths(
     elif not 0 <= min(values) <= max(values) <= limit:
         refuse(argument, f"is {list(values)}", f"lengths go from 0 to {letter} = {limit}")
     return lengths[:, None, None]
+
+
+# ---------------------------------------------------------------------- the arguments of `Mask`
+#: Dtypes of integers.
+INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def parse_tensor(
+    argument: str,
+    tensor: object,
+    dtypes: Sequence[torch.dtype],
+    ranks: Sequence[int],
+    instead: str,
+) -> Tensor:
+    if is_sharded(tensor):
+        whole = "pass full_tensor(): masks are those of the whole call"
+        refuse(argument, "is a DTensor", whole, TypeError)
+    return check_tensor(argument, tensor, instead, ranks, dtypes)
+
+
+def parse_causal(causal: object) -> Alignment | None:
+    if causal is True or causal == "upper_left":
+        return "upper_left"
+    if causal == "lower_right":
+        return "lower_right"
+    if causal is not False:
+        refuse("causal", f"is {causal!r}", "use False, True (= 'upper_left') or 'lower_right'")
+    return None
+
+
+def parse_window(window: object) -> tuple[int, int]:
+    instead = "pass (left, right), inclusive counts of keys on either side, -1 = unlimited,"
+    instead += " or one for each head: a list of H such pairs or an integer tensor [H, 2]"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        refuse("window", f"is {window!r}", instead)
+    if not all(map(is_any_int, window)):
+        refuse("window", f"is {window!r}", instead, TypeError)
+    left, right = window
+    if left < -1 or right < -1:
+        refuse("window", f"is {window!r}", instead)
+    return (-1 if left >= UNBOUNDED else left), (-1 if right >= UNBOUNDED else right)
+
+
+def parse_windows(window: object, first_keys: object, align: Alignment) -> Term:
+    sides: Tensor | tuple[tuple[int, int], ...]
+    if isinstance(window, Tensor):
+        layout = "pass (left, right), or one for each head as an integer tensor [H, 2]"
+        sides = parse_tensor("window", window, INTEGERS, (2,), layout)
+        if sides.shape[1] != 2:
+            refuse("window", f"has shape {list(sides.shape)}", layout)
+        if readable(sides) and sides.numel() and int(sides.min()) < -1:
+            refuse("window", f"has {int(sides.min())}", "-1 is unlimited")
+    elif isinstance(window, (tuple, list)) and any(
+        isinstance(each, (tuple, list)) for each in window
+    ):
+        sides = tuple(map(parse_window, window))
+    elif first_keys is None:
+        return Window(parse_window(window), align)
+    else:
+        sides = (parse_window(window),)
+    return HeadWindows(sides, parse_first_keys(first_keys), align)
+
+
+def parse_first_keys(first_keys: object) -> Tensor | tuple[int, ...] | None:
+    if first_keys is None:
+        return None
+    instead = "pass an int, or one for each head: a list of H ints or an integer tensor [H]"
+    given = (first_keys,) if is_any_int(first_keys) else first_keys
+    counts = _parse_integers("first_keys", given, instead)
+    if isinstance(counts, Tensor):
+        if readable(counts) and counts.numel() and int(counts.min()) < 0:
+            refuse("first_keys", f"has {int(counts.min())}", instead)
+    elif any(is_int(count) and not 0 <= count <= UNBOUNDED for count in counts):
+        refuse("first_keys", f"is {first_keys!r}", "counts go from 0 to S")
+    return counts
+
+
+def parse_lengths(argument: str, given: object) -> Tensor | tuple[int, ...]:
+    lengths = _parse_integers(argument, given, "pass an integer tensor [B] or a list of B ints")
+    for length in () if isinstance(lengths, Tensor) else lengths:
+        if is_int(length) and abs(length) > MAX_LENGTH:
+            instead = f"lengths go from 0 to T or S, at most {MAX_LENGTH}"
+            refuse(argument, f"has {shown(length)}", instead)
+    return lengths
+
+
+def _parse_integers(argument: str, given: object, instead: str) -> Tensor | tuple[int, ...]:
+    if not isinstance(given, (tuple, list)):
+        return parse_tensor(argument, given, INTEGERS, (1,), instead)
+    if not all(map(is_any_int, given)):
+        refuse(argument, f"is {given!r}", instead, TypeError)
+    return tuple(given)
+
+
+def parse_documents(document_ids: object) -> Documents:
+    instead = "pass an integer tensor [S] or [B, S], or a pair (query_ids, key_ids)"
+    given = document_ids if isinstance(document_ids, (tuple, list)) else (document_ids,)
+    if isinstance(document_ids, (tuple, list)) and len(given) != 2:
+        refuse("document_ids", f"has {len(given)} parts", instead)
+    ids = [parse_tensor("document_ids", each, INTEGERS, (1, 2), instead) for each in given]
+    keys = ids[-1]
+    if readable(keys) and not bool((keys[..., 1:] >= keys[..., :-1]).all()):
+        instead = "number the documents in the order of their keys"
+        refuse("document_ids", "does not ascend along the keys", instead)
+    return Documents(ids[0], ids[1] if len(ids) == 2 else None)

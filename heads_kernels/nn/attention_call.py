@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from heads_kernels.backends import select
 from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import check_excluded, check_heads, check_row_weights, refuse
-from heads_kernels.dispatch import select
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops.statistics import AttentionStatistics, measure
 from heads_kernels.parse import parse

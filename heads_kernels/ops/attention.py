@@ -259,7 +259,14 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
 
     `results` are those of the forward op if they have been computed without it (`direct.attend`).
     """
-    return _Attention.apply((call, backend, return_lse, results), *call.operands)  # type: ignore[no-untyped-call]
+    operands: Any = call.operands
+    if torch.compiler.is_dynamo_compiling():
+        # It traces no autograd function that gets a tensor twice, as in self-attention without projections.
+        operands = list(operands)
+        for at, operand in enumerate(operands):
+            if operand is not None and any(operand is other for other in operands[:at]):
+                operands[at] = operand.view_as(operand)
+    return _Attention.apply((call, backend, return_lse, results), *operands)  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):

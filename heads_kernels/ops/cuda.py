@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.backends import CUDA_EMULATED
-from heads_kernels.call import OPERANDS, Call
+from heads_kernels.call import OPERANDS, Call, can_close
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.buffers import (
     SHORT_QUERY,
@@ -25,7 +25,7 @@ from heads_kernels.ops.buffers import (
     splits_of,
     sum_parts,
 )
-from heads_kernels.ops.gate import can_close, is_elementwise
+from heads_kernels.ops.gate import is_elementwise
 from heads_kernels.ops.library import check_fields
 from heads_kernels.ops.statistics import Buffers
 

@@ -18,7 +18,7 @@ from torch._C import (
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from heads_kernels import backends, dispatch
+from heads_kernels import backends
 from heads_kernels.call import Call
 from heads_kernels.ops.library import load
 
@@ -32,7 +32,7 @@ def attend(call: Call, backend: str | None) -> Tensor | tuple[Tensor, Tensor | N
     """
     if backends.CPU_MISSING or call.dropout_p or not (call.query.is_cpu and is_unobserved()):
         return None
-    if backend != "cpu" and (backend is not None or dispatch.first_on_cpu() != "cpu"):
+    if backend != "cpu" and (backend is not None or backends.first_on_cpu() != "cpu"):
         return None
     try:
         extension = load("cpu")._cpu

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heads_kernels.call import Call, compute_dtype
+from heads_kernels.call import Call, can_close, compute_dtype
 from heads_kernels.checks import GATE_ACTIVATIONS, check_choice
 
 
@@ -79,15 +79,6 @@ def as_4d(gate: Tensor) -> Tensor:
 def is_elementwise(gate: Tensor) -> bool:
     """Whether the gate differs along the width of a head."""
     return gate.dim() == 4 and gate.shape[3] != 1
-
-
-def can_close(gate: Tensor, activation: str) -> bool:
-    """Whether a head can be closed: by an identity gate with one value for all its rows."""
-    return (
-        activation == "identity"
-        and not is_elementwise(gate)
-        and (gate.dim() < 3 or gate.shape[2] == 1)
-    )
 
 
 def shape_of_rows(gate: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, ...]:

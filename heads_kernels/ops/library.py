@@ -18,9 +18,17 @@ from torch import Tensor
 from heads_kernels.after_import import after_import
 from heads_kernels.backends import find, rows_apart
 from heads_kernels.build_info import PACKAGE
-from heads_kernels.call import SCHEMA, Call
-from heads_kernels.checks import refuse
-from heads_kernels.parse import check_op, check_ranks
+from heads_kernels.call import (
+    LAYOUTS,
+    SCHEMA,
+    SEED_LENGTH,
+    Call,
+    Layouts,
+    compute_dtype,
+    layouts_of,
+)
+from heads_kernels.checks import check_device, refuse, shape_of
+from heads_kernels.parse import check, check_layout
 
 #: The fields of a `Call` as the arguments of a torch schema.
 FIELDS: Final = ", ".join(f"{type} {name}" for name, type in SCHEMA.items())
@@ -77,6 +85,32 @@ def dense_sizes(shapes: Any) -> tuple[int, int, int]:
     return B * H * T * call.key[-2], width, call.value[-1] if call.value else 0
 
 
+# ---------------------------------------------------------------------- the arguments of an op
+_ROWS: Final = layouts_of("B H T")
+_HEADS: Final = layouts_of("B H T Dv")
+#: The tensors of a call, its seed, and what a backward pass reads besides.
+_LAYOUTS: Final = {
+    **LAYOUTS,
+    "seed": layouts_of("numbers"),
+    "dout": _HEADS,
+    "attended": _HEADS,
+    "lse": _ROWS,
+    "dlse": _ROWS,
+}
+_LSE_OF_ENTMAX: Final = layouts_of("parts B H T")
+_FIXED_SIZES: Final = {"parts": 2, "numbers": SEED_LENGTH}
+#: Tensors that kernels read without a conversion: in the dtype of the query, of its scores, or this one.
+_OF_QUERY: Final = ("key", "value", "dout", "attended")
+_OF_SCORES: Final = ("alpha", "row_weights", "lse", "dlse")
+_DTYPES: Final = {
+    **dict.fromkeys(("k_lo", "k_hi", "first_keys"), torch.int32),
+    **dict.fromkeys(("key_visible", "dense_mask", "exclude_keys"), torch.bool),
+    "seed": torch.int64,
+}
+#: The Triton kernels compute addresses from the strides of these.
+_CONTIGUOUS: Final = "k_lo", "k_hi", "first_keys", "key_visible", "exclude_keys", "lse", "dlse"
+
+
 def check_arguments(
     backend: str | None, call: Call, has_value: bool, **saved: Tensor | None
 ) -> None:
@@ -84,23 +118,69 @@ def check_arguments(
 
     The package's own calls are valid, but users may call an op directly, and a kernel would read past the end of a
     tensor that is too small. The compiled extensions check sizes, strides and dtypes themselves (csrc/bindings/).
+    A backward pass reads `dout`, `attended`, `lse` and `dlse` too; `dlse` may be None.
     """
-    if has_value and call.value is None:
-        refuse("value", "is None", "pass a tensor: this op reads it", TypeError)
-    if not has_value and call.value is not None:
-        refuse("value", "is given", "leave it out: statistics are of scores alone")
+    layouts = _LAYOUTS if call.alpha is None else {**_LAYOUTS, "lse": _LSE_OF_ENTMAX}
+    _check_presence(call, has_value, saved, layouts)
     if backend in _COMPILED:
-        check_ranks(call, **saved)
         return
-    check_op(call, **saved)
-    if backend == "triton":  # its kernels compute addresses from these strides
-        names = "k_lo", "k_hi", "first_keys", "key_visible", "exclude_keys"
-        dense = {name: getattr(call, name) for name in names}
-        for name, tensor in {**dense, "lse": saved.get("lse"), "dlse": saved.get("dlse")}.items():
+    given: dict[str, Any] = {**call._asdict(), **saved}
+    check(call)
+    if call.dropout_p and call.seed is None:
+        refuse("seed", f"is None, but dropout_p is {call.dropout_p}", "pass int64 [5]", TypeError)
+    if (call.k_lo is None) != (call.k_hi is None):
+        refuse("k_lo", "comes without k_hi, or the other way around", "pass both, or neither")
+    if call.first_keys is not None and call.k_lo is None:
+        refuse("first_keys", "comes without k_lo and k_hi", "pass these too")
+    query = call.query
+    B, H, T, S = call.sizes
+    sizes = {"B": B, "H": H, "T": T, "S": S, "D": call.D, "Dv": call.Dv, **_FIXED_SIZES}
+    sizes |= {"Hk": call.Hk, "Hv": call.Hv}
+    dtypes = {
+        **_DTYPES,
+        **dict.fromkeys(_OF_QUERY, query.dtype),
+        **dict.fromkeys(_OF_SCORES, compute_dtype(query.dtype)),
+    }
+    for name, dtype in dtypes.items():
+        tensor = given.get(name)
+        if tensor is not None:
+            check_layout(name, tensor, layouts[name], sizes)
+            if tensor.dtype != dtype:
+                refuse(name, f"has dtype {tensor.dtype}", f"pass {dtype}", TypeError)
+            check_device(name, tensor, query.device)
+    if backend == "triton":
+        for name in _CONTIGUOUS:
+            tensor = given.get(name)
             if tensor is not None and not tensor.is_contiguous():
                 refuse(name, "is not contiguous", "copy it")
-        for reason in rows_apart(call.query, call.key, call.value, saved.get("attended")):
+        for reason in rows_apart(query, call.key, call.value, saved.get("attended")):
             raise ValueError(reason)
+
+
+def _check_presence(
+    call: Call,
+    has_value: bool,
+    saved: dict[str, Tensor | None],
+    layouts: dict[str, Layouts],
+) -> None:
+    """Check that an op reads the tensors that are given, and that those it needs have the right rank."""
+    unread = ("exclude_keys", "row_weights") if has_value else ("value", "gate", "alpha", "seed")
+    if call.alpha is not None:
+        unread = ("mixing", "sinks", *unread)
+    for name in unread:
+        if getattr(call, name) is not None:
+            refuse(name, "is given", "leave it out: this op does not read it")
+    ranks = {"query": 4, "key": 4} if call.mixing is None else {"query": 3, "key": 3, "mixing": 2}
+    if has_value:
+        ranks["value"] = 4
+    for name in saved:
+        ranks[name] = max(layouts[name])
+    for name, rank in ranks.items():
+        tensor = saved[name] if name in saved else getattr(call, name)
+        if tensor is None and name != "dlse":
+            refuse(name, "is None", "pass a tensor: this op reads it", TypeError)
+        if tensor is not None and tensor.dim() != rank:
+            refuse(name, f"has shape {shape_of(tensor)}", f"pass {rank} dimensions")
 
 
 def check_fields(extension: Any) -> None:

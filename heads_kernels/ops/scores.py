@@ -53,52 +53,25 @@ def visible_pairs(call: Call) -> Tensor | None:
 
 def of_rows(call: Call, start: int, stop: int) -> Call:
     """The call of only the query rows `start` to `stop - 1`."""
-    rows, S = slice(start, stop), call.key.shape[-2]
-    query = call.query[..., rows, :]
-    bias, table = call.bias, call.offset_bias
-    if bias is not None and bias.shape[3] != 1:
-        bias = bias[:, :, :, rows]
-    if table is not None:  # its first offset is 1 - count - start
-        T, count = call.query.shape[-2], query.shape[-2]
-        first = T - (start + count)
-        table = table[:, first : first + max(count + S - 1, 1)]
-    weights = call.row_weights
-    if weights is not None and weights.shape[2] != 1:
-        weights = weights[:, :, rows]
-    mask, dense = call.intervals, call.dense_mask
-    mask = mask.from_row(start)._replace(
-        k_lo=None if mask.k_lo is None else mask.k_lo[..., rows],
-        k_hi=None if mask.k_hi is None else mask.k_hi[..., rows],
-        dense=dense if dense is None or dense.shape[2] == 1 else dense[:, :, rows],
-    )
-    return call._replace(query=query, bias=bias, offset_bias=table, row_weights=weights).under(mask)
+    count = len(range(start, min(stop, call.T)))
+    band = call.intervals.from_row(start)
+    own: dict[str, Any] = {"band_lo": band.band_lo, "band_hi": band.band_hi}
+    for name, dim in call.along("T").items():
+        own[name] = getattr(call, name).narrow(dim, start, count)
+    if call.offset_bias is not None:  # its first offset is 1 - count - start
+        first = call.T - (start + count)
+        own["offset_bias"] = call.offset_bias[:, first : first + max(count + call.S - 1, 1)]
+    return call._replace(**own)
 
 
 def of_heads(call: Call, heads: Sequence[int]) -> Call:
     """The call of only these query heads, without a value."""
+    call = call._replace(value=None, gate=None)
     index = torch.tensor(list(heads), dtype=torch.int64, device=call.query.device)
-
-    def chosen(tensor: Tensor | None, dim: int) -> Tensor | None:
-        is_shared = tensor is None or tensor.shape[dim] == 1
-        return tensor if is_shared else tensor.index_select(dim, index)  # type: ignore[union-attr]
-
     own: dict[str, Any] = {
-        "value": None,
-        "gate": None,
-        "mixing": None if call.mixing is None else call.mixing[index],
-        "content_bias": None if call.content_bias is None else call.content_bias[:, index],
-        "sinks": None if call.sinks is None else call.sinks[index],
-        "alpha": None if call.alpha is None else call.alpha[index],
-        "bias": chosen(call.bias, 2),
-        "offset_bias": chosen(call.offset_bias, 0),
-        "k_lo": chosen(call.k_lo, 1),
-        "k_hi": chosen(call.k_hi, 1),
-        "first_keys": chosen(call.first_keys, 0),
-        "dense_mask": chosen(call.dense_mask, 1),
-        "row_weights": chosen(call.row_weights, 1),
+        name: getattr(call, name).index_select(dim, index) for name, dim in call.along("H").items()
     }
     if call.mixing is None:
-        own["query"] = call.query[:, index]
         own["key"] = call.key[:, index // max(call.H // max(call.Hk, 1), 1)]
     return call._replace(**own)
 

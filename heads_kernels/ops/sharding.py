@@ -27,30 +27,10 @@ from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded, of_first, replicated
 from heads_kernels.ops.statistics import AttentionStatistics
 
-#: The dimensions of operands. `_SHARED` replaces those that differ in collaborative attention.
-_LAYOUTS: Final = {
-    "query": "B H T D",
-    "key": "B Hk S D",
-    "value": "B Hk S Dv",
-    "mixing": "H D",
-    "content_bias": "B H S",
-    "bias": "one B H T S",
-    "offset_bias": "H offset",
-    "sinks": "H",
-    "k_lo": "B H T",
-    "k_hi": "B H T",
-    "first_keys": "H",
-    "key_visible": "B S",
-    "dense_mask": "B H T S",
-    "exclude_keys": "B S",
-    "row_weights": "B H T",
-}
-_SHARED: Final = {"query": "B T D", "key": "B S D", "value": "B Hv S Dv"}
-_GATES: Final = {1: "H", 2: "B H", 3: "B H T", 4: "B H T Dv"}
-_OUTPUT: Final = "B H T Dv"
-_RECEIVED: Final = "B H S"
+_OUTPUT: Final = ("B", "H", "T", "Dv")
+_RECEIVED: Final = ("B", "H", "S")
 #: The dimensions that may be sharded, and the dimension of the call to which each belongs.
-_SPLIT: Final = {"B": "B", "H": "H", "Hk": "H", "Hv": "H", "T": "T"}
+_SPLIT: Final = {"B": "B", "B2": "B", "H": "H", "Hk": "H", "Hv": "H", "T": "T"}
 #: Every row needs all keys: operands that are sharded along this dimension are gathered.
 _KEYS: Final = "S"
 
@@ -67,7 +47,7 @@ def part_of(call: Call) -> Part | None:
             value head would be split. Every process of the mesh raises it.
     """
     call = _with_whole_bias(call)
-    layouts = _layouts(call)
+    layouts = call.dimensions()
     sharded = [name for name in layouts if is_sharded(getattr(call, name))]
     if not sharded:
         return None
@@ -83,7 +63,9 @@ def part_of(call: Call) -> Part | None:
 class Part:
     """One process's part of a call; `call` has its tensors, which are not DTensors."""
 
-    def __init__(self, call: Call, layouts: dict[str, str], splits: list[str], mesh: Any) -> None:
+    def __init__(
+        self, call: Call, layouts: dict[str, list[str]], splits: list[str], mesh: Any
+    ) -> None:
         self.mesh = mesh
         self._sizes = {"B": call.B, "H": call.H, "T": call.T}
         #: For each dimension of the mesh, the dimension in `_sizes` that it splits; "": its processes compute the same.
@@ -96,12 +78,12 @@ class Part:
         self._at = mesh.get_coordinate()
         self.call = self._of(call, layouts)
 
-    def whole(self, result: Tensor, layout: str = _OUTPUT) -> Tensor:
+    def whole(self, result: Tensor, layout: Sequence[str] = _OUTPUT) -> Tensor:
         """A result of the part, `[B, H, T, ...]` or of this layout, as a DTensor of the whole call.
 
         If rows are split and the layout has none, the DTensor is a partial sum of the processes.
         """
-        letters = layout.split()[: result.dim()]
+        letters = layout[: result.dim()]
         own = zip(letters, result.shape, strict=True)
         sizes = torch.Size([self._sizes.get(letter, size) for letter, size in own])
         placements = [
@@ -146,13 +128,12 @@ class Part:
     def _span(self, letter: str) -> Span:
         return self._spans[letter][tuple(self._at)]
 
-    def _of(self, call: Call, layouts: dict[str, str]) -> Call:
+    def _of(self, call: Call, layouts: dict[str, list[str]]) -> Call:
         parts: dict[str, Any] = {
-            name: self._local(getattr(call, name), layout.split())
-            for name, layout in layouts.items()
+            name: self._local(getattr(call, name), layout) for name, layout in layouts.items()
         }
         row, rows = self._span("T")
-        if (table := parts["offset_bias"]) is not None:
+        if (table := parts.get("offset_bias")) is not None:
             # Offsets from -(T - 1): those of the last row come first.
             columns = max(table.shape[1] - call.T + rows, 1)
             parts["offset_bias"] = table.narrow(1, call.T - row - rows, columns)
@@ -170,9 +151,7 @@ class Part:
             for split in self._splits
         ]
 
-    def _local(self, tensor: Tensor | None, layout: Sequence[str]) -> Tensor | None:
-        if tensor is None:
-            return None
+    def _local(self, tensor: Tensor, layout: Sequence[str]) -> Tensor:
         if not isinstance(tensor, DTensor):
             tensor = replicated(tensor, self.mesh)
         placements = self._placements(layout, tensor.shape)
@@ -193,12 +172,6 @@ class Part:
         return local if narrowed is None else local.narrow(1, *narrowed)
 
 
-def _layouts(call: Call) -> dict[str, str]:
-    """The dimensions of every tensor of a call."""
-    layouts = {**_LAYOUTS, **(_SHARED if call.mixing is not None else {})}
-    return {**layouts, "gate": _GATES[1 if call.gate is None else call.gate.dim()]}
-
-
 def _with_whole_bias(call: Call) -> Call:
     """The call with a bias `[1, B or 1, H, T, S]`, with the batch dimension of the call."""
     bias = call.bias
@@ -209,7 +182,7 @@ def _with_whole_bias(call: Call) -> Call:
     return call._replace(bias=expand_bias(bias, call.B)[None])
 
 
-def _splits(call: Call, layouts: dict[str, str], mesh: Any) -> list[str]:
+def _splits(call: Call, layouts: dict[str, list[str]], mesh: Any) -> list[str]:
     """For each dimension of the mesh, the dimension "B", "H" or "T" that these operands shard it along, or ""."""
     splits = [""] * mesh.ndim
     by = [""] * mesh.ndim
@@ -217,7 +190,7 @@ def _splits(call: Call, layouts: dict[str, str], mesh: Any) -> list[str]:
         for m, placement in enumerate(getattr(call, name).placements):
             if not isinstance(placement, Shard):
                 continue
-            letter = layout.split()[placement.dim]
+            letter = layout[placement.dim]
             if letter == _KEYS:
                 continue
             split = _SPLIT.get(letter)

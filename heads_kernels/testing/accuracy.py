@@ -27,7 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.dispatch import select
+from heads_kernels.backends import select
 from heads_kernels.ops.attention import attention_op
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.testing.case import Case

@@ -38,27 +38,24 @@ def check(mask: Mask, expected: Tensor, may_be_dense: bool = False) -> None:
     assert pairs.dtype == torch.int64
     assert torch.equal(*(x.expand(B, HEADS) for x in (pairs, expected.sum((2, 3)))))
 
-    assert intervals.dense is None or may_be_dense
-    if intervals.first_keys is not None:
-        assert intervals.first_keys.dtype == torch.int32
-        assert intervals.first_keys.is_contiguous()
-        assert intervals.first_keys.shape in ((1,), (HEADS,))
-        assert intervals.k_lo is not None
+    assert intervals.dense_mask is None or may_be_dense
     assert isinstance(intervals.band_lo, int)
     assert isinstance(intervals.band_hi, int)
     assert (intervals.k_lo is None) == (intervals.k_hi is None)
-    for vector in (intervals.k_lo, intervals.k_hi):
-        if vector is not None:
-            assert vector.dtype == torch.int32
-            assert vector.is_contiguous()
-            assert vector.shape[0] in (1, B)
-            assert vector.shape[1] in (1, HEADS)
-            assert vector.shape[2] == T
-            assert bool(((vector >= 0) & (vector <= S)).all())
-    if intervals.key_visible is not None:
-        assert intervals.key_visible.dtype == torch.bool
-        assert intervals.key_visible.is_contiguous()
-        assert intervals.key_visible.shape in ((1, S), (B, S))
+    assert intervals.first_keys is None or intervals.k_lo is not None
+    bounds = [(b, h, T) for b in (1, B) for h in (1, HEADS)]
+    for name, dtype, shapes in (
+        ("k_lo", torch.int32, bounds),
+        ("k_hi", torch.int32, bounds),
+        ("first_keys", torch.int32, [(1,), (HEADS,)]),
+        ("key_visible", torch.bool, [(1, S), (B, S)]),
+    ):
+        part = getattr(intervals, name)
+        if part is not None:
+            assert part.dtype == dtype, name
+            assert part.is_contiguous(), name
+            assert part.shape in shapes, name
+            assert bool(((part >= 0) & (part <= S)).all()) or dtype == torch.bool, name
 
 
 # ---------------------------------------------------------------------- any arguments
@@ -205,12 +202,12 @@ def test_bool_tensors_mean_what_they_mean_to_sdpa(shape: tuple[int, int, int, in
             assert torch.equal(joined.to_dense(*shape).expand(shape), both)
             intervals = joined.intervals(*shape)
             padded = (1,) * (4 - rank) + sizes
-            heads = padded[1] if intervals.dense is not None else 1
+            heads = padded[1] if intervals.dense_mask is not None else 1
             pairs = both[:, :heads].sum((2, 3))
             assert torch.equal(intervals.visible_pairs(B, T, S), pairs)
             # only what differs by head, or by row and key at once, is dense
             fused = padded[1] == 1 and (padded[2] == 1 or padded[3] == 1)
-            assert (mask.intervals(*shape).dense is None) == fused
+            assert (mask.intervals(*shape).dense_mask is None) == fused
 
 
 @pytest.mark.parametrize("positions", [[0, 1], [1, 4], [], [0, 1, 2, 3, 4]])

@@ -99,6 +99,10 @@ CALLS: list[tuple[Callable[[], Mask], str]] = [
     (lambda: Mask(document_ids=(longs(*range(4)), longs(0, 0))), r"document_ids .* S is 5"),
     (lambda: Mask(window=[(1, 0)] * 2), "window is of 2 heads, but H is 3; pass 3, or one for all"),
     (lambda: Mask(window=(1, 0), first_keys=[1, 2]), "first_keys is of 2 heads, but H is 3"),
+    (
+        lambda: Mask(window=(1, 0), first_keys=[1, 2]).rows(longs(0, 1, 2, 3), 2, 2, 4, 5),
+        r"rows has shape \[1, 2, 4\], but B is 2, H is 3",
+    ),
     (lambda: from_tensor(all_real(2, 5)), r"attn_mask .*2-D is \[T, S\]; .*hk.Mask\(key_mask="),
     *(
         (lambda mask=mask: mask, f"{name} is on meta, but query is on cpu; move it there")

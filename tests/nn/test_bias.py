@@ -242,7 +242,7 @@ def test_relevance_takes_a_bias_as_constant() -> None:
 
 X, BOTH = torch.zeros(B, N, S, E), torch.ones(S, S)
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"bias": 1.0}, "bias is a float; pass a torch.Tensor"),
+    ({"bias": 1.0}, "bias is a float; pass a tensor of float32"),
     ({"bias": torch.zeros(S, S, dtype=torch.bool)}, "bias has dtype torch.bool"),
     ({"bias": torch.zeros(H - 1, S, S)}, "bias has 3 heads; pass 4"),
     ({"bias": torch.zeros(N, H, S, T)}, r"bias has shape .* scores are \[2, 3, 4, 7, 7\]"),

@@ -17,9 +17,8 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels import functional
-from heads_kernels.backends import BACKENDS
+from heads_kernels.backends import BACKENDS, choose
 from heads_kernels.call import Call
-from heads_kernels.dispatch import choose
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.parse import parse
 from heads_kernels.testing import Case, Inputs

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 import heads_kernels as hk
 from benchmarks import tune
-from heads_kernels import backends, dispatch
+from heads_kernels import backends
 from heads_kernels.call import Call
 from heads_kernels.ops import buffers
 from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, parsed, tensors
@@ -246,50 +246,50 @@ def test_float32_prefers_tensor_cores(
     serving("triton", "cuda", "eager")
     with FakeTensorMode():
         problem = gated(**on_gpu(0, dtype))
-        choice = dispatch.choose(problem)
+        choice = backends.choose(problem)
         first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
-        assert choice.backend == dispatch.select(problem) == first
+        assert choice.backend == backends.select(problem) == first
         assert choice.refusals[second] == [f"could serve it too, but {first!r} comes first"]
-        assert dispatch.select(problem, second) == second
-        monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("triton,cuda"))
-        assert dispatch.select(problem) == "triton"
+        assert backends.select(problem, second) == second
+        monkeypatch.setattr(backends, "_NAMED", backends._read("triton,cuda"))
+        assert backends.select(problem) == "triton"
 
 
 def test_the_order_of_the_variable(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     serving("cuda", "triton", "eager")
-    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("cpu, cuda,cuda,eager"))
+    monkeypatch.setattr(backends, "_NAMED", backends._read("cpu, cuda,cuda,eager"))
     problem = gated()
-    choice = dispatch.choose(problem)
-    assert choice.backend == dispatch.select(problem) == "cuda"
+    choice = backends.choose(problem)
+    assert choice.backend == backends.select(problem) == "cuda"
     assert choice.refusals == {
         "cpu": ["a test refuses it"],
         "eager": ["could serve it too, but 'cuda' comes first"],
         "triton": ["HEADS_KERNELS_BACKENDS leaves it out"],
     }
-    assert dispatch.select(problem, "triton") == "triton"
-    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("cpu"))
+    assert backends.select(problem, "triton") == "triton"
+    monkeypatch.setattr(backends, "_NAMED", backends._read("cpu"))
     with pytest.raises(ValueError, match="HEADS_KERNELS_BACKENDS leaves it out"):
-        dispatch.select(problem)
+        backends.select(problem)
 
 
 @pytest.mark.parametrize("value", ["cuda,tritn", "cuda,", " ", "cuda triton"])
 def test_names_that_are_not_those_of_backends(value: str) -> None:
-    words = f"{dispatch.VARIABLE} is {value!r}; name some of cpu, triton, cuda, eager"
+    words = f"{backends.VARIABLE} is {value!r}; name some of cpu, triton, cuda, eager"
     with pytest.raises(ValueError, match=words):
-        dispatch._read(value)
+        backends._read(value)
 
 
 def test_the_variable_is_read_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(dispatch.VARIABLE, "eager,cuda")
-    named = runpy.run_path(dispatch.__file__)["_NAMED"]
+    monkeypatch.setenv(backends.VARIABLE, "eager,cuda")
+    named = runpy.run_path(backends.__file__)["_NAMED"]
     assert [row.name for row in named] == ["eager", "cuda"]
-    monkeypatch.setenv(dispatch.VARIABLE, "tritn")
-    with pytest.raises(ValueError, match=f"{dispatch.VARIABLE} is 'tritn'"):
-        runpy.run_path(dispatch.__file__)
+    monkeypatch.setenv(backends.VARIABLE, "tritn")
+    with pytest.raises(ValueError, match=f"{backends.VARIABLE} is 'tritn'"):
+        runpy.run_path(backends.__file__)
 
 
 def test_compiled_calls_take_the_order_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read("eager,cuda"))
+    monkeypatch.setattr(backends, "_NAMED", backends._read("eager,cuda"))
 
     def run(x: torch.Tensor) -> torch.Tensor:
         operands = x, 2 * x, x - 1
@@ -347,7 +347,7 @@ def test_the_oldest_triton(monkeypatch: pytest.MonkeyPatch, version: str, words:
 
 def test_a_call_that_falls_to_the_formula_warns_once() -> None:
     """Where a fused backend exists but can't serve the call; silent where eager is asked for by name."""
-    dispatch._warn_of_eager.cache_clear()
+    backends._warn_of_eager.cache_clear()
     key = torch.ones(1, 2, 3, 8)[..., ::2]  # rows that are not contiguous
     with pytest.warns(
         UserWarning, match=r"runs on 'eager'\n(.*\n)*  not 'cpu': .*key has stride 2"
@@ -366,9 +366,8 @@ def test_a_cpu_without_kernels_warns_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     monkeypatch.setattr(backends, "build_info", lambda: {"cpu": {"missing": "it was left out"}})
     missing = backends._cpu_missing()
-    for module in (backends, dispatch):
-        monkeypatch.setattr(module, "CPU_MISSING", missing)
-    dispatch._warn_of_eager.cache_clear()
+    monkeypatch.setattr(backends, "CPU_MISSING", missing)
+    backends._warn_of_eager.cache_clear()
     query = torch.ones(1, 2, 3, 4)
     with pytest.warns(
         UserWarning, match=r"on this CPU: .*_cpu was not built: it was left out \(with g\+\+: pip"

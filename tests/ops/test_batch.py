@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -58,20 +59,15 @@ def operands(
 
 def expanded(operator: str, arguments: dict[str, Any], batch: tuple[int, ...]) -> dict[str, Any]:
     """The same call with one batch dimension of size B, made by hand."""
-    B = batch.numel() if isinstance(batch, torch.Size) else int(torch.tensor(batch).prod())
+    of_heads = 2 if operator == "collaborative_attention" else 3
+    kept = {"query": of_heads, "key": of_heads, "value": 3}  # the dimensions after the batch
+    kept |= {"content_bias": 2, "exclude_keys": 1, "received": 2}
     result = dict(arguments)
-    for name in ("query", "key", "value"):
-        if name in arguments:
-            tensor = arguments[name]
-            behind = 2 if operator == "collaborative_attention" and name != "value" else 3
-            wide = tensor.expand(*batch, *tensor.shape[-behind:])
-            result[name] = wide.reshape(B, *tensor.shape[-behind:])
-    for name, behind in (("content_bias", 2), ("gate", None), ("exclude_keys", 1), ("received", 2)):
-        tensor = arguments.get(name)
-        if tensor is not None and tensor.dim() > 1:
-            count = tensor.dim() - len(batch) if behind is None else behind
-            wide = tensor.expand(*batch, *tensor.shape[tensor.dim() - count :])
-            result[name] = wide.reshape(B, *tensor.shape[tensor.dim() - count :])
+    for name, tensor in arguments.items():
+        count = tensor.dim() - len(batch) if name == "gate" else kept.get(name)
+        if count is not None and tensor.dim() > 1:
+            own = tensor.shape[tensor.dim() - count :]
+            result[name] = tensor.expand(*batch, *own).reshape(math.prod(batch), *own)
     return result
 
 

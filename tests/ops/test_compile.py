@@ -168,6 +168,18 @@ def test_compile_masks(operator: str, backend: str) -> None:
             compare_compiled(run, compiled, [key_mask, torch.tensor([t, t - 3]), *values])
 
 
+def test_one_tensor_as_several_operands() -> None:
+    """Dynamo itself refuses an autograd function that gets a tensor twice."""
+    torch.compiler.reset()
+    x, mixing = torch.randn(2, H, T, 8, requires_grad=True), torch.randn(H, 8)
+
+    def run(x: Tensor) -> Tensor:
+        shared = x[:, 0]
+        return hk.gated_attention(x, x, x) + hk.collaborative_attention(shared, shared, x, mixing)
+
+    compare_compiled(run, torch.compile(run, fullgraph=True, backend="aot_eager"), [x])
+
+
 MASK = hk.Mask(causal=True, key_mask=torch.ones(B, S).bool(), key_lengths=[S, S - 1])
 MADE_OUTSIDE: dict[str, dict[str, Any]] = {
     "mask": {"attn_mask": MASK & hk.Mask(window=(3, 0))},

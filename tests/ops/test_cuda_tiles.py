@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import heads_kernels as hk
-from heads_kernels.backends import CUDA_EMULATED
-from heads_kernels.dispatch import BackendName
+from heads_kernels.backends import CUDA_EMULATED, BackendName
 from heads_kernels.testing import check, masks
 from heads_kernels.testing.case import Case, CollaborativeCase, GatedCase
 from tests.ops.calls import tensors

@@ -102,6 +102,17 @@ def test_closed_heads_and_hidden_nan(operator: str, closed_grad: bool) -> None:
     assert bool(expected[-1][0] != 0) == closed_grad
 
 
+@pytest.mark.parametrize("operator", EVERY)
+def test_infinite_values_of_a_closed_head(operator: str) -> None:
+    given = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=D, Dv=D)
+    given["value"][:, 0] = torch.inf
+    run = function(operator, "eager", list(given), gate=torch.tensor([0.0, 1.0]))
+    values = tuple(given.values())
+    for found in torch.func.jvp(run, values, tuple(map(torch.ones_like, values))):
+        assert not found[:, 0].any()
+        assert found[:, 1].isfinite().all()
+
+
 def test_lse_has_them_too() -> None:
     given = tensors("gated_attention", B=B, H=H, Hk=H, T=S, S=S, D=D, Dv=D, grad=True)
     run = function("gated_attention", "eager", list(given), return_lse=True)

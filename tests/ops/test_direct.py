@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
-from heads_kernels import backends, dispatch
+from heads_kernels import backends
 from heads_kernels.ops import direct
 from tests.ops.calls import OPERATORS, B, D, Dv, H, S, T, tensors
 
@@ -56,6 +56,17 @@ class SeesOps(TorchDispatchMode):
     ) -> Any:
         self.names.append(func.name())
         return func(*args, **(kwargs or {}))
+
+
+def assert_same_as_op(run: Callable[[], list[Tensor]]) -> list[str]:
+    """What `run` gives has the bits and the memory order of the same calls as ops, whose names are returned."""
+    results = run()
+    with SeesOps() as seen:
+        expected = run()
+    for got, want in zip(results, expected, strict=True):
+        assert torch.equal(got, want)
+        assert got.stride() == want.stride()
+    return seen.names
 
 
 # ---------------------------------------------------------------------- which calls
@@ -101,15 +112,10 @@ def test_same_bits_as_the_op(operator: str, case: str, dtype: torch.dtype, ways:
         with torch.no_grad():
             return [out, *grads, getattr(hk, operator)(**given, **options)]
 
-    results = run()
-    with SeesOps() as seen:
-        expected = run()
+    names = assert_same_as_op(run)
     assert ways == ["direct"] * 3 + ["op"] * 3
-    assert seen.names.count(NAME) == 2
-    assert seen.names.count(f"{NAME}_backward") == 1
-    for got, want in zip(results, expected, strict=True):
-        assert torch.equal(got, want)
-        assert got.stride() == want.stride()
+    assert names.count(NAME) == 2
+    assert names.count(f"{NAME}_backward") == 1
 
 
 #: Query, key and value.
@@ -129,12 +135,7 @@ def test_memory_order_is_that_of_the_op(view: str) -> None:
         out = hk.gated_attention(*operands)
         return [out, *torch.autograd.grad(out.sum(), operands)]
 
-    results = run()
-    with SeesOps():
-        expected = run()
-    for got, want in zip(results, expected, strict=True):
-        assert torch.equal(got, want)
-        assert got.stride() == want.stride()
+    assert_same_as_op(run)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -230,7 +231,7 @@ def test_the_order_of_backends(
     """Backends of GPUs before `cpu` take nothing from it."""
     if backends.SIMULATED:
         pytest.skip("a backend of GPUs serves CPU tensors in this process")
-    monkeypatch.setattr(dispatch, "_NAMED", dispatch._read(value))
+    monkeypatch.setattr(backends, "_NAMED", backends._read(value))
     arguments = tensors("gated_attention", dtype=torch.float64)
     hk.gated_attention(**arguments)
     hk.gated_attention(**arguments, backend="cpu")
@@ -244,13 +245,6 @@ def attend(*operands: Tensor) -> Tensor:
 
 def operands() -> tuple[Tensor, ...]:
     return tuple(tensors("gated_attention", dtype=torch.float32).values())
-
-
-class SeesFunctions(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, classes: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Wrapped(Tensor):
@@ -287,7 +281,7 @@ def of_functional_tensors() -> Any:
 #: What sees or replaces ops, or runs none. Some have no rule for the op: they raise then, and compute nothing wrong.
 ACTING: dict[str, Callable[[], Any]] = {
     "a dispatch mode": lambda: within(SeesOps()),
-    "a function mode": lambda: within(SeesFunctions()),
+    "a function mode": lambda: within(BaseTorchFunctionMode()),
     "a subclass": lambda: attend(*(x.as_subclass(Wrapped) for x in operands())),
     "the FLOP counter": lambda: within(FlopCounterMode(display=False)),
     "the profiler": lambda: within(torch.profiler.profile()),

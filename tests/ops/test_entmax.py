@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import heads_kernels as hk
+from heads_kernels.ops import entmax
 from heads_kernels.ops.attention import attention_op
 from tests.ops.calls import NAMES, parsed, run, tensors
 from tests.support.alike import assert_alike
@@ -54,6 +55,16 @@ def test_gradient_of_alpha_is_exact_near_1(attend):
     squares = p.log().square()
     change = p / 2 * ((p * squares).sum(-1, keepdim=True) - squares)
     torch.testing.assert_close(alpha.grad, (change @ given["value"]).sum((0, 2, 3)))
+
+
+def test_gradient_of_alpha_is_that_of_the_paper():
+    """Where the form of the paper is exact too; terms on both sides of the switch to a series."""
+    order = torch.tensor(1e-3, dtype=torch.float64)
+    logs = torch.randn(1, 1, 8, 9, dtype=torch.float64).log_softmax(-1)
+    p, entropy = logs.exp(), -(logs.exp() * logs).sum(-1, keepdim=True)
+    share = (p ** (1 - order)) / (p ** (1 - order)).sum(-1, keepdim=True)
+    want = (p - share) / order**2 - (p * logs + share * entropy) / order
+    torch.testing.assert_close(entmax.alpha_derivative(logs, order), want)
 
 
 @pytest.mark.parametrize("backend", NAMES)

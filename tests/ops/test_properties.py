@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.dispatch import choose
+from heads_kernels.backends import choose
 from heads_kernels.mask import as_mask
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, compare, reference
 from heads_kernels.testing.masks import MaskBuilder, Sizes, padded

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from heads_kernels import __main__ as commands
-from heads_kernels.backends import BACKENDS
-from heads_kernels.dispatch import VARIABLE
+from heads_kernels.backends import BACKENDS, VARIABLE
 from heads_kernels.doctor import checks, command, worker
 from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, run_checks
 from heads_kernels.doctor.worker import SHAPES, sdpa

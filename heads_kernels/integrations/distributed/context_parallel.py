@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from heads_kernels.backends import select
 from heads_kernels.batch import unflatten
 from heads_kernels.call import Call
 from heads_kernels.checks import check_choice, check_flag, refuse
-from heads_kernels.dispatch import select
 from heads_kernels.dtensor import is_sharded, of_first
 from heads_kernels.functional import collaborative_attention, gated_attention
 from heads_kernels.integrations.distributed.ring import OF_KEYS, Ring, RingCall

@@ -21,10 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from heads_kernels.backends import FARTHEST_ROW
-from heads_kernels.call import Call
+from heads_kernels.call import Call, can_close
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.buffers import key_splits, programs_in_turn, split_attended
-from heads_kernels.ops.gate import can_close
 from heads_kernels.ops.triton.attend import (
     Share,
     SoftmaxSums,

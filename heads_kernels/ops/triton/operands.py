@@ -321,7 +321,7 @@ def gate_of(gate: Tensor | None) -> Gate | None:
 
 
 def _visible_of(intervals: Intervals) -> Visible:
-    i, dense, seen = intervals, intervals.dense, intervals.key_visible
+    i, dense, seen = intervals, intervals.dense_mask, intervals.key_visible
     return Visible(
         band_lo=i.band_lo,
         band_hi=i.band_hi,

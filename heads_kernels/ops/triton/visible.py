@@ -426,7 +426,7 @@ def with_tile_lists(
     lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
     counts = call.query.new_empty((count, 2), dtype=torch.int32)
     i = call.intervals
-    others = i.dense, i.key_visible, i.first_keys, of.terms.bias, support
+    others = i.dense_mask, i.key_visible, i.first_keys, of.terms.bias, support
     if all(each is None for each in others):
         launch(
             _ranges_kernel, count, call.query, tiles, of.visible, lists, counts, heads, T, S,
@@ -448,8 +448,10 @@ def varying_pairs(call: Call) -> tuple[int, int]:
     """The numbers of batches and heads whose visible pairs may differ: those of the call, or 1 if all see the same."""
     B, H, _, _ = call.sizes
     i, bias, table = call.intervals, call.bias, call.offset_bias
-    of_batches = [part.shape[0] for part in (i.k_lo, i.key_visible, i.dense) if part is not None]
-    of_heads = [] if i.dense is None else [i.dense.shape[1]]
+    of_batches = [
+        part.shape[0] for part in (i.k_lo, i.key_visible, i.dense_mask) if part is not None
+    ]
+    of_heads = [] if i.dense_mask is None else [i.dense_mask.shape[1]]
     of_heads.append(2 if i.by_head else 1)
     if bias is not None:
         of_batches += bias.shape[:2]
