@@ -41,11 +41,7 @@ BACKWARD = GatedCase(
 
 
 def run_forward(
-    module: ModuleType,
-    order: str,
-    poisoned: bool = True,
-    case: Case = FORWARD,
-    key_stages: int = 2,
+    module: ModuleType, order: str, poisoned: bool = True, case: Case = FORWARD, key_stages: int = 2
 ) -> Results:
     call = case.make(torch.bfloat16).parsed()
     if poisoned:  # a value of the last key, which only the last row sees
@@ -217,7 +213,7 @@ OF_COLLABORATIVE: Faults = {
     ),
     "chunks are not freed": (((_FREES_CHUNK, "pass"),), "a deadlock"),
     "turns are taken where a tile has more chunks than the ring": (
-        (("in_turns = chunk_count(collaborative) <= shared.key.shape[0]", "in_turns = True"),), "a deadlock",
+        (("in_turns = chunk_count(of) <= shared.key.shape[0]", "in_turns = True"),), "a deadlock",
     ),
     "content bias is stored before its place is free": (
         ((_PLACE_WAITS + _STORES_CONTENT, _STORES_CONTENT + _PLACE_WAITS),), "overwritten",

@@ -133,11 +133,7 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = TILE.block_d
     if of.mixing is None:
-        head = place.h
-        if of.grouped is not None:
-            head = place.hk
-        features = Features(None, None, None, 0, None, None, None)
-        sums = _stream(of, tiles, features, head, place, split, sizes, TILE)
+        sums = _stream(of, tiles, Features(), place, split, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
         count = chunks.length
@@ -146,28 +142,27 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
             if (BLOCK_D << doubling) <= TILE.resident:  # noqa: SIM102 (known when it is compiled)
                 if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
                     columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    features = Features(columns, used, chunks, 0, None, None, None)
-                    sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
+                    features = Features(columns, used, chunks)
+                    sums = _stream(of, tiles, features, place, split, sizes, TILE)
         if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
             if count * BLOCK_D > TILE.resident:
-                features = Features(None, None, chunks, 0, chunks, None, None)
-                sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
+                features = Features(chunks=chunks, scored=chunks)
+                sums = _stream(of, tiles, features, place, split, sizes, TILE)
     return sums
 
 
 @triton.jit
-def _stream(of, tiles, features, query_head, place, split, sizes, TILE: tl.constexpr):
+def _stream(of, tiles, features, place, split, sizes, TILE: tl.constexpr):
     """The sums of `accumulate`, with the `features` of the query."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     b, h = place.b, place.h
+    head = place.hk if of.grouped is not None else h
     q = None
     if features.scored is None:
-        q = load_query(
-            of, features, b, query_head, place.first, place.at < sizes.T, BLOCK_M, TILE
-        )  # [BLOCK_M, W]
+        q = load_query(of, features, b, head, place.first, place.at < sizes.T, BLOCK_M, TILE)
     lo, hi = ranges(of.visible, b, h, place.at, sizes.T, sizes.S)  # [BLOCK_M]
-    query = QueryRows(q, features, lo, hi, None)
+    query = QueryRows(place, q, features, lo, hi)
     own = place.first // BLOCK_M
     start, full_start, full_end, end, front = tiles_seen(
         of.visible, place, own, lo, hi, sizes.T, BLOCK_N
@@ -188,19 +183,20 @@ def _stream(of, tiles, features, query_head, place, split, sizes, TILE: tl.const
     sums = no_sums(of.value, BLOCK_M, TILE)
     for number in range(visits.full_start, visits.full_end, STEP):
         first = full_tile(of.visible, b, h, own, number) * BLOCK_N
-        sums = _add_keys(of, tiles, query, sums, first, place, sizes, False, STEP_N, TILE)
+        sums = _add_keys(of, tiles, query, sums, first, sizes, False, STEP_N, TILE)
     for number in tl.range(0, partial_count(visits), num_stages=TILE.partial_stages):
         first = partial_tile(of.visible, b, h, own, number, visits) * BLOCK_N
-        sums = _add_keys(of, tiles, query, sums, first, place, sizes, True, BLOCK_N, TILE)
+        sums = _add_keys(of, tiles, query, sums, first, sizes, True, BLOCK_N, TILE)
     return sums
 
 
 @triton.jit
 def _add_keys(
-    of, tiles, query, sums, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+    of, tiles, query, sums, first, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """The sums after adding BLOCK_N keys, from `first` on."""
-    tile = scores_of_keys(of, tiles, query, first, place, sizes, PARTIAL, BLOCK_N, TILE)
+    place = query.place
+    tile = scores_of_keys(of, tiles, query, first, sizes, PARTIAL, BLOCK_N, TILE)
     scores, v = tile.scores, tile.weighed  # [BLOCK_M, BLOCK_N], [BLOCK_N, BLOCK_DV]
     scale_log2 = softmax_scale(sizes.scale, of.terms)
     if of.value is None:

@@ -38,7 +38,7 @@ from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import (
     FEWEST_KEYS,
     describable,
-    load_tile,
+    load_values,
     store_tile,
     tiles_in,
 )
@@ -65,11 +65,7 @@ from heads_kernels.ops.triton.rows import Reads
 from heads_kernels.ops.triton.score_tiles import KeyTiles
 from heads_kernels.ops.triton.scores import online_softmax, softmax_scale
 from heads_kernels.ops.triton.specialized import specialized_forward
-from heads_kernels.ops.triton.tiles import (
-    Tiles,
-    padded,
-    tile_constants,
-)
+from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
 from heads_kernels.ops.triton.visible import own_rows, place_of_rows, with_tile_lists
 
 #: Splits of a row that are read at once: usually all. 32 x 256 numbers take 64 registers of 128 threads.
@@ -107,17 +103,15 @@ def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.c
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     tiles = KeyTiles(key_tiles, value_tiles)
     attended = attend(of, tiles, place, _opened(sizes, taking_part), TILE)
-    _store(attended, gate, written, place, sizes, TILE.block_m, TILE)
+    _store(attended, gate, written, place, sizes, TILE)
 
 
 @triton.jit
-def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Store the results of `attend` for ROWS rows of a head, and their output."""
+def _store(attended, gate, written, place, sizes, TILE: tl.constexpr):
+    """Store the results of `attend` for rows of a head, and their output."""
     b, h, first_row, T = place.b, place.h, place.first, sizes.T
     if written.attended is not None:
-        store_tile(
-            written.attended, b, h, first_row, T, attended.rows, TILE.dv, ROWS, TILE.block_dv
-        )
+        store_tile(written.attended, b, h, first_row, T, attended.rows, TILE.dv)
     rows = place.at
     if written.lse.ptr is not None:
         at = (b * sizes.H + h).to(tl.int64) * T + rows
@@ -127,7 +121,7 @@ def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.c
     gated = times_gate(attended.rows, gate, b, h, rows, tl.arange(0, TILE.block_dv), T, TILE)
     # Rows that see no key are 0, even if their gate is NaN.
     gated = tl.where(attended.sees[:, None], gated, 0.0)
-    store_tile(written.out, b, h, first_row, T, gated, TILE.dv, ROWS, TILE.block_dv)
+    store_tile(written.out, b, h, first_row, T, gated, TILE.dv)
 
 
 @triton.jit
@@ -160,9 +154,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
     share = Share(split, splits.shares)
     sums = accumulate(of, tiles, place, share, _opened(sizes, taking_part), TILE)
     part = split * splits.batches + b
-    store_tile(
-        written.acc, part, head, first_row, length, sums.acc, TILE.dv, BLOCK_M, TILE.block_dv
-    )
+    store_tile(written.acc, part, head, first_row, length, sums.acc, TILE.dv)
     at = (part * H + h).to(tl.int64) * T + rows
     tl.store(written.row_max + at, sums.row_max, mask=rows < taking_part)
     tl.store(written.row_sum + at, sums.row_sum, mask=rows < taking_part)
@@ -199,7 +191,7 @@ def _combine_kernel(
         sums = SoftmaxSums(total, row_max, row_sum)
     place = Place(b, h, h // sizes.group, row, row + tl.arange(0, 1))
     attended = normalized(sums, terms, dropout, place, _opened(sizes, taking_part))
-    _store(attended, gate, written, place, sizes, 1, TILE)
+    _store(attended, gate, written, place, sizes, TILE)
 
 
 def forward_pass(call: Call, outputs: Results) -> None:
@@ -272,9 +264,7 @@ def _closed_kernel(
             rows = first_row + tl.arange(0, BLOCK_M)
             place = Place(b, h, h // sizes.group, first_row, rows)
             attended = attend(of, KeyTiles(key_tiles, value_tiles), place, sizes, TILE)
-            do = load_tile(dout, b, h, first_row, rows < T, TILE.dv, BLOCK_M, TILE.block_dv).to(
-                tl.float32
-            )  # [BLOCK_M, BLOCK_DV]
+            do = load_values(dout, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
             products = tl.where(attended.sees[:, None], do * attended.rows, 0.0)
             at = dgate_rows + (b * H + h).to(tl.int64) * T + rows
             tl.store(at, tl.sum(products, 1), mask=rows < T)

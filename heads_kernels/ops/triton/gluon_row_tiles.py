@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.gluon_tiles import load_tiles, store_tiles
-from heads_kernels.ops.triton.operands import Place
+from heads_kernels.ops.triton.operands import Place, Visible
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -63,6 +63,14 @@ class Order(NamedTuple):
 
     ticket: Any  # how many programs have started
     added: Any  # [B, H, tiles of rows]: how many have added to a tile of dquery
+
+
+class Seen(NamedTuple):
+    """`Visible` with lists of tiles of rows, and with those of keys."""
+
+    by_keys: Visible
+    by_rows: Visible
+    end: None = None
 
 
 class Visit(NamedTuple):
@@ -187,7 +195,7 @@ def reader(
 
 @gluon.jit
 def adder(
-    memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TURN: gl.constexpr, TILE: gl.constexpr
+    memory, order, reads, shared, seen, place, heads, sizes, TURN: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
     """Add every other tile of dquery in global memory, after the programs with smaller keys have added theirs.
 
@@ -199,13 +207,13 @@ def adder(
     ready, free = shared.dquery_ready.index(TURN), shared.dquery_free.index(TURN)
     turn, phase = place.first * 0, place.first * 0
     for number in range(heads):
-        own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
+        own, visit = tiles_of_head(seen.by_keys, reads.gate, place, number, sizes, TILE)
         for index in range(visit.count):
             if turn == TURN:
-                first = _first_row(visible, own, visit, index, TILE)
+                first = _first_row(seen.by_keys, own, visit, index, TILE)
                 tile = first // TILE.block_m
                 added = order.added + (own.b * sizes.H + own.h).to(gl.int64) * tiles + tile
-                before = _before(rows_visible, own, tile, sizes, TILE)
+                before = _before(seen.by_rows, own, tile, sizes, TILE)
                 while gl.atomic_add(added, 0, sem="acquire") != before:
                     pass
                 mbarrier.wait(ready, phase)

@@ -21,6 +21,7 @@ from heads_kernels.ops.triton.load import (
     load_features,
     load_keys,
     load_tile,
+    load_values,
 )
 from heads_kernels.ops.triton.operands import Pairs
 from heads_kernels.ops.triton.scores import finish, load_bias, product
@@ -45,13 +46,13 @@ class Features(NamedTuple):
     that is None; else it is the list of all chunks that do.
     """
 
-    columns: Any
-    used: Any
-    chunks: Any
-    first: Any
-    scored: Any
-    rest: Any
-    rest_used: Any
+    columns: Any = None
+    used: Any = None
+    chunks: Any = None
+    first: Any = 0
+    scored: Any = None
+    rest: Any = None
+    rest_used: Any = None
 
 
 class QueryRows(NamedTuple):
@@ -60,11 +61,12 @@ class QueryRows(NamedTuple):
     `q` is None if scores are computed chunk by chunk; `rest` [BLOCK_M, REST] has the features `features.rest`.
     """
 
+    place: Any
     q: Any
     features: Any
     lo: Any
     hi: Any
-    rest: Any
+    rest: Any = None
 
 
 class OwnKeys(NamedTuple):
@@ -74,11 +76,12 @@ class OwnKeys(NamedTuple):
     the features `features.rest`.
     """
 
+    place: Any
     k: Any
     v: Any
     content: Any
     features: Any
-    rest: Any
+    rest: Any = None
 
 
 class KeyTiles(NamedTuple):
@@ -172,20 +175,20 @@ def halves(tile):
 
 
 @triton.jit
-def add_chunks(rows, b, first, L, chunks, place, values, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def add_chunks(rows, b, first, L, chunks, place, values, TILE: tl.constexpr):
     """Add `values` [BLOCK, W] to the features of the listed chunks from `place` on; only in rows that the program owns.
 
     W is halved down to one chunk, since `values` leave few registers for the loads.
     """
     if values.shape[1] > TILE.block_d:
         low, high = halves(values)
-        add_chunks(rows, b, first, L, chunks, place, low, BLOCK, TILE)
+        add_chunks(rows, b, first, L, chunks, place, low, TILE)
         place += low.shape[1] // TILE.block_d
-        add_chunks(rows, b, first, L, chunks, place, high, BLOCK, TILE)
+        add_chunks(rows, b, first, L, chunks, place, high, TILE)
     else:
         end = tl.where(chunks.length > place, L, 0)
         column = chunk_at(chunks, place) * TILE.block_d
-        add_columns(rows, b, first, end, column, values, TILE.d, BLOCK, TILE.block_d)
+        add_columns(rows, b, first, end, column, values, TILE.d)
 
 
 # ---------------------------------------------------------------------- tiles of scores
@@ -232,13 +235,14 @@ def load_content_bias(content_bias, b, h, keys, S):
 
 @triton.jit
 def _chunk_by_chunk(
-    of, chunks, place, first_row, rows, first_key, keys, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+    of, chunks, place, first_row, rows, first_key, keys, BY_KEYS: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Products [BLOCK_M, BLOCK_N] of the head of `place`, or BY_KEYS [BLOCK_N, BLOCK_M], over a list of chunks.
 
     `rows` and `keys` are which of them exist; None: all.
     """
+    BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = TILE.block_d
     b, h = place.b, place.h
     HEIGHT: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
@@ -257,14 +261,13 @@ def _chunk_by_chunk(
 
 
 @triton.jit
-def raw_scores(
-    of, tiles, query, first, there, place, sizes, BLOCK_N: tl.constexpr, TILE: tl.constexpr
-):
+def raw_scores(of, tiles, query, first, there, sizes, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
     """Products [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on, these keys, and their values.
 
     `there` is as in `load_keys`. The compiler removes loads whose results are not used.
     """
-    b, h, features = place.b, place.h, query.features
+    place, features = query.place, query.features
+    b, h = place.b, place.h
     keys = first + tl.arange(0, BLOCK_N)
     if of.content_bias is not None:
         content = load_content_bias(of.content_bias, b, h, keys, sizes.S)
@@ -272,15 +275,13 @@ def raw_scores(
     if features.scored is not None:
         rows = place.at < sizes.T
         raw = _chunk_by_chunk(
-            of, features.scored, place, place.first, rows, first, there, False, TILE.block_m, BLOCK_N, TILE
-        )  # fmt: skip
+            of, features.scored, place, place.first, rows, first, there, False, BLOCK_N, TILE
+        )
     if (features.scored is None) or (features.columns is not None):
         k = load_key(of, tiles.key, features, b, place.hk, first, there, BLOCK_N, TILE)
     # Loaded before the product: after it, the float32 pass by query rows would take all registers and spill.
     if of.value is not None:
-        v = load_keys(
-            of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv
-        )
+        v = load_keys(of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv)  # fmt: skip
     if features.rest is not None:
         k_rest = load_features(of.key, b, first, there, features.rest, features.rest_used, BLOCK_N)
     if features.scored is None:
@@ -294,9 +295,10 @@ def raw_scores(
 
 @triton.jit
 def scores_of_keys(
-    of, tiles, query, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+    of, tiles, query, first, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+):
     """Scores [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on; `tiles` are as in `load_keys`."""
+    place = query.place
     keys = first + tl.arange(0, BLOCK_N)
     heads = place.h
     if of.grouped is not None:
@@ -306,7 +308,7 @@ def scores_of_keys(
         there = keys < sizes.S
     pairs = Pairs(place.b, heads, place.at[:, None], keys[None, :])
     bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
-    raw, k, v = raw_scores(of, tiles, query, first, there, place, sizes, BLOCK_N, TILE)
+    raw, k, v = raw_scores(of, tiles, query, first, there, sizes, BLOCK_N, TILE)
     scores, cap = finish(raw, bias, of.terms, sizes.scale)
     seen = True
     if PARTIAL:
@@ -317,7 +319,7 @@ def scores_of_keys(
 
 @triton.jit
 def scores_of_rows(
-    of, dattended, keys, first, there, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
+    of, dattended, keys, first, there, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
 ):
     """Scores [BLOCK_N, BLOCK_M] of a program's keys and the query rows from `first` on.
 
@@ -325,7 +327,8 @@ def scores_of_rows(
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
-    b, h, features = place.b, place.h, keys.features
+    place, features = keys.place, keys.features
+    b, h = place.b, place.h
     rows = first + tl.arange(0, BLOCK_M)
     q, do = 0, 0
     if (features.scored is None) or (features.columns is not None):
@@ -333,12 +336,12 @@ def scores_of_rows(
     if features.rest is not None:
         q_rest = load_mixed(of, b, h, first, there, features.rest, features.rest_used, BLOCK_M)
     if dattended is not None:
-        do = load_tile(dattended, b, h, first, there, TILE.dv, BLOCK_M, TILE.block_dv)
+        do = load_values(dattended, b, h, first, there, BLOCK_M, TILE)
     pairs = Pairs(b, h, rows[None, :], place.at[:, None])
     bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
     if features.scored is not None:
         raw = _chunk_by_chunk(
-            of, features.scored, place, first, there, place.first, place.at < sizes.S, True, BLOCK_M, BLOCK_N, TILE
+            of, features.scored, place, first, there, place.first, place.at < sizes.S, True, BLOCK_N, TILE
         )  # fmt: skip
     else:
         raw = product(keys.k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))

@@ -127,15 +127,16 @@ def _store_rows(seen, terms, place, written, sizes):
 
 
 @triton.jit
-def _received_tile(of, shares, keys, tile, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr):
+def _received_tile(of, shares, keys, tile, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr):
     """What BLOCK_N keys receive from one tile of query rows, [BLOCK_N]; scores are transposed, [BLOCK_N, BLOCK_M]."""
+    place = keys.place
     first_row = tile * TILE.block_m
     rows = first_row + tl.arange(0, TILE.block_m)
     there = rows < sizes.T
     at = (place.b * sizes.H + place.h).to(tl.int64) * sizes.T + rows
     row_max = tl.load(shares.row_max + at, mask=there, other=0.0)[None, :]
     share = tl.load(shares.share + at, mask=there, other=0.0)[None, :]
-    row_tile = scores_of_rows(of, None, keys, first_row, there, place, sizes, PARTIAL, TILE)
+    row_tile = scores_of_rows(of, None, keys, first_row, there, sizes, PARTIAL, TILE)
     scale_log2 = softmax_scale(sizes.scale, of.terms)
     p = weights_over(row_tile.scores, row_max, scale_log2, of.terms)
     p = tl.where(share == 0.0, 0.0, p * share)
@@ -160,19 +161,19 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     k, content, chunks = None, None, None
     if of.mixing is not None:
         chunks = active_chunks(of.mixing, h, TILE)
-    features = Features(None, None, chunks, 0, chunks, None, None)
+    features = Features(chunks=chunks, scored=chunks)
     if of.mixing is None:
         k = load_key(of, None, features, b, place.hk, first_key, at < S, BLOCK_N, TILE)
     if of.content_bias is not None:
         content = load_content_bias(of.content_bias, b, h, at, S)
-    keys = OwnKeys(k, None, content, features, None)
+    keys = OwnKeys(place, k, None, content, features)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for number in range(visits.full_start, visits.full_end):
         tile = full_tile(of.visible, b, h, own, number)
-        total += _received_tile(of, shares, keys, tile, place, sizes, False, TILE)
+        total += _received_tile(of, shares, keys, tile, sizes, False, TILE)
     for number in tl.range(0, partial_count(visits), num_stages=1):
         tile = partial_tile(of.visible, b, h, own, number, visits)
-        total += _received_tile(of, shares, keys, tile, place, sizes, True, TILE)
+        total += _received_tile(of, shares, keys, tile, sizes, True, TILE)
     tl.store(received + (b * H + h).to(tl.int64) * S + at, total, mask=at < S)
 
 

@@ -30,7 +30,7 @@ from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 
 #: Rows, or keys, that are searched together. Heuristic: 8 values for each thread of 4 warps.
-_SCAN: tl.constexpr = tl.constexpr(1024)
+SCAN: tl.constexpr = tl.constexpr(1024)
 
 
 class Visits(NamedTuple):
@@ -112,19 +112,24 @@ def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr):
     """The same from intervals alone, for rows of head `h`, or of a head each."""
     start, full_start, full_end, end = tiles_of_ranges(lo, hi, rows, T, BLOCK)
     if visible.key_visible is not None:
-        # Full tiles end at the first hidden key.
-        hole = full_end * BLOCK
-        at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
-        for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, _SCAN):
-            keys = scan + tl.arange(0, _SCAN)
-            seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
-            hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys)))
-        full_end = hole // BLOCK
+        full_end = before_hidden(visible, b, full_start, full_end, end, tl.arange(0, SCAN), BLOCK)
     front = end * 0
     if visible.first_keys is not None:
         keys = first_keys_of(visible, h)
         front = tl.cdiv(tl.max(tl.where(lo < hi, tl.minimum(keys, hi), 0)), BLOCK)
     return ordered(start, full_start, full_end, end, front)
+
+
+@triton.jit
+def before_hidden(visible, b, full_start, full_end, end, scanned, BLOCK: tl.constexpr):
+    """`full_end` at the first hidden key from `full_start` on; `scanned` is 0 to SCAN - 1."""
+    hole = full_end * BLOCK
+    at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
+    for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, SCAN):
+        keys = scan + scanned
+        seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
+        hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys), 0))
+    return hole // BLOCK
 
 
 @triton.jit
@@ -161,8 +166,8 @@ def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK:
         full_first = T
         full_stop = first_key * 0
         count = first_key * 0
-        for scan in range(0, T, _SCAN):
-            i = scan + tl.arange(0, _SCAN)
+        for scan in range(0, T, SCAN):
+            i = scan + tl.arange(0, SCAN)
             lo, hi = ranges(visible, b, h, i, T, S)
             below, above = lo < last_key, lo <= first_key
             if visible.first_keys is not None:
@@ -431,7 +436,7 @@ def with_tile_lists(
         launch(
             _ranges_kernel, count, call.query, tiles, of.visible, lists, counts, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            AT_ONCE=max(2, min(triton.next_power_of_2(length), _SCAN.value // tiles.block_m)),
+            AT_ONCE=max(2, min(triton.next_power_of_2(length), SCAN.value // tiles.block_m)),
         )  # fmt: skip
     else:
         launch(
