@@ -18,7 +18,7 @@ if TRITON_INTERPRETED:
     pytest.skip("kernels are interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
 from benchmarks.static import ahead_of_time  # noqa: E402 (needs triton)
-from heads_kernels.ops.triton.specialized import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
+from heads_kernels.ops.triton.backend import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
 
 PINNED = triton.__version__.startswith(ahead_of_time.RELEASE)
 

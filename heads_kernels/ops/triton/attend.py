@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from heads_kernels.ops.triton.entmax import attend_sparse
+from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.score_tiles import (
     Features,
     QueryRows,
@@ -94,6 +95,12 @@ def attend(of, tiles, place, sizes, TILE: tl.constexpr):
         rows, lse, above, sees = attend_sparse(of, place, sizes, TILE)
         attended = Attended(rows, lse, above, sees)
     return attended
+
+
+@triton.jit
+def opened(sizes, T):
+    """The sizes with `T` rows: those of a head that take part."""
+    return Sizes(sizes.H, T, sizes.S, sizes.group, sizes.scale)
 
 
 @triton.jit

@@ -190,16 +190,13 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     of_head = head_gate(reads.gate, b, h, TILE)
     row_terms = load_row_terms(reads, of_head, b, h, rows, sizes, TILE)
     columns = along(row_terms, 1)
-    slopes = tl.zeros((BLOCK_M,), tl.float32)
-    slope_differences = tl.zeros((BLOCK_M,), tl.float32)
+    nothing = tl.zeros((BLOCK_M,), tl.float32)
+    slopes, slope_differences = nothing, nothing
     if written.dalpha is not None:
-        logs = tl.zeros((BLOCK_M,), tl.float32)  # of p ln p, p first, p second
-        firsts = tl.zeros((BLOCK_M,), tl.float32)
-        seconds = tl.zeros((BLOCK_M,), tl.float32)
-        p_differences = tl.zeros((BLOCK_M,), tl.float32)  # of the same times the difference
-        log_differences = tl.zeros((BLOCK_M,), tl.float32)
-        first_differences = tl.zeros((BLOCK_M,), tl.float32)
-        second_differences = tl.zeros((BLOCK_M,), tl.float32)
+        logs, firsts, seconds = nothing, nothing, nothing  # of p ln p, p first, p second
+        # Of the same and of p, times the difference.
+        log_differences, first_differences, second_differences = nothing, nothing, nothing
+        p_differences = nothing
     pair = (b * sizes.H + h).to(tl.int64)
     at = written.support.ptr + (pair * tiles + first_row // BLOCK_M) * tl.cdiv(S, BLOCK_N)
     for number in range(tile_count(visits)):

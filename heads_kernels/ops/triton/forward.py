@@ -8,7 +8,7 @@ backward pass the one for closed heads, whose forward pass was skipped, if their
 has too few tiles for the GPU (`buffers.key_splits`), its keys are split over several programs, and another kernel
 combines their results.
 
-On sm_90 a Gluon kernel with specialized warps replaces the forward kernel where it can (`specialized`).
+On sm_90 a Gluon kernel with specialized warps replaces the forward kernel where it can (`backend`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from heads_kernels.ops.triton.attend import (
     attend,
     no_sums,
     normalized,
+    opened,
 )
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
@@ -48,7 +49,6 @@ from heads_kernels.ops.triton.operands import (
     Place,
     RowLse,
     Rows,
-    Sizes,
     Splits,
     gate_kind,
     gate_of,
@@ -64,7 +64,6 @@ from heads_kernels.ops.triton.operands import (
 from heads_kernels.ops.triton.rows import Reads
 from heads_kernels.ops.triton.score_tiles import KeyTiles
 from heads_kernels.ops.triton.scores import online_softmax, softmax_scale
-from heads_kernels.ops.triton.specialized import specialized_forward
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
 from heads_kernels.ops.triton.visible import own_rows, place_of_rows, with_tile_lists
 
@@ -91,18 +90,12 @@ class SplitParts(NamedTuple):
 
 
 @triton.jit
-def _opened(sizes, T):
-    """The sizes with `T` rows: those of a head that take part."""
-    return Sizes(sizes.H, T, sizes.S, sizes.group, sizes.scale)
-
-
-@triton.jit
 def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.constexpr):
     """A program computes BLOCK_M rows of `out` of one head. For a closed head it only writes zeros."""
     place = place_of_rows(of, sizes, TILE)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     tiles = KeyTiles(key_tiles, value_tiles)
-    attended = attend(of, tiles, place, _opened(sizes, taking_part), TILE)
+    attended = attend(of, tiles, place, opened(sizes, taking_part), TILE)
     _store(attended, gate, written, place, sizes, TILE)
 
 
@@ -141,8 +134,8 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
         heads = first_row + tl.arange(0, BLOCK_M)
         h = hk * group + tl.minimum(heads, group - 1)  # [BLOCK_M]
         taking_part = T
-        opened = (heads < group) & (open_rows(gate, b, h, T, TILE) != 0)
-        rows = tl.where(opened, 0, T)
+        is_open = (heads < group) & (open_rows(gate, b, h, T, TILE) != 0)
+        rows = tl.where(is_open, 0, T)
     else:
         b, h, first_row = own_rows(of, program, H, T, BLOCK_M)
         hk, head = h // group, h
@@ -152,7 +145,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
     place = Place(b, h, hk, first_row, rows)
     tiles = KeyTiles(key_tiles, value_tiles)
     share = Share(split, splits.shares)
-    sums = accumulate(of, tiles, place, share, _opened(sizes, taking_part), TILE)
+    sums = accumulate(of, tiles, place, share, opened(sizes, taking_part), TILE)
     part = split * splits.batches + b
     store_tile(written.acc, part, head, first_row, length, sums.acc, TILE.dv)
     at = (part * H + h).to(tl.int64) * T + rows
@@ -190,19 +183,13 @@ def _combine_kernel(
         total = sums.acc * alpha[:, None] + tl.sum(tl.trans(shares) * acc, 0)[None, :]
         sums = SoftmaxSums(total, row_max, row_sum)
     place = Place(b, h, h // sizes.group, row, row + tl.arange(0, 1))
-    attended = normalized(sums, terms, dropout, place, _opened(sizes, taking_part))
+    attended = normalized(sums, terms, dropout, place, opened(sizes, taking_part))
     _store(attended, gate, written, place, sizes, TILE)
 
 
 def forward_pass(call: Call, outputs: Results) -> None:
-    """Fill `outputs` (out, attended, lse), except empty ones."""
+    """Fill `outputs` (out, attended, lse), except empty ones. The scale is not negative."""
     out, attended, lse = outputs
-    call = with_positive_scale(call)
-    if (specialized := specialized_forward(call, outputs)) is not None:
-        from heads_kernels.ops.triton.gluon_forward import specialized_pass
-
-        specialized_pass(call, outputs, specialized)
-        return
     (B, H, T, S), Dv = call.sizes, call.Dv
     tiles = tiles_of_pass(call, "forward", _has_descriptors(call))
     key_tiles = -(-S // tiles.block_n)

@@ -20,7 +20,7 @@ Overlap  Q K^T and dO V^T are issued together. Exponentials run during the secon
 Memory   Shared: keys, values, rings, dscores, dquery. Scores, probabilities and both sums stay in registers: 232 per
          thread of a consumer and 32 of the others, 63,488 for 384 threads.
 
-`specialized` decides which calls run here. `tests/support/gluon_emulator.py` runs this file without a GPU.
+`backend` decides which calls run here. `tests/support/gluon_emulator.py` runs this file without a GPU.
 """
 
 from __future__ import annotations

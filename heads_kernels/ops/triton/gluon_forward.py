@@ -21,7 +21,7 @@ Memory   Shared: the query (later the output in its place), then two rings. With
          Scores, probabilities and sums stay in registers: 232 per thread of a consumer and 40 of the others, 64,512 for
          384 threads.
 
-`specialized` decides which calls run here. Functions of Triton's kernels that create no tiles run in Gluon unchanged; a
+`backend` decides which calls run here. Functions of Triton's kernels that create no tiles run in Gluon unchanged; a
 tile that is created here needs a layout. `tests/support/gluon_emulator.py` runs both files without a GPU.
 """
 
@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.triton.attend import SoftmaxSums, normalized
+from heads_kernels.ops.triton.attend import SoftmaxSums, normalized, opened
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.gluon_tiles import (
     CACHED,
@@ -67,7 +67,6 @@ from heads_kernels.ops.triton.operands import (
     Pairs,
     Place,
     RowLse,
-    Sizes,
     gate_kind,
     gate_of,
     operands_of,
@@ -276,8 +275,7 @@ def _consumer(
         acc, gl.convert_layout(row_max, SUM_ROW), gl.convert_layout(row_sum, SUM_ROW)
     )
     own = Place(place.b, place.h, place.hk, first_row, at)
-    opened = Sizes(sizes.H, taking_part, sizes.S, sizes.group, sizes.scale)
-    attended = normalized(sums, of.terms, None, own, opened)
+    attended = normalized(sums, of.terms, None, own, opened(sizes, taking_part))
     CHUNKS: gl.constexpr = shared.query.shape[0] // 2
     buffer = shared.query.index(WHO * CHUNKS)
     _write(attended, memory, buffer, output, own, sizes, SUMS, TILE)

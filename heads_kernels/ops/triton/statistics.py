@@ -85,12 +85,7 @@ def _statistics_kernel(of, written, sizes, TILE: tl.constexpr):
     """A program reads every key that BLOCK_M rows of a head see; five numbers per row stay on chip."""
     place = place_of_rows(of, sizes, TILE)
     seen = accumulate(of, KeyTiles(None, None), place, None, sizes, TILE)
-    _store_rows(seen, of.terms, place, written, sizes)
-
-
-@triton.jit
-def _store_rows(seen, terms, place, written, sizes):
-    """Write the statistics of the rows of `place`."""
+    terms = of.terms
     scale_log2 = softmax_scale(sizes.scale, terms)
     at = (place.b * sizes.H + place.h).to(tl.int64) * sizes.T + place.at  # [BLOCK_M]
     there = place.at < sizes.T
