@@ -16,6 +16,7 @@ from heads_kernels.ops.triton.score_tiles import (
     Features,
     QueryRows,
     active_chunks,
+    fill,
     gathered,
     load_query,
     scores_of_keys,
@@ -143,18 +144,15 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
         sums = _stream(of, tiles, Features(), place, split, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
-        count = chunks.length
         sums = no_sums(of.value, BLOCK_M, TILE)
-        for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
-            if (BLOCK_D << doubling) <= TILE.resident:  # noqa: SIM102 (known when it is compiled)
-                if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    features = Features(columns, used, chunks)
-                    sums = _stream(of, tiles, features, place, split, sizes, TILE)
-        if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
-            if count * BLOCK_D > TILE.resident:
-                features = Features(chunks=chunks, scored=chunks)
+        for doubling in tl.static_range(0, TILE.doublings):
+            if fill(chunks, 1 << doubling):
+                columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                features = Features(columns, used, chunks)
                 sums = _stream(of, tiles, features, place, split, sizes, TILE)
+        if TILE.chunks * BLOCK_D > TILE.resident and chunks.length * BLOCK_D > TILE.resident:
+            features = Features(chunks=chunks, scored=chunks)
+            sums = _stream(of, tiles, features, place, split, sizes, TILE)
     return sums
 
 

@@ -65,7 +65,7 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
         features = Features(chunks=chunks, scored=chunks)
         if of.mixing is None:
             q = load_query(of, features, b, h, first_row, rows < T, BLOCK, TILE)
-        query, tiles = QueryRows(place, q, features, lo, hi), KeyTiles(None, None)
+        query, tiles = QueryRows(place, q, features, lo, hi), KeyTiles()
         raw, _k, v = raw_scores(of, tiles, query, first_key, keys < S, sizes, BLOCK, TILE)
         of_head = head_gate(reads.gate, b, h, TILE)
         row_terms = along(load_row_terms(reads, of_head, b, h, rows, sizes, TILE), 1)

@@ -82,8 +82,7 @@ class CentersWritten(NamedTuple):
 @triton.jit
 def _masked_scores(of, query, first, sizes, TILE: tl.constexpr):
     """Scores [BLOCK_M, BLOCK_N] of the keys from `first` on, hidden ones -inf, and the values of the keys."""
-    tiles = KeyTiles(None, None)
-    tile = scores_of_keys(of, tiles, query, first, sizes, True, TILE.block_n, TILE)
+    tile = scores_of_keys(of, KeyTiles(), query, first, sizes, True, TILE.block_n, TILE)
     scores = natural(tile.scores, sizes.scale, of.terms)
     return tl.where(tile.seen, scores, float("-inf")), tile.weighed
 

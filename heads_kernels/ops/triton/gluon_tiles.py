@@ -94,19 +94,24 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def own_tile(program, together, tiles):
+    """The owner and the tile of a `program`: `together` owners run at once, the `tiles` of each one after another."""
+    owners = gl.num_programs(0) // tiles
+    first = program // (together * tiles) * together
+    beside = gl.minimum(owners - first, together)
+    number = program - first * tiles
+    return first + number % beside, number // beside
+
+
+@gluon.jit
 def place_of(sizes, together, TILE: gl.constexpr, ROWS: gl.constexpr):
     """The place of a program among `together` heads that run at once; `sizes.T` rows have tiles."""
     tiles = gl.cdiv(sizes.T, TILE.block_m)
-    heads = gl.num_programs(0) // tiles
-    first = gl.program_id(0) // (together * tiles) * together
-    beside = gl.minimum(heads - first, together)
-    program = gl.program_id(0) - first * tiles
-    pair = first + program % beside
+    pair, tile = own_tile(gl.program_id(0), together, tiles)
     b, h = pair // sizes.H, pair % sizes.H
-    first_row = (tiles - 1 - program // beside) * TILE.block_m
-    return Place(
-        b, h, h // sizes.group, first_row, first_row + gl.arange(0, TILE.block_m, layout=ROWS)
-    )
+    first_row = (tiles - 1 - tile) * TILE.block_m
+    rows = first_row + gl.arange(0, TILE.block_m, layout=ROWS)
+    return Place(b, h, h // sizes.group, first_row, rows)
 
 
 @gluon.jit

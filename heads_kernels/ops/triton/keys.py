@@ -33,6 +33,7 @@ from heads_kernels.ops.triton.score_tiles import (
     OwnKeys,
     active_chunks,
     add_chunks,
+    fill,
     gathered,
     load_content_bias,
     load_key,
@@ -234,30 +235,26 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
         v = load_values(of.value, b, h // group, first_key, at < S, BLOCK_N, TILE)
         of_head = tl.zeros((BLOCK_N, TILE.block_dv), tl.float32)
         dcontent = tl.zeros((BLOCK_N,), tl.float32)
-        for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
-            if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
-                if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    keys = OwnKeys(place, None, v, content, Features(columns, used, chunks))
-                    of_head, dcontent = _add_head(
-                        of, reads, keys, visits, written, split, sizes, splits, TILE
-                    )
-        if TILE.chunks * BLOCK_D > RESIDENT:  # noqa: SIM102
-            if count * BLOCK_D > RESIDENT:
-                # Every round computes the same `dvalue` and `dcontent`; those of the last round are used.
-                for number in range(
-                    0, count if written.dkey is not None else 1, RESIDENT // BLOCK_D
-                ):
-                    columns, used = gathered(chunks, number, RESIDENT, TILE)
-                    if TILE.rest:
-                        rest, rest_used = others(chunks, number, TILE)
-                        features = Features(columns, used, chunks, number, None, rest, rest_used)
-                    else:
-                        features = Features(columns, used, chunks, number, chunks)
-                    keys = OwnKeys(place, None, v, content, features)
-                    of_head, dcontent = _add_head(
-                        of, reads, keys, visits, written, split, sizes, splits, TILE
-                    )
+        for doubling in tl.static_range(0, TILE.doublings):
+            if fill(chunks, 1 << doubling):
+                columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                keys = OwnKeys(place, None, v, content, Features(columns, used, chunks))
+                of_head, dcontent = _add_head(
+                    of, reads, keys, visits, written, split, sizes, splits, TILE
+                )
+        if TILE.chunks * BLOCK_D > RESIDENT and count * BLOCK_D > RESIDENT:
+            # Every round computes the same `dvalue` and `dcontent`; those of the last round are used.
+            for number in range(0, count if written.dkey is not None else 1, RESIDENT // BLOCK_D):
+                columns, used = gathered(chunks, number, RESIDENT, TILE)
+                if TILE.rest:
+                    rest, rest_used = others(chunks, number, TILE)
+                    features = Features(columns, used, chunks, number, None, rest, rest_used)
+                else:
+                    features = Features(columns, used, chunks, number, chunks)
+                keys = OwnKeys(place, None, v, content, features)
+                of_head, dcontent = _add_head(
+                    of, reads, keys, visits, written, split, sizes, splits, TILE
+                )
         dvalue = tl.where(h % group == 0, of_head, dvalue + of_head)
         if written.dvalue is not None:
             end_of_keys = tl.where((h + 1) % group == 0, S, 0)  # after the last head of a group

@@ -33,6 +33,7 @@ from heads_kernels.ops.triton.score_tiles import (
     QueryRows,
     active_chunks,
     chunk_at,
+    fill,
     gathered,
     halves,
     load_mixed,
@@ -68,8 +69,8 @@ def _keys_tile(
     of, query, do, row_terms, dquery, number, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
 ):
     """`dquery` [BLOCK_M, W] of the head of `query` after the tile `number` of keys."""
-    first, tiles = number * TILE.block_n, KeyTiles(None, None)
-    tile = scores_of_keys(of, tiles, query, first, sizes, PARTIAL, TILE.block_n, TILE)
+    first = number * TILE.block_n
+    tile = scores_of_keys(of, KeyTiles(), query, first, sizes, PARTIAL, TILE.block_n, TILE)
     dscores = dscores_of_tile(of, tile, do, row_terms, first, query.place, sizes, PARTIAL, TILE)
     k = tile.operand
     if PARTIAL:
@@ -212,23 +213,21 @@ def _collaborative_queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE
         # A closed head has no chunks, so it takes none of the branches below.
         count = tl.where(open_rows(reads.gate, b, h, T, TILE) == 0, 0, count)
         chunks = Chunks(count, numbers)
-        for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
-            if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
-                if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    query = QueryRows(place, None, Features(columns, used, chunks), lo, hi)
-                    _add_head(of, reads, query, visits, written, split, sizes, splits, TILE)
-        if TILE.chunks * BLOCK_D > RESIDENT:  # noqa: SIM102
-            if count * BLOCK_D > RESIDENT:
-                for number in range(0, count, RESIDENT // BLOCK_D):
-                    columns, used = gathered(chunks, number, RESIDENT, TILE)
-                    if TILE.rest:
-                        rest, rest_used = others(chunks, number, TILE)
-                        features = Features(columns, used, chunks, number, None, rest, rest_used)
-                    else:
-                        features = Features(columns, used, chunks, number, active)
-                    query = QueryRows(place, None, features, lo, hi)
-                    _add_head(of, reads, query, visits, written, split, sizes, splits, TILE)
+        for doubling in tl.static_range(0, TILE.doublings):
+            if fill(chunks, 1 << doubling):
+                columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                query = QueryRows(place, None, Features(columns, used, chunks), lo, hi)
+                _add_head(of, reads, query, visits, written, split, sizes, splits, TILE)
+        if TILE.chunks * BLOCK_D > RESIDENT and count * BLOCK_D > RESIDENT:
+            for number in range(0, count, RESIDENT // BLOCK_D):
+                columns, used = gathered(chunks, number, RESIDENT, TILE)
+                if TILE.rest:
+                    rest, rest_used = others(chunks, number, TILE)
+                    features = Features(columns, used, chunks, number, None, rest, rest_used)
+                else:
+                    features = Features(columns, used, chunks, number, active)
+                query = QueryRows(place, None, features, lo, hi)
+                _add_head(of, reads, query, visits, written, split, sizes, splits, TILE)
 
 
 def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Tensor) -> None:

@@ -87,8 +87,8 @@ class OwnKeys(NamedTuple):
 class KeyTiles(NamedTuple):
     """Descriptors of keys and values, in a kernel; None: they are loaded through pointers."""
 
-    key: Any
-    value: Any
+    key: Any = None
+    value: Any = None
 
 
 class ScoreTile(NamedTuple):
@@ -149,6 +149,12 @@ def listed(active, chunks):
 def chunk_at(chunks, place):
     """The number of the chunk at `place` in the list."""
     return ((chunks.numbers >> (4 * place)) & 15).to(tl.int32)
+
+
+@triton.jit
+def fill(chunks, STEPS: tl.constexpr):
+    """Whether the listed chunks take a tile of STEPS of them, and not half of it."""
+    return (chunks.length > STEPS // 2) & (chunks.length <= STEPS)
 
 
 @triton.jit

@@ -84,7 +84,7 @@ class Written(NamedTuple):
 def _statistics_kernel(of, written, sizes, TILE: tl.constexpr):
     """A program reads every key that BLOCK_M rows of a head see; five numbers per row stay on chip."""
     place = place_of_rows(of, sizes, TILE)
-    seen = accumulate(of, KeyTiles(None, None), place, None, sizes, TILE)
+    seen = accumulate(of, KeyTiles(), place, None, sizes, TILE)
     terms = of.terms
     scale_log2 = softmax_scale(sizes.scale, terms)
     at = (place.b * sizes.H + place.h).to(tl.int64) * sizes.T + place.at  # [BLOCK_M]

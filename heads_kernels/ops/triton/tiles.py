@@ -85,6 +85,9 @@ class TileConstants:
     dv: tl.constexpr  # width of values
     chunks: tl.constexpr  # steps that cover d, rounded up to a power of two; 0 without mixing
     resident: tl.constexpr  # the most features of a head that stay on chip, with mixing
+    doublings: (
+        tl.constexpr
+    )  # how many widths these have: block_d, twice and four times that, up to resident
     rest: tl.constexpr  # those beside them that scores keep on chip; 0: none
     stages: tl.constexpr  # tiles in Gluon's ring of values (forward) or of rows (backward)
     key_stages: tl.constexpr  # tiles of the ring of keys, of Gluon's forward kernel
@@ -105,9 +108,10 @@ def _constants(
 ) -> TileConstants:
     block_d = tiles.block_d if mixes else width or padded(D)
     chunks = 1 << (max(2, -(-D // block_d)) - 1).bit_length() if mixes and block_d else 0
+    doublings = (tiles.block_slice // block_d).bit_length() if chunks else 0
     rest = _rest(tiles, D) if mixes and tiles.block_rest else 0
-    numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice, rest,
-        tiles.num_stages, tiles.key_stages, tiles.partial_stages, gate, activation)  # fmt: skip
+    numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice, doublings,
+        rest, tiles.num_stages, tiles.key_stages, tiles.partial_stages, gate, activation)  # fmt: skip
     return TileConstants(*map(tl.constexpr, numbers))
 
 

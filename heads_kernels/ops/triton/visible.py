@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from heads_kernels.call import Call
 from heads_kernels.ops.triton.launch import launch
@@ -31,6 +32,13 @@ from heads_kernels.ops.triton.tiles import Tiles
 
 #: Rows, or keys, that are searched together. Heuristic: 8 values for each thread of 4 warps.
 SCAN: tl.constexpr = tl.constexpr(1024)
+
+
+class ListsWritten(NamedTuple):
+    """The outputs of the kernels of lists: see `TileLists`."""
+
+    tiles: Tensor
+    counts: Tensor
 
 
 class Visits(NamedTuple):
@@ -327,7 +335,7 @@ def _own_list(H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def _lists_kernel(
-    visible, terms, support, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    visible, terms, support, written, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """A program writes the two lists of one tile of rows, or with BY_KEYS of keys, and their lengths."""
     b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
@@ -337,7 +345,7 @@ def _lists_kernel(
         rows = owner * BLOCK_M + tl.arange(0, BLOCK_M)
         lo, hi = ranges(visible, b, h, rows, T, S)
         visits = tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK_N)
-    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
+    at = written.tiles + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
     for number in range(tile_count(visits)):
         tile = tile_at(visits, number)
@@ -361,19 +369,19 @@ def _lists_kernel(
         tl.store(at + length + partial, tile, mask=is_seen & ~is_full)
         full += is_full.to(tl.int32)
         partial += (is_seen & ~is_full).to(tl.int32)
-    counts += tl.program_id(0).to(tl.int64) * 2
+    counts = written.counts + tl.program_id(0).to(tl.int64) * 2
     tl.store(counts, full)
     tl.store(counts + 1, partial)
 
 
 @triton.jit
 def _ranges_kernel(
-    visible, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    visible, written, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The lists of `_lists_kernel` where ranges alone say which pairs are visible, AT_ONCE tiles at a time."""
     b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
-    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
+    at = written.tiles + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
     for start in range(0, length, AT_ONCE):
         tile = start + tl.arange(0, AT_ONCE)
@@ -397,7 +405,7 @@ def _ranges_kernel(
         tl.store(at + length + partial + tl.cumsum(count_partial) - 1, tile, mask=is_partial)
         full += tl.sum(count_full)
         partial += tl.sum(count_partial)
-    counts += tl.program_id(0).to(tl.int64) * 2
+    counts = written.counts + tl.program_id(0).to(tl.int64) * 2
     tl.store(counts, full)
     tl.store(counts + 1, partial)
 
@@ -424,32 +432,31 @@ def with_tile_lists(
     if of.visible.dense is None and of.terms.bias is None and support is None and not listed:
         return of
     B, H, T, S = call.sizes
-    batches, heads = varying_pairs(call) if support is None else (B, H)
+    batches, heads = _varying_pairs(call) if support is None else (B, H)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
     owners, length = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
     count = batches * heads * owners
     lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
-    counts = call.query.new_empty((count, 2), dtype=torch.int32)
+    written = ListsWritten(lists, lists.new_empty(count, 2))
     i = call.intervals
     others = i.dense, i.key_visible, i.first_keys, of.terms.bias, support
     if all(each is None for each in others):
         launch(
-            _ranges_kernel, count, call.query, tiles, of.visible, lists, counts, heads, T, S,
+            _ranges_kernel, count, call.query, tiles, of.visible, written, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             AT_ONCE=max(2, min(triton.next_power_of_2(length), SCAN.value // tiles.block_m)),
         )  # fmt: skip
     else:
         launch(
-            _lists_kernel, count, call.query, tiles, of.visible, of.terms,
-            support, lists, counts, heads, T, S,
+            _lists_kernel, count, call.query, tiles, of.visible, of.terms, support, written, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         )  # fmt: skip
     strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
-    of_tiles = TileLists(lists, counts, length, *strides)
+    of_tiles = TileLists(*written, length, *strides)
     return of._replace(visible=of.visible._replace(lists=of_tiles))
 
 
-def varying_pairs(call: Call) -> tuple[int, int]:
+def _varying_pairs(call: Call) -> tuple[int, int]:
     """The numbers of batches and heads whose visible pairs may differ: those of the call, or 1 if all see the same."""
     B, H, _, _ = call.sizes
     i, bias, table = call.intervals, call.bias, call.offset_bias
