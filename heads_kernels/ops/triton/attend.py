@@ -138,13 +138,12 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
 
     The head of `place` is that of all rows, or [BLOCK_M] if the rows are heads that share a key head.
     """
-    BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = TILE.block_d
     if of.mixing is None:
         sums = _stream(of, tiles, Features(), place, split, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
-        sums = no_sums(of.value, BLOCK_M, TILE)
+        sums = no_sums(of.value, TILE.block_m, TILE)
         for doubling in tl.static_range(0, TILE.doublings):
             if fill(chunks, 1 << doubling):
                 columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)

@@ -105,7 +105,6 @@ def _consumers(
     reads, shared, written, terms, visible, place, part, heads, sizes, TILE: gl.constexpr
 ):  # fmt: skip
     """The keys of a program against all of its tiles of rows."""
-    STAGES: gl.constexpr = TILE.stages
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
@@ -188,7 +187,7 @@ def _consumers(
                 turn, added = next_place(turn, added, 2)
                 dkey = warpgroup_mma_wait(num_outstanding=0, deps=(dkey,))
                 mbarrier.arrive(shared.free.index(stage), count=1)
-                stage, phase = next_place(stage, phase, STAGES)
+                stage, phase = next_place(stage, phase, TILE.stages)
     at = place.first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
     columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
     _store(written.dkey, dkey * sizes.scale, part, place, at, columns, sizes.S, TILE.d)

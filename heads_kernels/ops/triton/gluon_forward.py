@@ -180,9 +180,8 @@ def _masked(
     scores, index, query, shared, of, visits, sizes, COLUMNS: gl.constexpr, TILE: gl.constexpr
 ):
     """The scores of a partial tile: -inf where a row does not see the key, NaN where it sees a poisoned one."""
-    STAGES: gl.constexpr = TILE.stages
-    stage = index % STAGES
-    mbarrier.wait(shared.value_ready.index(stage), (index // STAGES) & 1)
+    stage = index % TILE.stages
+    mbarrier.wait(shared.value_ready.index(stage), (index // TILE.stages) & 1)
     poison = shared.poison.index(stage).load(COLUMNS)
     place = query.place
     first = first_key(of.visible, place, index, visits, TILE)
@@ -200,13 +199,11 @@ def _consumer(
     """Compute ROWS rows of a program over all of its tiles, and their output."""
     STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = CONSUMER_ROWS
-    BLOCK_N: gl.constexpr = TILE.block_n
-    BLOCK_DV: gl.constexpr = TILE.block_dv
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE.block_n, 16]
     )
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE.block_dv, 16]
     )
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -220,10 +217,10 @@ def _consumer(
     scale_log2 = softmax_scale(sizes.scale, of.terms)
     full = visits.full_end - visits.full_start
     count = full + partial_count(visits)
-    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, layout=SUMS)
+    acc = gl.zeros([ROWS, TILE.block_dv], gl.float32, layout=SUMS)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
     row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
+    nothing = gl.zeros([ROWS, TILE.block_n], gl.float32, layout=SCORES)
     in_turns = chunk_count(of) <= shared.key.shape[0]
     if count > 0:
         if of.chunks is None:

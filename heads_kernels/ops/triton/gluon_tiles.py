@@ -163,7 +163,6 @@ def first_column(of, chunk, TILE: gl.constexpr):
 @gluon.jit
 def producer(memory, shared, of, place, visits, sizes, TILE: gl.constexpr):
     """Load the query, and tiles of keys and values as their places become free; of keys also the content bias."""
-    STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = CONSUMER_ROWS
     KEY_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_d
     VALUE_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_dv
@@ -201,8 +200,8 @@ def producer(memory, shared, of, place, visits, sizes, TILE: gl.constexpr):
             mbarrier.expect(ready, KEY_BYTES)
             at = [b, of_key, first, first_column(of, chunk, TILE)]
             load_tiles(memory.key, at, ready, shared.key.index(stage))
-        stage = index % STAGES
-        mbarrier.wait(shared.value_free.index(stage), (index // STAGES + 1) & 1)
+        stage = index % TILE.stages
+        mbarrier.wait(shared.value_free.index(stage), (index // TILE.stages + 1) & 1)
         if index < full:
             ready = shared.value_ready.index(stage)
             mbarrier.expect(ready, VALUE_BYTES)
@@ -225,11 +224,10 @@ def inspector(shared, visits, TILE: gl.constexpr):
     OF_KEYS: gl.constexpr = gl.SliceLayout(1, PART)
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_DV: gl.constexpr = TILE.block_dv
-    STAGES: gl.constexpr = TILE.stages
     full = visits.full_end - visits.full_start
     for index in range(full, full + partial_count(visits)):
-        stage = index % STAGES
-        mbarrier.wait(shared.value_landed.index(stage), ((index - full) // STAGES) & 1)
+        stage = index % TILE.stages
+        mbarrier.wait(shared.value_landed.index(stage), ((index - full) // TILE.stages) & 1)
         tile = shared.value.index(stage).reshape([BLOCK_N, BLOCK_DV])
         poison = shared.poison.index(stage)
         sums = gl.zeros([8, 64], gl.float32, layout=PART)

@@ -74,7 +74,6 @@ def _rows_tile(
     of, reads, of_head, keys, written, sums, tile, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
 ):
     """`sums` after one tile of query rows of the head of `keys`."""
-    BLOCK_N: tl.constexpr = TILE.block_n
     place = keys.place
     first_row = tile * TILE.block_m
     rows = first_row + tl.arange(0, TILE.block_m)
@@ -91,14 +90,14 @@ def _rows_tile(
     keep = None
     if of.dropout is not None:
         # As bytes: Triton cannot pass bits through shared memory.
-        keep = kept(of.dropout, place.b, place.h, rows, place.first, BLOCK_N).to(tl.int8)
+        keep = kept(of.dropout, place.b, place.h, rows, place.first, TILE.block_n).to(tl.int8)
         keep = tl.trans(keep) != 0
     dkey, dvalue, dcontent = sums.dkey, sums.dvalue, sums.dcontent
     if written.dvalue is not None:
         weights = dropped(p * row_terms.g, keep, of.dropout)
         dvalue = product(weights.to(do.dtype), do, dvalue)
     if (written.dkey is not None) or (written.dcontent_bias is not None):
-        dp = product(keys.v, tl.trans(do), tl.zeros((BLOCK_N, TILE.block_m), tl.float32))
+        dp = product(keys.v, tl.trans(do), tl.zeros((TILE.block_n, TILE.block_m), tl.float32))
         dscores = gradient_of_tile(slope, dp, keep, row_tile.cap, seen, row_terms, of)
         if written.dcontent_bias is not None:
             dcontent += tl.sum(dscores, 1)
@@ -160,7 +159,7 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
         h = hk * group + split * heads + index
         place = Place(b, h, hk, first_key, at)
         if (of.visible.lists is not None) or (of.visible.by_head is not None):
-            visits = tiles_seeing(of.visible, place, sizes.T, S, BLOCK_N, TILE.block_m)
+            visits = tiles_seeing(of.visible, place, sizes, TILE)
         taking_part = tl.minimum(open_rows(reads.gate, b, h, sizes.T, TILE), 1)
         keys = OwnKeys(place, k, v, None, Features())
         sums = _rows_of_head(of, reads, keys, written, sums, visits, taking_part, sizes, TILE)
@@ -224,7 +223,7 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
         h = split * heads + index
         place = Place(b, h, h // group, first_key, at)
         if (of.visible.lists is not None) or (of.visible.by_head is not None):
-            visits = tiles_seeing(of.visible, place, T, S, BLOCK_N, TILE.block_m)
+            visits = tiles_seeing(of.visible, place, sizes, TILE)
         chunks = active_chunks(of.mixing, h, TILE)
         # A closed head has no chunks, so it takes none of the branches below.
         count = tl.where(open_rows(reads.gate, b, h, T, TILE) == 0, 0, chunks.length)

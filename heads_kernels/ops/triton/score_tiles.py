@@ -332,7 +332,6 @@ def scores_of_rows(
     `there` says which rows are read, as in `load_tile`; `dattended` may be None.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
     place, features = keys.place, keys.features
     b, h = place.b, place.h
     rows = first + tl.arange(0, BLOCK_M)
@@ -347,10 +346,10 @@ def scores_of_rows(
     bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
     if features.scored is not None:
         raw = _chunk_by_chunk(
-            of, features.scored, place, first, there, place.first, place.at < sizes.S, True, BLOCK_N, TILE
+            of, features.scored, place, first, there, place.first, place.at < sizes.S, True, TILE.block_n, TILE
         )  # fmt: skip
     else:
-        raw = product(keys.k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+        raw = product(keys.k, tl.trans(q), tl.zeros((TILE.block_n, BLOCK_M), tl.float32))
     if features.rest is not None:
         raw = product(keys.rest, tl.trans(q_rest), raw)
     if keys.content is not None:

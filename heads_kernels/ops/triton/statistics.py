@@ -144,7 +144,7 @@ def _received_tile(of, shares, keys, tile, sizes, PARTIAL: tl.constexpr, TILE: t
 def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     """A program owns BLOCK_N keys of a head and sums over the tiles of rows that see them, in a fixed order."""
     BLOCK_N: tl.constexpr = TILE.block_n
-    H, T, S = sizes.H, sizes.T, sizes.S
+    H, S = sizes.H, sizes.S
     tiles = tl.cdiv(S, BLOCK_N)
     own = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles % H
@@ -152,7 +152,7 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     first_key = own * BLOCK_N
     at = first_key + tl.arange(0, BLOCK_N)
     place = Place(b, h, h // sizes.group, first_key, at)
-    visits = tiles_seeing(of.visible, place, T, S, BLOCK_N, TILE.block_m)
+    visits = tiles_seeing(of.visible, place, sizes, TILE)
     k, content, chunks = None, None, None
     if of.mixing is not None:
         chunks = active_chunks(of.mixing, h, TILE)

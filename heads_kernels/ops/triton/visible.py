@@ -200,12 +200,13 @@ def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def tiles_seeing(visible, place, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+def tiles_seeing(visible, place, sizes, TILE: tl.constexpr):
     """Tiles of query rows of the head of `place` in which at least one row sees one of its BLOCK_N keys."""
+    b, h, first, T, S = place.b, place.h, place.first, sizes.T, sizes.S
     if visible.lists is None:
-        visits = tiles_that_see(visible, place.b, place.h, place.first, T, S, BLOCK_N, BLOCK)
+        visits = tiles_that_see(visible, b, h, first, T, S, TILE.block_n, TILE.block_m)
     else:
-        visits = listed_tiles(visible, place.b, place.h, place.first // BLOCK_N, T)
+        visits = listed_tiles(visible, b, h, first // TILE.block_n, T)
     return visits
 
 
