@@ -193,9 +193,8 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     slopes, slope_differences = nothing, nothing
     if written.dalpha is not None:
         logs, firsts, seconds = nothing, nothing, nothing  # of p ln p, p first, p second
-        # Of the same and of p, times the difference.
-        log_differences, first_differences, second_differences = nothing, nothing, nothing
-        p_differences = nothing
+        p_differences, log_differences = nothing, nothing  # of p and the same, times the difference
+        first_differences, second_differences = nothing, nothing
     pair = (b * sizes.H + h).to(tl.int64)
     at = written.support.ptr + (pair * tiles + first_row // BLOCK_M) * tl.cdiv(S, BLOCK_N)
     for number in range(tile_count(visits)):
