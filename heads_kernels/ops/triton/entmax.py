@@ -40,6 +40,7 @@ from heads_kernels.ops.triton.score_tiles import (
     KeyTiles,
     QueryRows,
     load_query,
+    place_of_rows,
     scores_of_keys,
 )
 from heads_kernels.ops.triton.scores import (
@@ -56,13 +57,7 @@ from heads_kernels.ops.triton.scores import (
     product,
 )
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
-from heads_kernels.ops.triton.visible import (
-    place_of_rows,
-    ranges,
-    tile_at,
-    tile_count,
-    tiles_in_ranges,
-)
+from heads_kernels.ops.triton.visible import ranges, tile_at, tile_count, tiles_in_ranges
 
 #: A limit; about 4 steps are usual.
 _MOST_STEPS: tl.constexpr = tl.constexpr(32)

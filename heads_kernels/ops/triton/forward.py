@@ -62,10 +62,10 @@ from heads_kernels.ops.triton.operands import (
     with_positive_scale,
 )
 from heads_kernels.ops.triton.rows import Reads
-from heads_kernels.ops.triton.score_tiles import KeyTiles
+from heads_kernels.ops.triton.score_tiles import KeyTiles, own_rows, place_of_rows
 from heads_kernels.ops.triton.scores import online_softmax, softmax_scale
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
-from heads_kernels.ops.triton.visible import own_rows, place_of_rows, with_tile_lists
+from heads_kernels.ops.triton.visible import with_tile_lists
 
 #: Splits of a row that are read at once: usually all. 32 x 256 numbers take 64 registers of 128 threads.
 _SPLITS_AT_ONCE: Final = 32

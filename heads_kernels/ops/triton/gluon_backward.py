@@ -54,7 +54,7 @@ from heads_kernels.ops.triton.gluon_row_tiles import (
     reader,
     tiles_of_head,
 )
-from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, own_tile, tiles_of
+from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, tiles_of
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
 from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of
@@ -212,14 +212,20 @@ def _backward_kernel(
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
     dtype: gl.constexpr = memory.query.dtype
+    # `together` owners run at once; the tiles of keys of each start one after the other.
+    tiles = gl.cdiv(sizes.S, BLOCK_N)
+    owners = gl.num_programs(0) // tiles
     ticket = gl.atomic_add(order.ticket, 1, sem="relaxed")
-    owner, tile = own_tile(ticket, together, gl.cdiv(sizes.S, BLOCK_N))
+    first_owner = ticket // (together * tiles) * together
+    beside = gl.minimum(owners - first_owner, together)
+    program = ticket - first_owner * tiles
+    owner = first_owner + program % beside
     key_heads = sizes.H // sizes.group
     split = owner // (splits.batches * key_heads)
     b, hk = owner // key_heads % splits.batches, owner % key_heads
     share = gl.cdiv(sizes.group, splits.shares)
     heads = gl.minimum(share, sizes.group - split * share)
-    place = Place(b, hk * sizes.group + split * share, hk, tile * BLOCK_N, None)
+    place = Place(b, hk * sizes.group + split * share, hk, program // beside * BLOCK_N, None)
 
     key = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], memory.key.layout)
     value = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], memory.value.layout)

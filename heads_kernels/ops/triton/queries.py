@@ -40,6 +40,7 @@ from heads_kernels.ops.triton.score_tiles import (
     load_mixing,
     load_query,
     others,
+    place_of_rows,
     scores_of_keys,
 )
 from heads_kernels.ops.triton.scores import finite_part, product
@@ -48,7 +49,6 @@ from heads_kernels.ops.triton.visible import (
     full_tile,
     partial_count,
     partial_tile,
-    place_of_rows,
     ranges,
     tiles_in_ranges,
     tiles_seen,

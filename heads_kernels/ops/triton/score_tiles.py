@@ -23,7 +23,7 @@ from heads_kernels.ops.triton.load import (
     load_tile,
     load_values,
 )
-from heads_kernels.ops.triton.operands import Pairs
+from heads_kernels.ops.triton.operands import Pairs, Place
 from heads_kernels.ops.triton.scores import finish, load_bias, product
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
 
@@ -102,6 +102,31 @@ class ScoreTile(NamedTuple):
     seen: Any  # of partial tiles
     operand: Any  # [BLOCK, W]
     weighed: Any  # [BLOCK, BLOCK_DV]
+
+
+# ---------------------------------------------------------------------- rows of a program
+@triton.jit
+def own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
+    """Batch, head and first row of a `program`; the last rows of a head (the longest under a causal mask) come first.
+
+    Programs are ordered by head. With collaborative attention, consecutive programs are the heads of one tile of rows,
+    because they read the same query and key.
+    """
+    tiles = tl.cdiv(T, BLOCK_M)
+    if of.mixing is None:
+        pair = program // tiles
+        b, h, tile = pair // H, pair % H, program % tiles
+    else:
+        h = program % H
+        b, tile = program // (H * tiles), program // H % tiles
+    return b, h, (tiles - 1 - tile) * BLOCK_M
+
+
+@triton.jit
+def place_of_rows(of, sizes, TILE: tl.constexpr):
+    """The place of a program that owns rows of one head."""
+    b, h, first_row = own_rows(of, tl.program_id(0), sizes.H, sizes.T, TILE.block_m)
+    return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
 
 
 # ---------------------------------------------------------------------- chunks

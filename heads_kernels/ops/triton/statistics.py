@@ -32,6 +32,7 @@ from heads_kernels.ops.triton.score_tiles import (
     active_chunks,
     load_content_bias,
     load_key,
+    place_of_rows,
     scores_of_rows,
 )
 from heads_kernels.ops.triton.scores import (
@@ -47,7 +48,6 @@ from heads_kernels.ops.triton.visible import (
     full_tile,
     partial_count,
     partial_tile,
-    place_of_rows,
     tiles_seeing,
     with_tile_lists,
 )

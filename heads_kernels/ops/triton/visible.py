@@ -21,24 +21,16 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from heads_kernels.call import Call
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import pair_addresses
-from heads_kernels.ops.triton.operands import Operands, Pairs, Place, Support, TileLists
+from heads_kernels.ops.triton.operands import ListsWritten, Operands, Pairs, Support, TileLists
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 
 #: Rows, or keys, that are searched together. Heuristic: 8 values for each thread of 4 warps.
-SCAN: tl.constexpr = tl.constexpr(1024)
-
-
-class ListsWritten(NamedTuple):
-    """The outputs of the kernels of lists: see `TileLists`."""
-
-    tiles: Tensor
-    counts: Tensor
+_SCAN: tl.constexpr = tl.constexpr(1024)
 
 
 class Visits(NamedTuple):
@@ -49,30 +41,6 @@ class Visits(NamedTuple):
     full_end: Any
     end: Any
     front: Any
-
-
-@triton.jit
-def own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
-    """Batch, head and first row of a `program`; the last rows of a head (the longest under a causal mask) come first.
-
-    Programs are ordered by head. With collaborative attention, consecutive programs are the heads of one tile of rows,
-    because they read the same query and key.
-    """
-    tiles = tl.cdiv(T, BLOCK_M)
-    if of.mixing is None:
-        pair = program // tiles
-        b, h, tile = pair // H, pair % H, program % tiles
-    else:
-        h = program % H
-        b, tile = program // (H * tiles), program // H % tiles
-    return b, h, (tiles - 1 - tile) * BLOCK_M
-
-
-@triton.jit
-def place_of_rows(of, sizes, TILE: tl.constexpr):
-    """The place of a program that owns rows of one head."""
-    b, h, first_row = own_rows(of, tl.program_id(0), sizes.H, sizes.T, TILE.block_m)
-    return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
 
 
 @triton.jit
@@ -120,24 +88,19 @@ def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr):
     """The same from intervals alone, for rows of head `h`, or of a head each."""
     start, full_start, full_end, end = tiles_of_ranges(lo, hi, rows, T, BLOCK)
     if visible.key_visible is not None:
-        full_end = before_hidden(visible, b, full_start, full_end, end, tl.arange(0, SCAN), BLOCK)
+        # Full tiles end at the first hidden key.
+        hole = full_end * BLOCK
+        at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
+        for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, _SCAN):
+            keys = scan + tl.arange(0, _SCAN)
+            seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
+            hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys)))
+        full_end = hole // BLOCK
     front = end * 0
     if visible.first_keys is not None:
         keys = first_keys_of(visible, h)
         front = tl.cdiv(tl.max(tl.where(lo < hi, tl.minimum(keys, hi), 0)), BLOCK)
     return ordered(start, full_start, full_end, end, front)
-
-
-@triton.jit
-def before_hidden(visible, b, full_start, full_end, end, scanned, BLOCK: tl.constexpr):
-    """`full_end` at the first hidden key from `full_start` on; `scanned` is 0 to SCAN - 1."""
-    hole = full_end * BLOCK
-    at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
-    for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, SCAN):
-        keys = scan + scanned
-        seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
-        hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys), 0))
-    return hole // BLOCK
 
 
 @triton.jit
@@ -174,8 +137,8 @@ def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK:
         full_first = T
         full_stop = first_key * 0
         count = first_key * 0
-        for scan in range(0, T, SCAN):
-            i = scan + tl.arange(0, SCAN)
+        for scan in range(0, T, _SCAN):
+            i = scan + tl.arange(0, _SCAN)
             lo, hi = ranges(visible, b, h, i, T, S)
             below, above = lo < last_key, lo <= first_key
             if visible.first_keys is not None:
@@ -445,7 +408,7 @@ def with_tile_lists(
         launch(
             _ranges_kernel, count, call.query, tiles, of.visible, written, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            AT_ONCE=max(2, min(triton.next_power_of_2(length), SCAN.value // tiles.block_m)),
+            AT_ONCE=max(2, min(triton.next_power_of_2(length), _SCAN.value // tiles.block_m)),
         )  # fmt: skip
     else:
         launch(
