@@ -104,8 +104,9 @@ def place_of(sizes, together, TILE: gl.constexpr, ROWS: gl.constexpr):
     pair = first + program % beside
     b, h = pair // sizes.H, pair % sizes.H
     first_row = (tiles - 1 - program // beside) * TILE.block_m
-    rows = first_row + gl.arange(0, TILE.block_m, layout=ROWS)
-    return Place(b, h, h // sizes.group, first_row, rows)
+    return Place(
+        b, h, h // sizes.group, first_row, first_row + gl.arange(0, TILE.block_m, layout=ROWS)
+    )
 
 
 @gluon.jit
