@@ -125,7 +125,7 @@ def rows() -> Iterator[Any]:
                 yield pytest.param(kernel, case, dtype, order, id=f"{kernel}-{name}-{order}", marks=marks)  # fmt: skip
 
 
-@pytest.mark.parametrize(("kernel", "named", "dtype", "order"), rows())
+@pytest.mark.parametrize(("kernel", "named", "dtype", "order"), list(rows()))
 @pytest.mark.parametrize("backend", ["triton"])
 def test_cases(backend: str, kernel: str, named: Case, dtype: torch.dtype, order: str) -> None:
     with in_gluon(kernel, order) as launched:
