@@ -279,8 +279,8 @@ def _replaced(function: Callable[..., Any]) -> Iterator[None]:
         for module in _launchers():
             original = module.tiles_for
             stack.enter_context(patch.object(module, "tiles_for", partial(function, original)))
-        specialized = import_module(f"{ops.__name__}.{BACKEND}.specialized")
-        stack.enter_context(patch.object(specialized, "warp_tiles", lambda *_: None))
+        backend = import_module(f"{ops.__name__}.{BACKEND}.backend")
+        stack.enter_context(patch.object(backend, "warp_tiles", lambda *_: None))
         yield
 
 

@@ -18,7 +18,7 @@ if TRITON_INTERPRETED:
     pytest.skip("kernels are interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
 from benchmarks.static import ahead_of_time  # noqa: E402 (needs triton)
-from heads_kernels.ops.triton.specialized import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
+from heads_kernels.ops.triton.backend import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
 
 PINNED = triton.__version__.startswith(ahead_of_time.RELEASE)
 
@@ -50,16 +50,10 @@ COMPILED = [("sm_90", PASSES, "bfloat16")]
 RELEASED = [("sm_90", works("heads, D 64"), "float32")]
 if PINNED:
     COMPILED += [("gfx942", ONE, "bfloat16")]
+    RELEASED += [(target, ONE, "bfloat16") for target in ("sm_80", "sm_100")]
+    RELEASED += [(target, SMALL_PARTS, "bfloat16") for target in ("sm_89", "sm_120")]
     RELEASED += [
-        (target, works, "bfloat16")
-        for target, works in (
-            ("sm_90", FEATURES),
-            ("sm_80", ONE),
-            ("sm_100", ONE),
-            ("sm_89", SMALL_PARTS),
-            ("sm_120", SMALL_PARTS),
-            ("sm_90", works("heads, D 128", "Ds 768")),
-        )
+        ("sm_90", more, "bfloat16") for more in (FEATURES, works("heads, D 128", "Ds 768"))
     ]
 
 
@@ -80,18 +74,11 @@ def test_kernels_compile_within_their_bounds(
 #: One work of each operator in CI; every width and feature before a release.
 IN_GLUON = works("gate of heads, D 128")[:1] + works("gate of heads, Ds 256")
 OTHERS_IN_GLUON = works(
-    "gate of heads, D 64", "gate of heads, D 96", "gate of heads, D 256", "softcap, sinks, D 128"
-)
-OTHERS_IN_GLUON += works(
-    "softcap, sinks, D 64",
-    ": plain, D 128",
-    "gate of rows, sinks, D 128",
-    "elements, D 128",
-    "dense mask, D 128",
-)
-OTHERS_IN_GLUON += works("gate of heads, Ds 64", "gate of heads, Ds 512", "Dv 128, Ds 256")
-OTHERS_IN_GLUON += works("softcap, sinks, Ds 256", "gate of rows, sinks, Ds 256")
-OTHERS_IN_GLUON += works("holes, gate of elements, Ds 256", "dense mask, Ds 256")
+    "gate of heads, D 64", "gate of heads, D 96", "gate of heads, D 256", "softcap, sinks, D 128",
+    "softcap, sinks, D 64", ": plain, D 128", "gate of rows, sinks, D 128", "elements, D 128", "dense mask, D 128",
+    "gate of heads, Ds 64", "gate of heads, Ds 512", "Dv 128, Ds 256", "softcap, sinks, Ds 256",
+    "gate of rows, sinks, Ds 256", "holes, gate of elements, Ds 256", "dense mask, Ds 256",
+)  # fmt: skip
 
 
 @pytest.mark.check
@@ -110,29 +97,24 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
     one of 97 outside.
     """
     softmax = [work for work in works if not work.name.startswith("entmax")]
-    found = ahead_of_time.compile_all(
-        ["sm_90"], softmax, ["bfloat16"], kernel_cache, processes=1, with_loops=True
-    )
-    passes = {
-        name: [
-            one for one in found if one.kernel.name == f"triton.gluon_{name}" and one.kernel.matrix
-        ]
-        for name in ("forward", "backward")
-    }
-    for one in [*passes["forward"], *passes["backward"]]:
+    found = ahead_of_time.compile_all(["sm_90"], softmax, ["bfloat16"], kernel_cache, 1, with_loops=True)  # fmt: skip
+    multiply = [one for one in found if one.kernel.matrix]
+    forward = [one for one in multiply if one.kernel.name == "triton.gluon_forward"]
+    backward = [one for one in multiply if one.kernel.name == "triton.gluon_backward"]
+    for one in [*forward, *backward]:
         assert not one.broken()
         assert not one.kernel.serialized
         assert one.kernel.warps == 8
-    assert bool(passes["backward"]) == HAS_ADDING_COPIES
+    assert bool(backward) == HAS_ADDING_COPIES
     newest = triton.__version__.startswith("3.9")
-    for one in passes["backward"]:
+    for one in backward:
         assert len(one.kernel.loops) == 2
         for loop in one.kernel.loops:
             under_way, every = loop.overlap
             assert loop.spills <= (7 if newest else 1)
             assert under_way * 33 >= every * 32
-    assert passes["forward"]
-    for one in passes["forward"]:
+    assert forward
+    for one in forward:
         over_tiles = [loop for loop in one.kernel.loops if loop.overlap[1]]
         over_chunks = [loop for loop in one.kernel.loops if not loop.overlap[1]]
         for loop, most in zip(over_tiles, (1 if newest else 0, 5) * 2, strict=True):

@@ -28,7 +28,7 @@ if not TRITON_INTERPRETED:
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Gradients, Results
 from heads_kernels.ops.triton import backend as triton_backend
-from heads_kernels.ops.triton import forward, gluon_backward, gluon_forward, specialized
+from heads_kernels.ops.triton import gluon_backward, gluon_forward
 from heads_kernels.ops.triton.gluon_tiles import place_of
 from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
@@ -41,7 +41,7 @@ from tests.support.poison import hide
 
 def tiles_of_forward(call: Any, out: torch.Tensor) -> Tiles | None:
     """For a call that it can serve; of fewer keys where there are few, for several tiles of them."""
-    if not specialized.served(call, [call.query, call.key, call.value, out]):
+    if not triton_backend.served(call, [call.query, call.key, call.value, out]):
         return None
     keys = 64 if call.S <= 256 or max(call.D, call.Dv) > 128 else 128
     stages = 2 if call.S % 2 else 3
@@ -55,7 +55,7 @@ def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
     if call.mixing is not None:
         return None
     narrow = max(call.D, call.Dv) <= (64 if call.softcap else 128) and call.dense_mask is None
-    served = narrow and specialized.served(call, [call.query, call.key, call.value, dout])
+    served = narrow and triton_backend.served(call, [call.query, call.key, call.value, dout])
     return Tiles(64, 128, num_warps=8, num_stages=2) if served else None
 
 
@@ -63,7 +63,7 @@ def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
 KERNELS: dict[str, tuple[Any, ...]] = {
     "forward": (
         tiles_of_forward,
-        (forward, "specialized_forward", lambda call, results: tiles_of_forward(call, results.out)),
+        (triton_backend, "specialized_forward", lambda call, results: tiles_of_forward(call, results.out)),
         gluon_forward,
         5,
     ),
@@ -125,7 +125,7 @@ def rows() -> Iterator[Any]:
                 yield pytest.param(kernel, case, dtype, order, id=f"{kernel}-{name}-{order}", marks=marks)  # fmt: skip
 
 
-@pytest.mark.parametrize(("kernel", "named", "dtype", "order"), rows())
+@pytest.mark.parametrize(("kernel", "named", "dtype", "order"), list(rows()))
 @pytest.mark.parametrize("backend", ["triton"])
 def test_cases(backend: str, kernel: str, named: Case, dtype: torch.dtype, order: str) -> None:
     with in_gluon(kernel, order) as launched:
@@ -193,10 +193,10 @@ def chosen(
         if kernel == "forward":
             out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
             results = Results(out, nothing, nothing)
-            return specialized.specialized_forward(call, results) is not None
+            return triton_backend.specialized_forward(call, results) is not None
         operands = [call.query, call.key, call.value][:asked_for]
         gradients = Gradients(*operands, *[nothing] * (len(Gradients._fields) - asked_for))
-        return specialized.specialized_backward(call, gradients, inputs.dout) is not None
+        return triton_backend.specialized_backward(call, gradients, inputs.dout) is not None
 
 
 def test_which_calls_the_forward_kernel_serves() -> None:
@@ -222,7 +222,7 @@ def test_which_calls_the_forward_kernel_serves() -> None:
         assert chosen("forward", Ds=Ds, Dv=Dv, **more)
     for changes in ({"Ds": 520}, {"Ds": 32}, {"Ds": 100}, {"Dv": 32}, {"Dv": 136}, *refused[-5:]):
         assert not chosen("forward", **{"Ds": 256} | changes), changes
-    with mock.patch.object(specialized, "_HAS_GLUON", False):
+    with mock.patch.object(triton_backend, "_HAS_GLUON", False):
         assert not chosen("forward")
 
 
@@ -240,7 +240,7 @@ def test_which_calls_the_backward_kernel_serves() -> None:
     )  # fmt: skip
     for changes in refused:
         assert not chosen("backward", **changes), changes
-    with mock.patch.object(specialized, "HAS_ADDING_COPIES", False):
+    with mock.patch.object(triton_backend, "HAS_ADDING_COPIES", False):
         assert not chosen("backward")
 
 

@@ -32,9 +32,7 @@ def test_compiled_kernel_is_kept_for_arguments_like_its_own() -> None:
     """Whatever Triton may compile for asks it again: dtypes, alignment, None, numbers, constants and options."""
     names = ("rows", "terms", "flags", "size", "factor", "BLOCK", "KIND")
     kernel = mock.MagicMock(arg_names=names)
-    search = (
-        kernel.__getitem__.return_value
-    )  # Triton looks for the compiled kernel; a launch of that is below
+    search = kernel.__getitem__.return_value  # Triton looks for the compiled kernel
     launched = search.return_value.__getitem__.return_value
     memory = torch.zeros(64, dtype=torch.int32)
     words, bias = memory.view(2, 2, 4, 4), Bias(memory, 1, 0, 0, 8, 4, 1)
@@ -155,12 +153,11 @@ class TestKernelsOfAStep:
         assert all(each.compiled is not None for each in kernels)
 
     def test_a_compiled_kernel_is_launched_at_once(self) -> None:
-        kernel, runs = Kernel(), []
+        kernel = Kernel()
         kernel.compiled = object()
-        compiled_together(
-            lambda _: runs.append(self.launch(kernel)), NO_OUTPUT, lambda: runs.append(None)
-        )  # type: ignore[func-returns-value]
-        assert (kernel.launches, len(runs)) == (1, 1)
+        follow = mock.Mock()
+        compiled_together(lambda _: self.launch(kernel), NO_OUTPUT, follow)
+        assert (kernel.launches, follow.call_count) == (1, 0)
 
     def test_outputs_stay_as_launched_kernels_have_filled_them(self) -> None:
         compiled, not_compiled = Kernel(), Kernel()
@@ -181,13 +178,10 @@ class TestKernelsOfAStep:
     def test_an_error_is_raised_where_the_kernel_is_launched(self) -> None:
         good, bad, not_launched = kernels = Kernel(), Kernel(), Kernel()
         bad.compile = not_launched.compile = mock.Mock(side_effect=ValueError("no register left"))
+        launches = [partial(self.launch, each) for each in kernels]
         for _ in range(2):
             with pytest.raises(ValueError, match="no register left"):
-                compiled_together(
-                    lambda _: [self.launch(each) for each in kernels[:2]],
-                    NO_OUTPUT,
-                    lambda: self.launch(kernels[2]),
-                )  # type: ignore[func-returns-value]
+                compiled_together(lambda _: [run() for run in launches[:2]], NO_OUTPUT, launches[2])
         assert good.launches == 1
 
     def test_there_may_be_no_memory_for_what_follows(self) -> None:
@@ -197,9 +191,7 @@ class TestKernelsOfAStep:
         assert (kernel.launches, follow.call_count) == (1, 1)
 
     @pytest.mark.parametrize("captured", [False, True])
-    def test_a_captured_step_runs_once(
-        self, captured: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_captured_step_runs_once(self, captured: bool, monkeypatch: Any) -> None:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
         like = mock.Mock(is_cuda=True, device=torch.device("cuda", 0))
@@ -218,15 +210,12 @@ class TestKernelsOfAStep:
         assert mode.submit.call_count == 1
 
     @pytest.mark.parametrize("silent", [0.0, 60.0])
-    def test_a_line_is_logged_if_it_takes_long(
-        self, silent: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_line_is_logged_if_it_takes_long(self, silent: float, monkeypatch: Any) -> None:
         monkeypatch.setattr(launching, "_SILENT", silent)
         logged = threading.Event()
         monkeypatch.setattr(launching._LOGGER, "warning", lambda *words: logged.set())
-        compiled_together(
-            lambda _: self.launch(Kernel(lambda: silent or logged.wait(60))), NO_OUTPUT
-        )
+        kernel = Kernel(lambda: silent or logged.wait(60))
+        compiled_together(lambda _: self.launch(kernel), NO_OUTPUT)
         assert logged.is_set() == (silent == 0.0)
 
 
@@ -240,27 +229,20 @@ def test_heads_are_split_into_several_waves(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_kinds_of_gpus() -> None:
-    kinds = {
-        (8, 0): "sm_80",
-        (8, 7): "sm_80",
-        (9, 0): "sm_90",
-        (10, 0): "sm_100",
-        (10, 3): "sm_100",
-    }
-    kinds |= dict.fromkeys([(7, 5), (8, 6), (8, 9), (12, 0), None], "other")
-    assert {capability: tiles._kind_of(capability) for capability in kinds} == kinds
+    kinds = {"sm_80": [(8, 0), (8, 7)], "sm_90": [(9, 0)], "sm_100": [(10, 0), (10, 3)]}
+    others = {"other": [(7, 5), (8, 6), (8, 9), (12, 0), None]}
+    for kind, capabilities in (kinds | others).items():
+        assert {tiles._kind_of(each) for each in capabilities} == {kind}
 
 
 @pytest.mark.parametrize("kind", ["sm_100", "sm_90", "sm_80", "other"])
 @pytest.mark.parametrize("kernel", ["gated_attention.forward", "collaborative_attention.queries"])
 def test_short_queries_have_short_tiles(kernel: str, kind: str) -> None:
+    short, longer = (torch.empty(1, 1, T, 64, dtype=torch.bfloat16) for T in (16, 17))
     with on_kind_of_gpu(kind):
-        rows = {
-            T: tiles_for(kernel, torch.empty(1, 1, T, 64, dtype=torch.bfloat16), 64, 64).block_m
-            for T in (1, 16, 17)
-        }
-    assert rows[1] == rows[16] == 16
-    assert rows[17] > 16
+        assert tiles_for(kernel, short[:, :, :1], 64, 64).block_m == 16
+        assert tiles_for(kernel, short, 64, 64).block_m == 16
+        assert tiles_for(kernel, longer, 64, 64).block_m > 16
 
 
 class Tools:

@@ -27,7 +27,7 @@ if TRITON_INTERPRETED:
 
 from triton.runtime.jit import JITFunction  # noqa: E402 (needs triton)
 
-from heads_kernels.ops.triton.specialized import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
+from heads_kernels.ops.triton.backend import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
 from tests.ops.test_ahead_of_time import works  # noqa: E402 (needs triton)
 from tests.support.commands import ROOT, python  # noqa: E402 (needs triton)
 

@@ -9,6 +9,7 @@ checks them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 from collections.abc import Callable
@@ -268,25 +269,24 @@ def _hardware(machine: Machine) -> dict[str, Any]:
         target.write(tiles.read(at), machine.copies)
         barrier.land(machine.copies, tiles.bytes)
 
-    def async_store(tiles: Tiles, at: Any, source: Shared) -> None:
+    def async_store(tiles: Tiles, at: Any, source: Shared, store: Any = Tiles.write) -> None:
         source.read("a copy")
         machine.adds((id(tiles), *map(int, at)))
-        machine.stores.append((tiles.write, at, source))
+        machine.own.stores.append((tiles, store, at, source))
 
-    def async_atomic_add(tiles: Tiles, at: Any, source: Shared) -> None:
-        source.read("a copy")
-        machine.adds((id(tiles), *map(int, at)))
-        machine.stores.append((tiles.add, at, source))
+    async_atomic_add = functools.partial(async_store, store=Tiles.add)
 
     def store_wait(pending: int, read_only: bool = True) -> None:
-        while len(machine.stores) > pending:
-            write, at, source = machine.stores.pop(0)
-            write(at, source.array)
+        while len(machine.own.stores) > pending:
+            tiles, store, at, source = machine.own.stores.pop(0)
+            store(tiles, at, source.array)
             source.read_ends("a copy")
         if not read_only:
             machine.stored()
 
     def fence_async_shared() -> None:
+        for barrier in machine.barriers:
+            barrier.fenced = True
         for cell in machine.cells:
             if cell.unfenced == machine.me:
                 cell.unfenced = None
@@ -297,14 +297,14 @@ def _hardware(machine: Machine) -> dict[str, Any]:
         product = Product(machine, a, b, acc, use_acc)
         if not is_async:
             return product.ended()
-        machine.queue.append(product)
+        machine.own.queue.append(product)
         return product
 
     def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = ()) -> Any:
-        count = max(len(machine.queue) - num_outstanding, 0)
-        for product in machine.queue[:count]:
+        count = max(len(machine.own.queue) - num_outstanding, 0)
+        for product in machine.own.queue[:count]:
             product.ended()
-        del machine.queue[:count]
+        del machine.own.queue[:count]
         done = [isinstance(each, Product) and each.value is not None for each in deps]
         results = [each.value if ended else each for each, ended in zip(deps, done, strict=True)]
         return results[0] if len(results) == 1 else tuple(results)
@@ -314,11 +314,8 @@ def _hardware(machine: Machine) -> dict[str, Any]:
         arrive=when(Barrier.arrive), expect=when(Barrier.expect),
     )  # fmt: skip
     copies = types.SimpleNamespace(
-        async_load=async_load,
-        async_store=async_store,
-        async_atomic_add=async_atomic_add,
-        store_wait=store_wait,
-    )
+        async_load=async_load, async_store=async_store, async_atomic_add=async_atomic_add, store_wait=store_wait
+    )  # fmt: skip
     return {
         "mbarrier": barriers, "tma": copies, "async_load": async_load, "async_store": async_store,
         "async_copy_global_to_shared": async_load, "async_copy_shared_to_global": async_store,

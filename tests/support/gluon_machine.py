@@ -8,7 +8,7 @@ held against what its partition has waited for.
   copies that landed; a wait acquires what the phases of its barrier released (vector clocks).
 - Reading needs to know of the last write; writing needs to know of it and of every read. Reads by asynchronous products
   and copies last until they are waited for.
-- Tensor cores and copies see what threads have stored only behind `fence_async_shared`.
+- Tensor cores and copies see what threads have stored, and barriers, only behind `fence_async_shared`.
 - A barrier counts arrivals and bytes of a phase; too many are a fault, and too few a deadlock, which is reported.
 - When a program ends, nothing may be under way.
 """
@@ -69,6 +69,7 @@ class Barrier:
     def __init__(self, machine: Machine, name: str) -> None:
         self._machine, self.name = machine, name
         self.count = self.arrived = self.bytes = self.phase = 0
+        self.fenced = False  # copies know that it is initialized
         self._coming, self._released = Clock(), Clock()
 
     def init(self, count: int) -> None:
@@ -88,6 +89,8 @@ class Barrier:
         self.arrive()
 
     def land(self, copy: int, number: int) -> None:
+        if not self.fenced:
+            raise Fault(f"{self.name}: a copy arrives without a fence_async_shared")
         self.bytes -= number
         if self.bytes < 0:
             raise Fault(f"{self.name}: {-self.bytes} bytes more than it expects")
@@ -193,6 +196,19 @@ class Added:
     count: int = 0
 
 
+class Own(threading.local):
+    """What the partition that runs has; every thread has its own."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.queue: list[Any] = []  # products under way
+        self.stores: list[Any] = []  # tiles on their way to global memory
+        self.adding: list[int] = []  # additions under way
+        self.known: set[int] = set()  # additions that are in memory before what it does next
+        #: The counter that it has asked for, and what it got.
+        self.asked: tuple[int, int | None] | None = None
+
+
 class Machine:
     """One program: its partitions, of which one runs at a time, and its shared memory."""
 
@@ -208,12 +224,12 @@ class Machine:
         self._running: list[int] = []
         self._turns: dict[int, threading.Semaphore] = {}
         self._error: BaseException | None = None
-        self._own = threading.local()
+        self.own = Own()
 
     # ------------------------------------------------------------------ who runs, and what it knows
     @property
     def me(self) -> int:
-        return int(getattr(self._own, "number", 0))
+        return self.own.number
 
     @property
     def clock(self) -> Clock:
@@ -231,42 +247,22 @@ class Machine:
         self.clock.times[self.me] += 1
         return known
 
-    @property
-    def queue(self) -> list[Any]:
-        """Products of the partition that runs, under way."""
-        return self._own.__dict__.setdefault("queue", [])  # type: ignore[no-any-return]
-
-    @property
-    def stores(self) -> list[Any]:
-        """Tiles of the partition that runs, on their way to global memory."""
-        return self._own.__dict__.setdefault("stores", [])  # type: ignore[no-any-return]
-
     # ------------------------------------------------------------------ additions, and their order
-    @property
-    def _adding(self) -> list[int]:
-        """Additions of the partition that runs, under way."""
-        return self._own.__dict__.setdefault("adding", [])  # type: ignore[no-any-return]
-
-    @property
-    def _known(self) -> set[int]:
-        """Additions that are in memory before what the partition that runs does next."""
-        return self._own.__dict__.setdefault("known", set())  # type: ignore[no-any-return]
-
     def adds(self, at: tuple[int, ...]) -> None:
         """A copy stores or adds to the tile `at`, a tensor and a place in it: whoever did before must be done."""
         before = self.added.to.setdefault(at, [])
-        if not self._known.issuperset(before):
+        if not self.own.known.issuperset(before):
             raise Fault(
                 f"a tile at {at[1:]} is added to before what others add is known to be there"
             )
         self.added.count += 1
         before.append(self.added.count)
-        self._adding.append(self.added.count)
+        self.own.adding.append(self.added.count)
 
     def stored(self) -> None:
         """What was added is in memory."""
-        self._known.update(self._adding)
-        self._adding.clear()
+        self.own.known.update(self.own.adding)
+        self.own.adding.clear()
 
     def count(self, counter: int, found: int, more: int, sem: str) -> int:
         """Of a counter that is `found`, and `more` is added to: what the program gets.
@@ -276,17 +272,17 @@ class Machine:
         """
         known = self.added.released.setdefault(counter, [set()])
         if more:
-            known.append(known[found] | (self._known if sem == "release" else set()))
-            self._own.asked = None
+            known.append(known[found] | (self.own.known if sem == "release" else set()))
+            self.own.asked = None
             return found
-        asked = getattr(self._own, "asked", None)
+        asked = self.own.asked
         if asked == (counter, found):
             raise Fault(f"a deadlock: counter {counter} stays {found}")
         first = asked != (counter, None)
-        self._own.asked = (counter, None if first else found)
+        self.own.asked = (counter, None if first else found)
         seen = max(found - 1, 0) if first else found
         if sem == "acquire":
-            self._known.update(known[seen])
+            self.own.known.update(known[seen])
         return seen
 
     # ------------------------------------------------------------------ turns
@@ -343,13 +339,13 @@ class Machine:
         self._turns = {number: threading.Semaphore(0) for number in self._running}
 
         def run(number: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-            self._own.number = number
+            self.own.number = number
             self._turns[number].acquire()
             try:
                 with np.errstate(all="ignore"):
                     if self._error is None:
                         function(*arguments)
-                        if self.queue or self.stores:
+                        if self.own.queue or self.own.stores:
                             raise Fault(
                                 f"partition {number} ends while a product or a copy is under way"
                             )

@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 
 from heads_kernels.ops.triton.entmax import attend_sparse
+from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.score_tiles import (
     Features,
     QueryRows,
     active_chunks,
+    fill,
     gathered,
     load_query,
     scores_of_keys,
@@ -97,6 +99,12 @@ def attend(of, tiles, place, sizes, TILE: tl.constexpr):
 
 
 @triton.jit
+def opened(sizes, T):
+    """The sizes with `T` rows: those of a head that take part."""
+    return Sizes(sizes.H, T, sizes.S, sizes.group, sizes.scale)
+
+
+@triton.jit
 def normalized(sums, terms, dropout, place, sizes):
     """The results of `attend` from the sums over all keys that the rows see."""
     row_sum = sums.row_sum
@@ -130,44 +138,35 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
 
     The head of `place` is that of all rows, or [BLOCK_M] if the rows are heads that share a key head.
     """
-    BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = TILE.block_d
     if of.mixing is None:
-        head = place.h
-        if of.grouped is not None:
-            head = place.hk
-        features = Features(None, None, None, 0, None, None, None)
-        sums = _stream(of, tiles, features, head, place, split, sizes, TILE)
+        sums = _stream(of, tiles, Features(), place, split, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
-        count = chunks.length
-        sums = no_sums(of.value, BLOCK_M, TILE)
-        for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
-            if (BLOCK_D << doubling) <= TILE.resident:  # noqa: SIM102 (known when it is compiled)
-                if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    features = Features(columns, used, chunks, 0, None, None, None)
-                    sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
-        if TILE.chunks * BLOCK_D > TILE.resident:  # noqa: SIM102
-            if count * BLOCK_D > TILE.resident:
-                features = Features(None, None, chunks, 0, chunks, None, None)
-                sums = _stream(of, tiles, features, place.h, place, split, sizes, TILE)
+        sums = no_sums(of.value, TILE.block_m, TILE)
+        for doubling in tl.static_range(0, TILE.doublings):
+            if fill(chunks, 1 << doubling):
+                columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                features = Features(columns, used, chunks)
+                sums = _stream(of, tiles, features, place, split, sizes, TILE)
+        if TILE.chunks * BLOCK_D > TILE.resident and chunks.length * BLOCK_D > TILE.resident:
+            features = Features(chunks=chunks, scored=chunks)
+            sums = _stream(of, tiles, features, place, split, sizes, TILE)
     return sums
 
 
 @triton.jit
-def _stream(of, tiles, features, query_head, place, split, sizes, TILE: tl.constexpr):
+def _stream(of, tiles, features, place, split, sizes, TILE: tl.constexpr):
     """The sums of `accumulate`, with the `features` of the query."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     b, h = place.b, place.h
+    head = place.hk if of.grouped is not None else h
     q = None
     if features.scored is None:
-        q = load_query(
-            of, features, b, query_head, place.first, place.at < sizes.T, BLOCK_M, TILE
-        )  # [BLOCK_M, W]
+        q = load_query(of, features, b, head, place.first, place.at < sizes.T, BLOCK_M, TILE)
     lo, hi = ranges(of.visible, b, h, place.at, sizes.T, sizes.S)  # [BLOCK_M]
-    query = QueryRows(q, features, lo, hi, None)
+    query = QueryRows(place, q, features, lo, hi)
     own = place.first // BLOCK_M
     start, full_start, full_end, end, front = tiles_seen(
         of.visible, place, own, lo, hi, sizes.T, BLOCK_N
@@ -188,19 +187,20 @@ def _stream(of, tiles, features, query_head, place, split, sizes, TILE: tl.const
     sums = no_sums(of.value, BLOCK_M, TILE)
     for number in range(visits.full_start, visits.full_end, STEP):
         first = full_tile(of.visible, b, h, own, number) * BLOCK_N
-        sums = _add_keys(of, tiles, query, sums, first, place, sizes, False, STEP_N, TILE)
+        sums = _add_keys(of, tiles, query, sums, first, sizes, False, STEP_N, TILE)
     for number in tl.range(0, partial_count(visits), num_stages=TILE.partial_stages):
         first = partial_tile(of.visible, b, h, own, number, visits) * BLOCK_N
-        sums = _add_keys(of, tiles, query, sums, first, place, sizes, True, BLOCK_N, TILE)
+        sums = _add_keys(of, tiles, query, sums, first, sizes, True, BLOCK_N, TILE)
     return sums
 
 
 @triton.jit
 def _add_keys(
-    of, tiles, query, sums, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+    of, tiles, query, sums, first, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """The sums after adding BLOCK_N keys, from `first` on."""
-    tile = scores_of_keys(of, tiles, query, first, place, sizes, PARTIAL, BLOCK_N, TILE)
+    place = query.place
+    tile = scores_of_keys(of, tiles, query, first, sizes, PARTIAL, BLOCK_N, TILE)
     scores, v = tile.scores, tile.weighed  # [BLOCK_M, BLOCK_N], [BLOCK_N, BLOCK_DV]
     scale_log2 = softmax_scale(sizes.scale, of.terms)
     if of.value is None:

@@ -1,14 +1,24 @@
-"""The operators on the `triton` backend: the order in which their kernels run."""
+"""The operators on the `triton` backend: which kernels run, and in which order.
+
+On sm_90, kernels in Gluon with specialized warps (`gluon_forward`, `gluon_backward`) replace others in the calls that
+they serve. Their tiles would be mostly padding for queries of a few rows, narrow heads and, in gated attention, values
+of another width. There must be as many keys as for other descriptors (`load.FEWEST_KEYS`). The backward kernel serves
+gated attention alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 import torch
+import triton
+from torch import Tensor
 
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Gradients, Results, Saved, allocate_gradients
-from heads_kernels.ops.buffers import contiguous_rows
+from heads_kernels.ops.buffers import SHORT_QUERY, contiguous_rows
 from heads_kernels.ops.entmax import check_alpha_values
 from heads_kernels.ops.statistics import Buffers
 from heads_kernels.ops.triton.bias_gradients import bias_pass, offsets_pass
@@ -16,19 +26,29 @@ from heads_kernels.ops.triton.entmax import centers_pass
 from heads_kernels.ops.triton.forward import closed_pass, forward_pass
 from heads_kernels.ops.triton.keys import keys_pass
 from heads_kernels.ops.triton.launch import compiled_together
+from heads_kernels.ops.triton.load import FEWEST_KEYS, describable
+from heads_kernels.ops.triton.operands import operator_of, with_positive_scale
 from heads_kernels.ops.triton.queries import queries_pass
 from heads_kernels.ops.triton.rows import first_pass
-from heads_kernels.ops.triton.specialized import specialized_backward
 from heads_kernels.ops.triton.statistics import statistics_passes
+from heads_kernels.ops.triton.tiles import Tiles, padded, warp_tiles
 
 __all__ = ["backward", "forward", "statistics"]
+
+_RELEASE: Final = tuple(map(int, triton.__version__.split(".")[:2]))
+#: Names in Gluon, which is experimental, change between releases: the kernels were compiled with these.
+_HAS_GLUON: Final = (3, 6) <= _RELEASE <= (3, 9)
+#: Whether Gluon has the copies that add to a tile, which the backward kernel needs.
+HAS_ADDING_COPIES: Final = _RELEASE >= (3, 8)
+#: Features that heads may share: 128 rows of them have 128 KiB, of the 227 that a program may have.
+_MOST_SHARED: Final = 512
 
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
     if call.alpha is not None and not call.alpha.is_cuda:  # on a GPU this would make the host wait
         check_alpha_values(call.alpha)
-    compiled_together(partial(forward_pass, call), results, partial(_backward_of, call, results))
+    compiled_together(partial(_forward, call), results, partial(_backward_of, call, results))
 
 
 def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
@@ -39,6 +59,17 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
 def statistics(call: Call, results: Buffers) -> None:
     """Fill `results`."""
     compiled_together(partial(statistics_passes, call), results)
+
+
+def _forward(call: Call, results: Results) -> None:
+    call = with_positive_scale(call)
+    tiles = specialized_forward(call, results)
+    if tiles is None:
+        forward_pass(call, results)
+    else:
+        from heads_kernels.ops.triton import gluon_forward
+
+        gluon_forward.specialized_pass(call, results, tiles)
 
 
 def _backward_of(call: Call, results: Results) -> None:
@@ -58,12 +89,56 @@ def _backward(call: Call, saved: Saved, gradients: Gradients) -> None:
         closed_pass(call, first.operands, first.reads, g.dgate)
     if call.alpha is not None:
         first = centers_pass(call, first, g.dalpha)
-    if tiles is not None:
-        from heads_kernels.ops.triton.gluon_backward import specialized_pass
-
-        specialized_pass(call, first, g, tiles)
-    else:
+    if tiles is None:
         keys_pass(call, first, g.dkey, g.dvalue, g.dcontent_bias)
         queries_pass(call, first, g.dquery, g.dmixing)
+    else:
+        from heads_kernels.ops.triton import gluon_backward
+
+        gluon_backward.specialized_pass(call, first, g, tiles)
     bias_pass(call, first, g.dbias)
     offsets_pass(call, first, g.doffset_bias)
+
+
+# ---------------------------------------------------------------------- which calls kernels in Gluon serve
+def specialized_forward(call: Call, outputs: Results) -> Tiles | None:
+    """The tiles of the forward kernel, if it serves the call."""
+    tensors = [call.query, call.key, call.value, outputs.out]
+    if outputs.attended.numel():
+        tensors.append(outputs.attended)
+    return _tiles("forward", call, tensors)
+
+
+def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tiles | None:
+    """The tiles of the backward kernel, if it serves the call.
+
+    It requires that all of dquery, dkey and dvalue are requested. Its loops would spill with a dense mask, and with a
+    cap in heads of more than 64 features.
+    """
+    g = gradients
+    asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
+    spills = call.dense_mask is not None or (call.softcap and max(call.D, call.Dv) > 64)
+    if not (asked_for and HAS_ADDING_COPIES) or spills:
+        return None
+    return _tiles("backward", call, [call.query, call.key, call.value, dout])
+
+
+def served(call: Call, tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels can serve the call.
+
+    They support no biases of pairs, dropout, entmax or first keys, and at most _MOST_SHARED features that heads share.
+    Descriptors must be able to describe all tensors.
+    """
+    others = call.alpha, call.bias, call.offset_bias, call.first_keys
+    plain = not call.dropout_p and all(part is None for part in others)
+    fits = call.mixing is None or call.D <= _MOST_SHARED
+    return plain and fits and all(map(describable, tensors))
+
+
+def _tiles(part: str, call: Call, tensors: Sequence[Tensor]) -> Tiles | None:
+    long = call.T > SHORT_QUERY and call.S >= FEWEST_KEYS
+    of_one_width = call.mixing is not None or padded(call.D) == padded(call.Dv)
+    if not (long and of_one_width and min(padded(call.D), padded(call.Dv)) > 32 and _HAS_GLUON):
+        return None
+    tiles = warp_tiles(f"{operator_of(call)}.{part}", call.query, call.D, call.Dv)
+    return tiles if tiles is not None and served(call, tensors) else None

@@ -19,7 +19,7 @@ from heads_kernels.call import Call
 from heads_kernels.ops.buffers import splits_of
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import load_tile
+from heads_kernels.ops.triton.load import load_values
 from heads_kernels.ops.triton.operands import Place, operator_of, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
@@ -62,19 +62,17 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
         q, chunks = None, None
         if of.mixing is not None:
             chunks = active_chunks(of.mixing, h, TILE)
-        features = Features(None, None, chunks, 0, chunks, None, None)
+        features = Features(chunks=chunks, scored=chunks)
         if of.mixing is None:
             q = load_query(of, features, b, h, first_row, rows < T, BLOCK, TILE)
-        query, tiles = QueryRows(q, features, lo, hi, None), KeyTiles(None, None)
-        raw, _k, v = raw_scores(of, tiles, query, first_key, keys < S, place, sizes, BLOCK, TILE)
+        query, tiles = QueryRows(place, q, features, lo, hi), KeyTiles()
+        raw, _k, v = raw_scores(of, tiles, query, first_key, keys < S, sizes, BLOCK, TILE)
         of_head = head_gate(reads.gate, b, h, TILE)
         row_terms = along(load_row_terms(reads, of_head, b, h, rows, sizes, TILE), 1)
         scores, _slope = finish(raw, bias, of.terms, sizes.scale)
-        do = load_tile(
-            reads.dattended, b, h, first_row, rows < T, TILE.dv, BLOCK, TILE.block_dv
-        )  # [BLOCK, BLOCK_DV]
+        do = load_values(reads.dattended, b, h, first_row, rows < T, BLOCK, TILE)
         tile = ScoreTile(scores, 1.0, seen, None, v)
-        acc += dscores_of_tile(of, tile, do, row_terms, first_key, place, sizes, True, BLOCK, TILE)
+        acc += dscores_of_tile(of, tile, do, row_terms, first_key, place, sizes, True, TILE)
     return acc
 
 

@@ -32,13 +32,15 @@ from torch import Tensor
 from heads_kernels.call import Call
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import load_tile
+from heads_kernels.ops.triton.load import load_values
 from heads_kernels.ops.triton.operands import Support, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Features,
     KeyTiles,
     QueryRows,
+    load_query,
+    place_of_rows,
     scores_of_keys,
 )
 from heads_kernels.ops.triton.scores import (
@@ -55,13 +57,7 @@ from heads_kernels.ops.triton.scores import (
     product,
 )
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
-from heads_kernels.ops.triton.visible import (
-    place_of_rows,
-    ranges,
-    tile_at,
-    tile_count,
-    tiles_in_ranges,
-)
+from heads_kernels.ops.triton.visible import ranges, tile_at, tile_count, tiles_in_ranges
 
 #: A limit; about 4 steps are usual.
 _MOST_STEPS: tl.constexpr = tl.constexpr(32)
@@ -79,11 +75,9 @@ class CentersWritten(NamedTuple):
 
 
 @triton.jit
-def _masked_scores(of, query, first, place, sizes, TILE: tl.constexpr):
+def _masked_scores(of, query, first, sizes, TILE: tl.constexpr):
     """Scores [BLOCK_M, BLOCK_N] of the keys from `first` on, hidden ones -inf, and the values of the keys."""
-    tile = scores_of_keys(
-        of, KeyTiles(None, None), query, first, place, sizes, True, TILE.block_n, TILE
-    )
+    tile = scores_of_keys(of, KeyTiles(), query, first, sizes, True, TILE.block_n, TILE)
     scores = natural(tile.scores, sizes.scale, of.terms)
     return tl.where(tile.seen, scores, float("-inf")), tile.weighed
 
@@ -120,13 +114,13 @@ def attend_sparse(of, place, sizes, TILE: tl.constexpr):
     visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, T, BLOCK_N)
     in_reach = of.in_reach + tl.program_id(0).to(tl.int64) * tl.cdiv(S, BLOCK_N)
     order = load_order(of.terms, h)
-    q = load_tile(of.query, b, h, place.first, rows < T, TILE.d, BLOCK_M, TILE.block_d)
-    query = QueryRows(q, Features(None, None, None, 0, None, None, None), lo, hi, None)
+    q = load_query(of, Features(), b, h, place.first, rows < T, BLOCK_M, TILE)
+    query = QueryRows(place, q, Features(), lo, hi)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
     count = tile_count(visits)
     for number in range(count):
         tile = tile_at(visits, number)
-        scores, _ = _masked_scores(of, query, tile * BLOCK_N, place, sizes, TILE)
+        scores, _ = _masked_scores(of, query, tile * BLOCK_N, sizes, TILE)
         top = tl.maximum(top, tl.max(scores, 1))
         tl.store(in_reach + number, tile)
     # No score exceeds +inf, and a row of only nan, whose maximum may be -inf, stays nan.
@@ -142,7 +136,7 @@ def attend_sparse(of, place, sizes, TILE: tl.constexpr):
         left = 0
         for number in range(count):
             tile = tl.load(in_reach + number)
-            scores, _ = _masked_scores(of, query, tile * BLOCK_N, place, sizes, TILE)
+            scores, _ = _masked_scores(of, query, tile * BLOCK_N, sizes, TILE)
             y = above_threshold(scores, top[:, None], above[:, None], order)
             p, slope = powers(y, order)
             total += tl.sum(p, 1)
@@ -159,7 +153,7 @@ def attend_sparse(of, place, sizes, TILE: tl.constexpr):
     acc = tl.zeros((BLOCK_M, TILE.block_dv), tl.float32)
     for number in range(count):
         first = tl.load(in_reach + number) * BLOCK_N
-        scores, v = _masked_scores(of, query, first, place, sizes, TILE)
+        scores, v = _masked_scores(of, query, first, sizes, TILE)
         p, slope = powers(above_threshold(scores, top[:, None], above[:, None], order), order)
         if of.dropout is not None:
             p = p * kept(of.dropout, b, h, rows, first, BLOCK_N).to(tl.float32)
@@ -184,35 +178,29 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     lo, hi = ranges(of.visible, b, h, rows, taking_part, S)  # [BLOCK_M]
     visits = tiles_in_ranges(of.visible, b, h, lo, hi, rows, taking_part, BLOCK_N)
     order = load_order(of.terms, h)
-    q = load_tile(of.query, b, h, first_row, rows < taking_part, TILE.d, BLOCK_M, TILE.block_d)
-    query = QueryRows(q, Features(None, None, None, 0, None, None, None), lo, hi, None)
-    do = load_tile(
-        reads.dattended, b, h, first_row, rows < taking_part, TILE.dv, BLOCK_M, TILE.block_dv
-    )
+    q = load_query(of, Features(), b, h, first_row, rows < taking_part, BLOCK_M, TILE)
+    query = QueryRows(place, q, Features(), lo, hi)
+    do = load_values(reads.dattended, b, h, first_row, rows < taking_part, BLOCK_M, TILE)
     of_head = head_gate(reads.gate, b, h, TILE)
     row_terms = load_row_terms(reads, of_head, b, h, rows, sizes, TILE)
     columns = along(row_terms, 1)
-    slopes = tl.zeros((BLOCK_M,), tl.float32)
-    slope_differences = tl.zeros((BLOCK_M,), tl.float32)
+    nothing = tl.zeros((BLOCK_M,), tl.float32)
+    slopes, slope_differences = nothing, nothing
     if written.dalpha is not None:
-        logs = tl.zeros((BLOCK_M,), tl.float32)  # of p ln p, p first, p second
-        firsts = tl.zeros((BLOCK_M,), tl.float32)
-        seconds = tl.zeros((BLOCK_M,), tl.float32)
-        p_differences = tl.zeros((BLOCK_M,), tl.float32)  # of the same times the difference
-        log_differences = tl.zeros((BLOCK_M,), tl.float32)
-        first_differences = tl.zeros((BLOCK_M,), tl.float32)
-        second_differences = tl.zeros((BLOCK_M,), tl.float32)
+        logs, firsts, seconds = nothing, nothing, nothing  # of p ln p, p first, p second
+        p_differences, log_differences = nothing, nothing  # of p and the same, times the difference
+        first_differences, second_differences = nothing, nothing
     pair = (b * sizes.H + h).to(tl.int64)
     at = written.support.ptr + (pair * tiles + first_row // BLOCK_M) * tl.cdiv(S, BLOCK_N)
     for number in range(tile_count(visits)):
         tile = tile_at(visits, number)
         first = tile * BLOCK_N
-        scores, _ = _masked_scores(of, query, first, place, sizes, TILE)
+        scores, _ = _masked_scores(of, query, first, sizes, TILE)
         y = above_threshold(scores, columns.lse, columns.above, order)
         if tl.max(tl.where(y == -1.0, 0, 1)) != 0:
             tl.store(at + tile, 1)
             there = first + tl.arange(0, BLOCK_N) < S
-            v = load_tile(of.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv)
+            v = load_values(of.value, b, place.hk, first, there, BLOCK_N, TILE)
             dp = product(do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
             keep = None
             if of.dropout is not None:

@@ -8,7 +8,7 @@ backward pass the one for closed heads, whose forward pass was skipped, if their
 has too few tiles for the GPU (`buffers.key_splits`), its keys are split over several programs, and another kernel
 combines their results.
 
-On sm_90 a Gluon kernel with specialized warps replaces the forward kernel where it can (`specialized`).
+On sm_90 a Gluon kernel with specialized warps replaces the forward kernel where it can (`backend`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from heads_kernels.ops.triton.attend import (
     attend,
     no_sums,
     normalized,
+    opened,
 )
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import (
     FEWEST_KEYS,
     describable,
-    load_tile,
+    load_values,
     store_tile,
     tiles_in,
 )
@@ -47,7 +48,6 @@ from heads_kernels.ops.triton.operands import (
     Place,
     RowLse,
     Rows,
-    Sizes,
     Splits,
     gate_kind,
     gate_of,
@@ -61,15 +61,10 @@ from heads_kernels.ops.triton.operands import (
     with_positive_scale,
 )
 from heads_kernels.ops.triton.rows import Reads
-from heads_kernels.ops.triton.score_tiles import KeyTiles
+from heads_kernels.ops.triton.score_tiles import KeyTiles, own_rows, place_of_rows
 from heads_kernels.ops.triton.scores import online_softmax, softmax_scale
-from heads_kernels.ops.triton.specialized import specialized_forward
-from heads_kernels.ops.triton.tiles import (
-    Tiles,
-    padded,
-    tile_constants,
-)
-from heads_kernels.ops.triton.visible import own_rows, place_of_rows, with_tile_lists
+from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
+from heads_kernels.ops.triton.visible import with_tile_lists
 
 #: Splits of a row that are read at once: usually all. 32 x 256 numbers take 64 registers of 128 threads.
 _SPLITS_AT_ONCE: Final = 32
@@ -94,29 +89,21 @@ class SplitParts(NamedTuple):
 
 
 @triton.jit
-def _opened(sizes, T):
-    """The sizes with `T` rows: those of a head that take part."""
-    return Sizes(sizes.H, T, sizes.S, sizes.group, sizes.scale)
-
-
-@triton.jit
 def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.constexpr):
     """A program computes BLOCK_M rows of `out` of one head. For a closed head it only writes zeros."""
     place = place_of_rows(of, sizes, TILE)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     tiles = KeyTiles(key_tiles, value_tiles)
-    attended = attend(of, tiles, place, _opened(sizes, taking_part), TILE)
-    _store(attended, gate, written, place, sizes, TILE.block_m, TILE)
+    attended = attend(of, tiles, place, opened(sizes, taking_part), TILE)
+    _store(attended, gate, written, place, sizes, TILE)
 
 
 @triton.jit
-def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Store the results of `attend` for ROWS rows of a head, and their output."""
+def _store(attended, gate, written, place, sizes, TILE: tl.constexpr):
+    """Store the results of `attend` for rows of a head, and their output."""
     b, h, first_row, T = place.b, place.h, place.first, sizes.T
     if written.attended is not None:
-        store_tile(
-            written.attended, b, h, first_row, T, attended.rows, TILE.dv, ROWS, TILE.block_dv
-        )
+        store_tile(written.attended, b, h, first_row, T, attended.rows, TILE.dv)
     rows = place.at
     if written.lse.ptr is not None:
         at = (b * sizes.H + h).to(tl.int64) * T + rows
@@ -126,7 +113,7 @@ def _store(attended, gate, written, place, sizes, ROWS: tl.constexpr, TILE: tl.c
     gated = times_gate(attended.rows, gate, b, h, rows, tl.arange(0, TILE.block_dv), T, TILE)
     # Rows that see no key are 0, even if their gate is NaN.
     gated = tl.where(attended.sees[:, None], gated, 0.0)
-    store_tile(written.out, b, h, first_row, T, gated, TILE.dv, ROWS, TILE.block_dv)
+    store_tile(written.out, b, h, first_row, T, gated, TILE.dv)
 
 
 @triton.jit
@@ -146,8 +133,8 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
         heads = first_row + tl.arange(0, BLOCK_M)
         h = hk * group + tl.minimum(heads, group - 1)  # [BLOCK_M]
         taking_part = T
-        opened = (heads < group) & (open_rows(gate, b, h, T, TILE) != 0)
-        rows = tl.where(opened, 0, T)
+        is_open = (heads < group) & (open_rows(gate, b, h, T, TILE) != 0)
+        rows = tl.where(is_open, 0, T)
     else:
         b, h, first_row = own_rows(of, program, H, T, BLOCK_M)
         hk, head = h // group, h
@@ -157,11 +144,9 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
     place = Place(b, h, hk, first_row, rows)
     tiles = KeyTiles(key_tiles, value_tiles)
     share = Share(split, splits.shares)
-    sums = accumulate(of, tiles, place, share, _opened(sizes, taking_part), TILE)
+    sums = accumulate(of, tiles, place, share, opened(sizes, taking_part), TILE)
     part = split * splits.batches + b
-    store_tile(
-        written.acc, part, head, first_row, length, sums.acc, TILE.dv, BLOCK_M, TILE.block_dv
-    )
+    store_tile(written.acc, part, head, first_row, length, sums.acc, TILE.dv)
     at = (part * H + h).to(tl.int64) * T + rows
     tl.store(written.row_max + at, sums.row_max, mask=rows < taking_part)
     tl.store(written.row_sum + at, sums.row_sum, mask=rows < taking_part)
@@ -197,19 +182,13 @@ def _combine_kernel(
         total = sums.acc * alpha[:, None] + tl.sum(tl.trans(shares) * acc, 0)[None, :]
         sums = SoftmaxSums(total, row_max, row_sum)
     place = Place(b, h, h // sizes.group, row, row + tl.arange(0, 1))
-    attended = normalized(sums, terms, dropout, place, _opened(sizes, taking_part))
-    _store(attended, gate, written, place, sizes, 1, TILE)
+    attended = normalized(sums, terms, dropout, place, opened(sizes, taking_part))
+    _store(attended, gate, written, place, sizes, TILE)
 
 
 def forward_pass(call: Call, outputs: Results) -> None:
-    """Fill `outputs` (out, attended, lse), except empty ones."""
+    """Fill `outputs` (out, attended, lse), except empty ones. The scale is not negative."""
     out, attended, lse = outputs
-    call = with_positive_scale(call)
-    if (specialized := specialized_forward(call, outputs)) is not None:
-        from heads_kernels.ops.triton.gluon_forward import specialized_pass
-
-        specialized_pass(call, outputs, specialized)
-        return
     (B, H, T, S), Dv = call.sizes, call.Dv
     tiles = tiles_of_pass(call, "forward", _has_descriptors(call))
     key_tiles = -(-S // tiles.block_n)
@@ -271,9 +250,7 @@ def _closed_kernel(
             rows = first_row + tl.arange(0, BLOCK_M)
             place = Place(b, h, h // sizes.group, first_row, rows)
             attended = attend(of, KeyTiles(key_tiles, value_tiles), place, sizes, TILE)
-            do = load_tile(dout, b, h, first_row, rows < T, TILE.dv, BLOCK_M, TILE.block_dv).to(
-                tl.float32
-            )  # [BLOCK_M, BLOCK_DV]
+            do = load_values(dout, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
             products = tl.where(attended.sees[:, None], do * attended.rows, 0.0)
             at = dgate_rows + (b * H + h).to(tl.int64) * T + rows
             tl.store(at, tl.sum(products, 1), mask=rows < T)

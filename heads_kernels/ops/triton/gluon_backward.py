@@ -20,7 +20,7 @@ Overlap  Q K^T and dO V^T are issued together. Exponentials run during the secon
 Memory   Shared: keys, values, rings, dscores, dquery. Scores, probabilities and both sums stay in registers: 232 per
          thread of a consumer and 32 of the others, 63,488 for 384 threads.
 
-`specialized` decides which calls run here. `tests/support/gluon_emulator.py` runs this file without a GPU.
+`backend` decides which calls run here. `tests/support/gluon_emulator.py` runs this file without a GPU.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from heads_kernels.ops.triton.gate import head_gate
 from heads_kernels.ops.triton.gluon_row_tiles import (
     Global,
     Order,
+    Seen,
     Shared,
     adder,
     next_place,
@@ -56,13 +57,7 @@ from heads_kernels.ops.triton.gluon_row_tiles import (
 from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, tiles_of
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
-from heads_kernels.ops.triton.operands import (
-    Place,
-    Rows,
-    Splits,
-    rows_of,
-    sizes_of,
-)
+from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass
 from heads_kernels.ops.triton.scores import finish, probabilities
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
@@ -110,7 +105,6 @@ def _consumers(
     reads, shared, written, terms, visible, place, part, heads, sizes, TILE: gl.constexpr
 ):  # fmt: skip
     """The keys of a program against all of its tiles of rows."""
-    STAGES: gl.constexpr = TILE.stages
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_D: gl.constexpr = TILE.block_d
@@ -193,7 +187,7 @@ def _consumers(
                 turn, added = next_place(turn, added, 2)
                 dkey = warpgroup_mma_wait(num_outstanding=0, deps=(dkey,))
                 mbarrier.arrive(shared.free.index(stage), count=1)
-                stage, phase = next_place(stage, phase, STAGES)
+                stage, phase = next_place(stage, phase, TILE.stages)
     at = place.first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
     columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
     _store(written.dkey, dkey * sizes.scale, part, place, at, columns, sizes.S, TILE.d)
@@ -210,7 +204,7 @@ def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _backward_kernel(
-    memory, terms, visible, rows_visible, reads, written, order, sizes, splits, together, TILE: gl.constexpr
+    memory, terms, seen, reads, written, order, sizes, splits, together, TILE: gl.constexpr
 ):  # fmt: skip
     """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`."""
     STAGES: gl.constexpr = TILE.stages
@@ -260,13 +254,14 @@ def _backward_kernel(
         free, dquery_ready, dquery_free,
     )  # fmt: skip
     part = split * splits.batches + b
+    visible = seen.by_keys
     gl.warp_specialize(
         [
             (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE)),
             (reader, (reads, shared, visible, place, heads, sizes, TILE)),
             (producer, (memory, reads, shared, visible, place, heads, sizes, TILE)),
-            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, 0, TILE)),
-            (adder, (memory, order, reads, shared, visible, rows_visible, place, heads, sizes, 1, TILE)),
+            (adder, (memory, order, reads, shared, seen, place, heads, sizes, 0, TILE)),
+            (adder, (memory, order, reads, shared, seen, place, heads, sizes, 1, TILE)),
         ],
         [1, 1, 1, 1],
         [32, 32, 32, 32],
@@ -284,7 +279,7 @@ def _dquery_kernel(sums, added, dquery, sizes, TILE: tl.constexpr):
     end = tl.where(tl.load(added + program) > 0, sizes.T, 0)
     there = first + tl.arange(0, BLOCK_M) < end
     rows = load_tile(sums, b, h, first, there, TILE.d, BLOCK_M, TILE.block_d) * sizes.scale
-    store_tile(dquery, b, h, first, sizes.T, rows, TILE.d, BLOCK_M, TILE.block_d)
+    store_tile(dquery, b, h, first, sizes.T, rows, TILE.d)
 
 
 def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: Tiles) -> None:
@@ -302,10 +297,8 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     sums = torch.empty(dquery.shape, dtype=torch.float32, device=dquery.device)
     # How many programs add to a tile of rows: it follows from a band, else it is counted in lists.
     listed = of.visible.k_lo is not None or of.visible.key_visible is not None
-    visible, rows_visible = (
-        with_tile_lists(call, of, tiles, by_keys, listed=listed).visible
-        for by_keys in (True, False)
-    )
+    by_keys = with_tile_lists(call, of, tiles, by_keys=True, listed=listed).visible
+    by_rows = with_tile_lists(call, of, tiles, listed=listed).visible
     rows, keys = ((block, width) for block in (tiles.block_m, tiles.block_n))
     of_owner = 8 * T * width * sizes.group  # bytes of query, dattended and dquery
     together = max(1, min(CACHED // of_owner, splits * B * Hk))
@@ -315,7 +308,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     )  # fmt: skip
     launch(
         _backward_kernel, splits * B * Hk * key_tiles, call.query, tiles,
-        memory, of.terms, visible, rows_visible, reads, Written(of_key, of_value),
+        memory, of.terms, Seen(by_keys, by_rows), reads, Written(of_key, of_value),
         Order(counters[:1], counters[1:]), sizes, Splits(B, splits), together,
         TILE=constants,
     )  # fmt: skip

@@ -21,7 +21,7 @@ Memory   Shared: the query (later the output in its place), then two rings. With
          Scores, probabilities and sums stay in registers: 232 per thread of a consumer and 40 of the others, 64,512 for
          384 threads.
 
-`specialized` decides which calls run here. Functions of Triton's kernels that create no tiles run in Gluon unchanged; a
+`backend` decides which calls run here. Functions of Triton's kernels that create no tiles run in Gluon unchanged; a
 tile that is created here needs a layout. `tests/support/gluon_emulator.py` runs both files without a GPU.
 """
 
@@ -41,13 +41,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Results
-from heads_kernels.ops.triton.attend import SoftmaxSums, normalized
+from heads_kernels.ops.triton.attend import SoftmaxSums, normalized, opened
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.gluon_tiles import (
     CACHED,
     CONSUMER_ROWS,
-    Collaborative,
     Global,
+    Others,
     Shared,
     barrier,
     barriers,
@@ -67,22 +67,16 @@ from heads_kernels.ops.triton.operands import (
     Pairs,
     Place,
     RowLse,
-    Sizes,
     gate_kind,
     gate_of,
     operands_of,
     row_lse_of,
     sizes_of,
 )
-from heads_kernels.ops.triton.score_tiles import are_active, listed, load_mixing
+from heads_kernels.ops.triton.score_tiles import QueryRows, are_active, listed, load_mixing
 from heads_kernels.ops.triton.scores import finish, online_softmax, softmax_scale
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
-from heads_kernels.ops.triton.visible import (
-    pairs_visible,
-    partial_count,
-    ranges,
-    with_tile_lists,
-)
+from heads_kernels.ops.triton.visible import pairs_visible, partial_count, ranges, with_tile_lists
 
 #: The width of a swizzled tile of 16 bits.
 _NARROWEST: Final = 64
@@ -108,16 +102,16 @@ def _chunks_of(mixing, h, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _mix(shared, collaborative, h, WHO: gl.constexpr, TILE: gl.constexpr):
+def _mix(shared, of, h, WHO: gl.constexpr, TILE: gl.constexpr):
     """Multiply a consumer's rows of the shared query by the mixing vector of head `h`, chunk by chunk."""
     CHUNKS: gl.constexpr = shared.query.shape[0] // 2
     PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for chunk in range(chunk_count(collaborative)):
+    for chunk in range(chunk_count(of)):
         mbarrier.wait(shared.query_ready.index(WHO * CHUNKS + chunk), 0)
         tile = shared.query.index(WHO * CHUNKS + chunk).reshape([CONSUMER_ROWS, TILE.block_d])
         columns = gl.arange(0, TILE.block_d, layout=gl.SliceLayout(0, PART))
-        columns += first_column(collaborative, chunk, TILE)
-        factors = load_mixing(collaborative.mixing, h, columns, columns < TILE.d)
+        columns += first_column(of, chunk, TILE)
+        factors = load_mixing(of.mixing, h, columns, columns < TILE.d)
         tile.store((tile.load(PART).to(gl.float32) * factors[None, :]).to(tile.dtype))
     fence_async_shared()
     barrier()
@@ -135,13 +129,13 @@ def _product_of_chunk(
 
 
 @gluon.jit
-def _scores(shared, index, nothing, collaborative, WHO: gl.constexpr, TILE: gl.constexpr):
+def _scores(shared, index, nothing, of, WHO: gl.constexpr, TILE: gl.constexpr):
     """Issue Q K^T of a tile of keys, without waiting for the last chunk; the first one has been waited for."""
     KEY_STAGES: gl.constexpr = shared.key.shape[0]
-    chunks = chunk_count(collaborative)
+    chunks = chunk_count(of)
     first = index * chunks
     scores = _product_of_chunk(shared, 0, first, nothing, True, WHO, TILE)
-    if collaborative.chunks is not None:
+    if of.chunks is not None:
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
         for chunk in range(1, chunks):
             number = first + chunk
@@ -153,21 +147,21 @@ def _scores(shared, index, nothing, collaborative, WHO: gl.constexpr, TILE: gl.c
 
 
 @gluon.jit
-def _finished(scores, shared, index, collaborative, terms, sizes, COLUMNS: gl.constexpr):
+def _finished(scores, shared, index, of, sizes, COLUMNS: gl.constexpr):
     """The scores of a tile whose products are done; its last chunk of keys becomes free."""
-    chunks = chunk_count(collaborative)
+    chunks = chunk_count(of)
     stage = (index * chunks + chunks - 1) % shared.key.shape[0]
     if shared.content is not None:
         scores += shared.content.index(stage).load(COLUMNS)[None, :]
     mbarrier.arrive(shared.key_free.index(stage), count=1)
-    scores, _ = finish(scores, 0.0, terms, sizes.scale)
+    scores, _ = finish(scores, 0.0, of.terms, sizes.scale)
     return scores
 
 
 @gluon.jit
-def _wait_for_keys(shared, index, collaborative, there):
+def _wait_for_keys(shared, index, of, there):
     """Wait for the first chunk of the tile of keys at `index`, if it is `there`."""
-    number = index * chunk_count(collaborative)
+    number = index * chunk_count(of)
     KEY_STAGES: gl.constexpr = shared.key.shape[0]
     mbarrier.wait(
         shared.key_ready.index(number % KEY_STAGES), (number // KEY_STAGES) & 1, pred=there
@@ -183,35 +177,33 @@ def _weighed(weights, shared, stage, acc, TILE: gl.constexpr):
 
 @gluon.jit
 def _masked(
-    scores, index, lo, hi, place, shared, visible, terms, visits, sizes, COLUMNS: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
+    scores, index, query, shared, of, visits, sizes, COLUMNS: gl.constexpr, TILE: gl.constexpr
+):
     """The scores of a partial tile: -inf where a row does not see the key, NaN where it sees a poisoned one."""
-    STAGES: gl.constexpr = TILE.stages
-    stage = index % STAGES
-    mbarrier.wait(shared.value_ready.index(stage), (index // STAGES) & 1)
+    stage = index % TILE.stages
+    mbarrier.wait(shared.value_ready.index(stage), (index // TILE.stages) & 1)
     poison = shared.poison.index(stage).load(COLUMNS)
-    first = first_key(visible, place, index, visits, TILE)
+    place = query.place
+    first = first_key(of.visible, place, index, visits, TILE)
     keys = first + gl.arange(0, TILE.block_n, layout=COLUMNS)
     pairs = Pairs(place.b, place.h, place.at[:, None], keys[None, :])
-    seen = pairs_visible(visible, terms, pairs, lo[:, None], hi[:, None], sizes.T, sizes.S, 0.0)
+    lo, hi = query.lo[:, None], query.hi[:, None]
+    seen = pairs_visible(of.visible, of.terms, pairs, lo, hi, sizes.T, sizes.S, 0.0)
     return gl.where(seen, scores + poison[None, :], float("-inf"))
 
 
 @gluon.jit
 def _consumer(
-    memory, shared, visible, terms, collaborative, output, place, visits, taking_part, sizes, WHO: gl.constexpr,
-    TILE: gl.constexpr,
+    memory, shared, of, output, place, visits, taking_part, sizes, WHO: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
     """Compute ROWS rows of a program over all of its tiles, and their output."""
     STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = CONSUMER_ROWS
-    BLOCK_N: gl.constexpr = TILE.block_n
-    BLOCK_DV: gl.constexpr = TILE.block_dv
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE.block_n, 16]
     )
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_DV, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE.block_dv, 16]
     )
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -220,32 +212,31 @@ def _consumer(
     dtype: gl.constexpr = memory.out.dtype
     first_row = place.first + WHO * ROWS
     own = Place(place.b, place.h, place.hk, place.first, first_row + gl.arange(0, ROWS, layout=ROW))
-    lo, hi = ranges(visible, own.b, own.h, own.at, taking_part, sizes.S)
-    scale_log2 = softmax_scale(sizes.scale, terms)
+    lo, hi = ranges(of.visible, own.b, own.h, own.at, taking_part, sizes.S)
+    query = QueryRows(own, None, None, lo, hi)
+    scale_log2 = softmax_scale(sizes.scale, of.terms)
     full = visits.full_end - visits.full_start
     count = full + partial_count(visits)
-    acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, layout=SUMS)
+    acc = gl.zeros([ROWS, TILE.block_dv], gl.float32, layout=SUMS)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
     row_sum = gl.zeros([ROWS], gl.float32, layout=ROW)
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=SCORES)
-    in_turns = chunk_count(collaborative) <= shared.key.shape[0]
+    nothing = gl.zeros([ROWS, TILE.block_n], gl.float32, layout=SCORES)
+    in_turns = chunk_count(of) <= shared.key.shape[0]
     if count > 0:
-        if collaborative.chunks is None:
+        if of.chunks is None:
             mbarrier.wait(shared.query_ready.index(WHO), 0)
         else:
-            _mix(shared, collaborative, place.h, WHO, TILE)
+            _mix(shared, of, place.h, WHO, TILE)
         # Before the first tile there is none whose product could run meanwhile.
-        _wait_for_keys(shared, 0, collaborative, True)
-        scores = _scores(shared, 0, nothing, collaborative, WHO, TILE)
+        _wait_for_keys(shared, 0, of, True)
+        scores = _scores(shared, 0, nothing, of, WHO, TILE)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        scores = _finished(scores, shared, 0, collaborative, terms, sizes, COLUMNS)
+        scores = _finished(scores, shared, 0, of, sizes, COLUMNS)
         if full == 0:
-            scores = _masked(
-                scores, 0, lo, hi, own, shared, visible, terms, visits, sizes, COLUMNS, TILE
-            )
-        p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, terms)
+            scores = _masked(scores, 0, query, shared, of, visits, sizes, COLUMNS, TILE)
+        p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, of.terms)
         weights = gl.convert_layout(p.to(dtype), WEIGHTS)
-        _wait_for_keys(shared, 1, collaborative, count > 1)
+        _wait_for_keys(shared, 1, of, count > 1)
         for part in gl.static_range(2):  # full tiles, then partial ones
             if part == 0:
                 start, end = 1, gl.maximum(full, 1)
@@ -254,23 +245,21 @@ def _consumer(
             for index in range(start, end):
                 before = (index - 1) % STAGES
                 mbarrier.wait(shared.turns.index(WHO), (index - 1) & 1, pred=in_turns)
-                scores = _scores(shared, index, nothing, collaborative, WHO, TILE)
+                scores = _scores(shared, index, nothing, of, WHO, TILE)
                 mbarrier.wait(shared.value_ready.index(before), ((index - 1) // STAGES) & 1)
                 acc = _weighed(weights, shared, before, acc, TILE)
                 mbarrier.arrive(shared.turns.index(1 - WHO), count=1, pred=in_turns)
                 scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-                scores = _finished(scores, shared, index, collaborative, terms, sizes, COLUMNS)
+                scores = _finished(scores, shared, index, of, sizes, COLUMNS)
                 if part == 1:
-                    scores = _masked(
-                        scores, index, lo, hi, own, shared, visible, terms, visits, sizes, COLUMNS, TILE
-                    )  # fmt: skip
+                    scores = _masked(scores, index, query, shared, of, visits, sizes, COLUMNS, TILE)
                 p, row_max, row_sum, alpha = online_softmax(
-                    scores, row_max, row_sum, scale_log2, terms
+                    scores, row_max, row_sum, scale_log2, of.terms
                 )
                 weights = gl.convert_layout(p.to(dtype), WEIGHTS)
                 # ptxas moves the softmax behind the wait for P V, unless the wait includes the weights and comes after
                 # another wait (for the next keys).
-                _wait_for_keys(shared, index + 1, collaborative, index + 1 < count)
+                _wait_for_keys(shared, index + 1, of, index + 1 < count)
                 acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))
                 mbarrier.arrive(shared.value_free.index(before), count=1)
                 acc = acc * gl.convert_layout(alpha, SUM_ROW)[:, None]
@@ -283,8 +272,7 @@ def _consumer(
         acc, gl.convert_layout(row_max, SUM_ROW), gl.convert_layout(row_sum, SUM_ROW)
     )
     own = Place(place.b, place.h, place.hk, first_row, at)
-    opened = Sizes(sizes.H, taking_part, sizes.S, sizes.group, sizes.scale)
-    attended = normalized(sums, terms, None, own, opened)
+    attended = normalized(sums, of.terms, None, own, opened(sizes, taking_part))
     CHUNKS: gl.constexpr = shared.query.shape[0] // 2
     buffer = shared.query.index(WHO * CHUNKS)
     _write(attended, memory, buffer, output, own, sizes, SUMS, TILE)
@@ -317,8 +305,7 @@ def _write(
 
 @gluon.jit
 def _specialized_kernel(
-    query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, terms, visible, collaborative, output, sizes,
-    together, TILE: gl.constexpr,
+    query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, of, output, sizes, together, TILE: gl.constexpr
 ):  # fmt: skip
     """A program computes 128 rows of `out` of one head. For a closed head it only writes zeros."""
     CHUNKS: gl.constexpr = -(-TILE.d // TILE.block_d)
@@ -329,10 +316,10 @@ def _specialized_kernel(
     dtype: gl.constexpr = query_tiles.dtype
     place = place_of(sizes, together, TILE, ROWS)
     taking_part = open_rows(output.gate, place.b, place.h, sizes.T, TILE)
-    visits = visits_of(visible, place, taking_part, sizes.S, TILE, ROWS)
-    if collaborative.mixing is not None:
-        chunks = _chunks_of(collaborative.mixing, place.h, TILE)
-        collaborative = Collaborative(collaborative.mixing, collaborative.content_bias, chunks)
+    visits = visits_of(of.visible, place, taking_part, sizes.S, TILE, ROWS)
+    if of.mixing is not None:
+        chunks = _chunks_of(of.mixing, place.h, TILE)
+        of = Others(of.terms, of.visible, of.mixing, of.content_bias, chunks)
 
     query = gl.allocate_shared_memory(
         dtype, [2 * CHUNKS, 1, 1, CONSUMER_ROWS, TILE.block_d], query_tiles.layout
@@ -341,7 +328,7 @@ def _specialized_kernel(
         dtype, [KEY_STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout
     )
     content = None
-    if collaborative.content_bias is not None:
+    if of.content_bias is not None:
         content = gl.allocate_shared_memory(gl.float32, [KEY_STAGES, TILE.block_n], PLAIN)
     value = gl.allocate_shared_memory(
         dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_dv], value_tiles.layout
@@ -365,13 +352,9 @@ def _specialized_kernel(
     place = Place(place.b, place.h, place.hk, place.first, None)
     gl.warp_specialize(
         [
-            (_consumer, (
-                memory, shared, visible, terms, collaborative, output, place, visits, taking_part, sizes, 0, TILE,
-            )),
-            (_consumer, (
-                memory, shared, visible, terms, collaborative, output, place, visits, taking_part, sizes, 1, TILE,
-            )),
-            (producer, (memory, shared, visible, collaborative, place, visits, sizes, TILE)),
+            (_consumer, (memory, shared, of, output, place, visits, taking_part, sizes, 0, TILE)),
+            (_consumer, (memory, shared, of, output, place, visits, taking_part, sizes, 1, TILE)),
+            (producer, (memory, shared, of, place, visits, sizes, TILE)),
             (inspector, (shared, visits, TILE)),
         ],
         [4, 1, 2],
@@ -396,6 +379,6 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
         _specialized_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         tiles_of(call.query, *queries), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
         tiles_of(out, *queries), tiles_of(attended, *queries) if attended.numel() else None,
-        of.terms, of.visible, Collaborative(of.mixing, of.content_bias), Output(gate_of(call.gate), row_lse_of(lse)),
-        sizes, max(1, min(together, B * H)), TILE=constants,
+        Others(of.terms, of.visible, of.mixing, of.content_bias), Output(gate_of(call.gate), row_lse_of(lse)), sizes,
+        max(1, min(together, B * H)), TILE=constants,
     )  # fmt: skip

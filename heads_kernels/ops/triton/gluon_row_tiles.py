@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.gluon_tiles import load_tiles, store_tiles
-from heads_kernels.ops.triton.operands import Place
+from heads_kernels.ops.triton.operands import Place, Visible
 from heads_kernels.ops.triton.visible import (
     full_tile,
     listed_tiles,
@@ -65,6 +65,14 @@ class Order(NamedTuple):
     added: Any  # [B, H, tiles of rows]: how many have added to a tile of dquery
 
 
+class Seen(NamedTuple):
+    """`Visible` with lists of tiles of rows, and with those of keys."""
+
+    by_keys: Visible
+    by_rows: Visible
+    end: None = None
+
+
 class Visit(NamedTuple):
     """The `count` tiles of rows of a head, in a kernel: the first `full` are full, the first `plain` need no mask."""
 
@@ -77,16 +85,14 @@ class Visit(NamedTuple):
 @gluon.jit
 def tiles_of_head(visible, gate, place, index, sizes, TILE: gl.constexpr):
     """The place of a program's keys in the query head at `index` of those that it owns, and its tiles of rows."""
-    BLOCK_N: gl.constexpr = TILE.block_n
-    T, S = sizes.T, sizes.S
     h = place.h + index
     own = Place(place.b, h, place.hk, place.first, None)
-    visits = tiles_seeing(visible, own, T, S, BLOCK_N, TILE.block_m)
-    taking_part = gl.minimum(open_rows(gate, place.b, h, T, TILE), 1)
+    visits = tiles_seeing(visible, own, sizes, TILE)
+    taking_part = gl.minimum(open_rows(gate, place.b, h, sizes.T, TILE), 1)
     full = (visits.full_end - visits.full_start) * taking_part
     count = full + partial_count(visits) * taking_part
     # A tile with keys beyond the last one is masked, so that their dscores are 0.
-    plain = gl.where(place.first + BLOCK_N <= S, full, 0)
+    plain = gl.where(place.first + TILE.block_n <= sizes.S, full, 0)
     return own, Visit(visits, full, plain, count)
 
 
@@ -114,7 +120,6 @@ def producer(
     memory, reads, shared, visible, place, heads, sizes, TILE: gl.constexpr
 ):  # fmt: skip
     """Load the keys and values, and tiles of query and dattended as their places become free."""
-    STAGES: gl.constexpr = TILE.stages
     BYTES: gl.constexpr = 2 * TILE.block_m * TILE.block_d
     ready = shared.keys_ready.index(0)
     mbarrier.expect(ready, 4 * TILE.block_n * TILE.block_d)
@@ -133,7 +138,7 @@ def producer(
             ready = shared.dout_ready.index(stage)
             mbarrier.expect(ready, BYTES)
             load_tiles(memory.dout, [own.b, own.h, first, 0], ready, shared.dout.index(stage))
-            stage, phase = next_place(stage, phase, STAGES)
+            stage, phase = next_place(stage, phase, TILE.stages)
 
 
 @gluon.jit
@@ -145,7 +150,6 @@ def reader(
     Their lse is nan, which makes the gradients of exactly the keys that they see nan; see `rows.load_row_terms`.
     """
     BLOCK_M: gl.constexpr = TILE.block_m
-    STAGES: gl.constexpr = TILE.stages
     # Parts of 8 rows and 64 features: 16 numbers per thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -182,12 +186,12 @@ def reader(
                             part.store(gl.where(there, part.load(PART), 0.0).to(query.dtype))
                     fence_async_shared()
             mbarrier.arrive(shared.terms_ready.index(stage), count=1)
-            stage, phase = next_place(stage, phase, STAGES)
+            stage, phase = next_place(stage, phase, TILE.stages)
 
 
 @gluon.jit
 def adder(
-    memory, order, reads, shared, visible, rows_visible, place, heads, sizes, TURN: gl.constexpr, TILE: gl.constexpr
+    memory, order, reads, shared, seen, place, heads, sizes, TURN: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
     """Add every other tile of dquery in global memory, after the programs with smaller keys have added theirs.
 
@@ -199,13 +203,13 @@ def adder(
     ready, free = shared.dquery_ready.index(TURN), shared.dquery_free.index(TURN)
     turn, phase = place.first * 0, place.first * 0
     for number in range(heads):
-        own, visit = tiles_of_head(visible, reads.gate, place, number, sizes, TILE)
+        own, visit = tiles_of_head(seen.by_keys, reads.gate, place, number, sizes, TILE)
         for index in range(visit.count):
             if turn == TURN:
-                first = _first_row(visible, own, visit, index, TILE)
+                first = _first_row(seen.by_keys, own, visit, index, TILE)
                 tile = first // TILE.block_m
                 added = order.added + (own.b * sizes.H + own.h).to(gl.int64) * tiles + tile
-                before = _before(rows_visible, own, tile, sizes, TILE)
+                before = _before(seen.by_rows, own, tile, sizes, TILE)
                 while gl.atomic_add(added, 0, sem="acquire") != before:
                     pass
                 mbarrier.wait(ready, phase)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from heads_kernels.ops.triton.load import described_strides
-from heads_kernels.ops.triton.operands import Mixing, Place, Rows
+from heads_kernels.ops.triton.operands import Mixing, Place, Rows, Terms, Visible
 from heads_kernels.ops.triton.score_tiles import chunk_at, load_content_bias
 from heads_kernels.ops.triton.visible import (
     full_tile,
@@ -74,9 +74,11 @@ class Global(NamedTuple):
     attended: Any  # None if it is not requested
 
 
-class Collaborative(NamedTuple):
-    """What only collaborative attention has; None in gated attention."""
+class Others(NamedTuple):
+    """The operands that are not loaded through descriptors; the last three are None in gated attention."""
 
+    terms: Terms
+    visible: Visible
     mixing: Mixing | None
     content_bias: Rows | None
     chunks: Any = None  # in a kernel: those of the program's head
@@ -142,29 +144,26 @@ def first_key(visible, place, index, visits, TILE: gl.constexpr):
 
 
 @gluon.jit
-def chunk_count(collaborative):
+def chunk_count(of):
     """The number of tiles that the rows of a query, or of a tile of keys, are loaded in."""
     count = 1
-    if collaborative.chunks is not None:
-        count = collaborative.chunks.length
+    if of.chunks is not None:
+        count = of.chunks.length
     return count
 
 
 @gluon.jit
-def first_column(collaborative, chunk, TILE: gl.constexpr):
+def first_column(of, chunk, TILE: gl.constexpr):
     """The first feature of a head's tile at `chunk`."""
     column = 0
-    if collaborative.chunks is not None:
-        column = chunk_at(collaborative.chunks, chunk) * TILE.block_d
+    if of.chunks is not None:
+        column = chunk_at(of.chunks, chunk) * TILE.block_d
     return column
 
 
 @gluon.jit
-def producer(
-    memory, shared, visible, collaborative, place, visits, sizes, TILE: gl.constexpr
-):  # fmt: skip
+def producer(memory, shared, of, place, visits, sizes, TILE: gl.constexpr):
     """Load the query, and tiles of keys and values as their places become free; of keys also the content bias."""
-    STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = CONSUMER_ROWS
     KEY_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_d
     VALUE_BYTES: gl.constexpr = 2 * TILE.block_n * TILE.block_dv
@@ -174,9 +173,9 @@ def producer(
     b, h, hk = place.b, place.h, place.hk
     full = visits.full_end - visits.full_start
     count = full + partial_count(visits)
-    chunks = chunk_count(collaborative)
+    chunks = chunk_count(of)
     of_query, of_key = h, hk
-    if collaborative.chunks is not None:
+    if of.chunks is not None:
         of_query, of_key = 0, 0
     if count > 0:
         for who in gl.static_range(2):
@@ -185,13 +184,13 @@ def producer(
                 tile = who * CHUNKS + chunk
                 ready = shared.query_ready.index(tile)
                 mbarrier.expect(ready, 2 * ROWS * TILE.block_d)
-                at = [b, of_query, first_row, first_column(collaborative, chunk, TILE)]
+                at = [b, of_query, first_row, first_column(of, chunk, TILE)]
                 load_tiles(memory.query, at, ready, shared.query.index(tile))
     for index in range(count):
-        first = first_key(visible, place, index, visits, TILE)
+        first = first_key(of.visible, place, index, visits, TILE)
         if shared.content is not None:
             keys = first + gl.arange(0, TILE.block_n, layout=KEYS)
-            content = load_content_bias(collaborative.content_bias, b, h, keys, sizes.S)
+            content = load_content_bias(of.content_bias, b, h, keys, sizes.S)
         for chunk in range(chunks):
             number = index * chunks + chunk
             stage = number % KEY_STAGES
@@ -200,10 +199,10 @@ def producer(
                 shared.content.index(stage).store(content)
             ready = shared.key_ready.index(stage)
             mbarrier.expect(ready, KEY_BYTES)
-            at = [b, of_key, first, first_column(collaborative, chunk, TILE)]
+            at = [b, of_key, first, first_column(of, chunk, TILE)]
             load_tiles(memory.key, at, ready, shared.key.index(stage))
-        stage = index % STAGES
-        mbarrier.wait(shared.value_free.index(stage), (index // STAGES + 1) & 1)
+        stage = index % TILE.stages
+        mbarrier.wait(shared.value_free.index(stage), (index // TILE.stages + 1) & 1)
         if index < full:
             ready = shared.value_ready.index(stage)
             mbarrier.expect(ready, VALUE_BYTES)
@@ -226,11 +225,10 @@ def inspector(shared, visits, TILE: gl.constexpr):
     OF_KEYS: gl.constexpr = gl.SliceLayout(1, PART)
     BLOCK_N: gl.constexpr = TILE.block_n
     BLOCK_DV: gl.constexpr = TILE.block_dv
-    STAGES: gl.constexpr = TILE.stages
     full = visits.full_end - visits.full_start
     for index in range(full, full + partial_count(visits)):
-        stage = index % STAGES
-        mbarrier.wait(shared.value_landed.index(stage), ((index - full) // STAGES) & 1)
+        stage = index % TILE.stages
+        mbarrier.wait(shared.value_landed.index(stage), ((index - full) // TILE.stages) & 1)
         tile = shared.value.index(stage).reshape([BLOCK_N, BLOCK_DV])
         poison = shared.poison.index(stage)
         sums = gl.zeros([8, 64], gl.float32, layout=PART)

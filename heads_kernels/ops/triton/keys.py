@@ -24,15 +24,8 @@ from heads_kernels.call import Call
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import load_features, load_tile, store_tile
-from heads_kernels.ops.triton.operands import (
-    Place,
-    Rows,
-    Splits,
-    rows_of,
-    sizes_of,
-    tiles_of_pass,
-)
+from heads_kernels.ops.triton.load import load_features, load_values, store_tile
+from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of, tiles_of_pass
 from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Chunks,
@@ -40,6 +33,7 @@ from heads_kernels.ops.triton.score_tiles import (
     OwnKeys,
     active_chunks,
     add_chunks,
+    fill,
     gathered,
     load_content_bias,
     load_key,
@@ -77,19 +71,17 @@ class KeysWritten(NamedTuple):
 
 @triton.jit
 def _rows_tile(
-    of, reads, of_head, keys, written, sums, tile, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """`sums` after one tile of query rows of the head of `place`; `place` also has the program's keys."""
-    BLOCK_N: tl.constexpr = TILE.block_n
+    of, reads, of_head, keys, written, sums, tile, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
+):
+    """`sums` after one tile of query rows of the head of `keys`."""
+    place = keys.place
     first_row = tile * TILE.block_m
     rows = first_row + tl.arange(0, TILE.block_m)
     row_terms = load_row_terms(reads, of_head, place.b, place.h, rows, sizes, TILE)
     there = None
     if PARTIAL:
         there = row_terms.finite
-    row_tile = scores_of_rows(
-        of, reads.dattended, keys, first_row, there, place, sizes, PARTIAL, TILE
-    )
+    row_tile = scores_of_rows(of, reads.dattended, keys, first_row, there, sizes, PARTIAL, TILE)
     q, do, seen = row_tile.operand, row_tile.weighed, None
     if PARTIAL:
         seen = row_tile.seen
@@ -98,14 +90,14 @@ def _rows_tile(
     keep = None
     if of.dropout is not None:
         # As bytes: Triton cannot pass bits through shared memory.
-        keep = kept(of.dropout, place.b, place.h, rows, place.first, BLOCK_N).to(tl.int8)
+        keep = kept(of.dropout, place.b, place.h, rows, place.first, TILE.block_n).to(tl.int8)
         keep = tl.trans(keep) != 0
     dkey, dvalue, dcontent = sums.dkey, sums.dvalue, sums.dcontent
     if written.dvalue is not None:
         weights = dropped(p * row_terms.g, keep, of.dropout)
         dvalue = product(weights.to(do.dtype), do, dvalue)
     if (written.dkey is not None) or (written.dcontent_bias is not None):
-        dp = product(keys.v, tl.trans(do), tl.zeros((BLOCK_N, TILE.block_m), tl.float32))
+        dp = product(keys.v, tl.trans(do), tl.zeros((TILE.block_n, TILE.block_m), tl.float32))
         dscores = gradient_of_tile(slope, dp, keep, row_tile.cap, seen, row_terms, of)
         if written.dcontent_bias is not None:
             dcontent += tl.sum(dscores, 1)
@@ -124,20 +116,18 @@ def _no_sums(WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_head(
-    of, reads, keys, written, sums, visits, taking_part, place, sizes, TILE: tl.constexpr
-):
-    """`sums` after all tiles of query rows of the head of `place`; a closed head, `taking_part` 0, has none."""
-    b, h = place.b, place.h
-    own = place.first // TILE.block_n
+def _rows_of_head(of, reads, keys, written, sums, visits, taking_part, sizes, TILE: tl.constexpr):
+    """`sums` after all tiles of query rows of the head of `keys`; a closed head, `taking_part` 0, has none."""
+    b, h = keys.place.b, keys.place.h
+    own = keys.place.first // TILE.block_n
     of_head = head_gate(reads.gate, b, h, TILE)
     full = (visits.full_end - visits.full_start) * taking_part
     for number in range(visits.full_start, visits.full_start + full):
         tile = full_tile(of.visible, b, h, own, number)
-        sums = _rows_tile(of, reads, of_head, keys, written, sums, tile, place, sizes, False, TILE)
+        sums = _rows_tile(of, reads, of_head, keys, written, sums, tile, sizes, False, TILE)
     for number in tl.range(0, partial_count(visits) * taking_part, num_stages=TILE.partial_stages):
         tile = partial_tile(of.visible, b, h, own, number, visits)
-        sums = _rows_tile(of, reads, of_head, keys, written, sums, tile, place, sizes, True, TILE)
+        sums = _rows_tile(of, reads, of_head, keys, written, sums, tile, sizes, True, TILE)
     return sums
 
 
@@ -157,12 +147,8 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     b = tl.program_id(0) // (tiles * Hk) % splits.batches
     hk = tl.program_id(0) // tiles % Hk
     at = first_key + tl.arange(0, BLOCK_N)
-    features = Features(None, None, None, 0, None, None, None)
-    keys = OwnKeys(
-        load_key(of, None, features, b, hk, first_key, at < S, BLOCK_N, TILE),
-        load_tile(of.value, b, hk, first_key, at < S, TILE.dv, BLOCK_N, TILE.block_dv),
-        None, features, None,
-    )  # fmt: skip
+    k = load_key(of, None, Features(), b, hk, first_key, at < S, BLOCK_N, TILE)
+    v = load_values(of.value, b, hk, first_key, at < S, BLOCK_N, TILE)
     sums = _no_sums(TILE.block_d, TILE)
     if (of.visible.lists is None) and (of.visible.by_head is None):
         visits = tiles_that_see(
@@ -173,33 +159,40 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
         h = hk * group + split * heads + index
         place = Place(b, h, hk, first_key, at)
         if (of.visible.lists is not None) or (of.visible.by_head is not None):
-            visits = tiles_seeing(of.visible, place, sizes.T, S, BLOCK_N, TILE.block_m)
+            visits = tiles_seeing(of.visible, place, sizes, TILE)
         taking_part = tl.minimum(open_rows(reads.gate, b, h, sizes.T, TILE), 1)
-        sums = _rows_of_head(
-            of, reads, keys, written, sums, visits, taking_part, place, sizes, TILE
-        )
+        keys = OwnKeys(place, k, v, None, Features())
+        sums = _rows_of_head(of, reads, keys, written, sums, visits, taking_part, sizes, TILE)
     part = split * splits.batches + b
     if written.dkey is not None:
-        store_tile(
-            written.dkey, part, hk, first_key, S, sums.dkey * sizes.scale, TILE.d, BLOCK_N, TILE.block_d
-        )  # fmt: skip
+        store_tile(written.dkey, part, hk, first_key, S, sums.dkey * sizes.scale, TILE.d)
     if written.dvalue is not None:
-        store_tile(
-            written.dvalue, part, hk, first_key, S, sums.dvalue, TILE.dv, BLOCK_N, TILE.block_dv
-        )
+        store_tile(written.dvalue, part, hk, first_key, S, sums.dvalue, TILE.dv)
 
 
 @triton.jit
-def _add_head(of, reads, keys, visits, written, split, place, sizes, splits, TILE: tl.constexpr):
-    """`dvalue` and `dcontent` of the head of `place`; its term of `dkey` is added in memory, in float32."""
-    features = keys.features
+def _add_head(of, reads, keys, visits, written, split, sizes, splits, TILE: tl.constexpr):
+    """`dvalue` and `dcontent` of the head of `keys`; its term of `dkey` is added in memory, in float32.
+
+    Features of the keys, if they give scores, are loaded here.
+    """
+    place, features = keys.place, keys.features
+    there = place.at < sizes.S
+    k, k_rest = None, None
+    if features.scored is None:
+        k = load_key(of, None, features, place.b, place.h, place.first, there, TILE.block_n, TILE)
+    if features.rest is not None:
+        k_rest = load_features(
+            of.key, place.b, place.first, there, features.rest, features.rest_used, TILE.block_n
+        )
+    keys = OwnKeys(place, k, keys.v, keys.content, features, k_rest)
     sums = _no_sums(features.columns.shape[0], TILE)
-    sums = _rows_of_head(of, reads, keys, written, sums, visits, 1, place, sizes, TILE)
+    sums = _rows_of_head(of, reads, keys, written, sums, visits, 1, sizes, TILE)
     if written.dkey is not None:
+        part, dkey = split * splits.batches + place.b, sums.dkey * sizes.scale
         add_chunks(
-            written.dkey, split * splits.batches + place.b, place.first, sizes.S, features.chunks, features.first,
-            sums.dkey * sizes.scale, TILE.block_n, TILE,
-        )  # fmt: skip
+            written.dkey, part, place.first, sizes.S, features.chunks, features.first, dkey, TILE
+        )
     return sums.dvalue, sums.dcontent
 
 
@@ -230,7 +223,7 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
         h = split * heads + index
         place = Place(b, h, h // group, first_key, at)
         if (of.visible.lists is not None) or (of.visible.by_head is not None):
-            visits = tiles_seeing(of.visible, place, T, S, BLOCK_N, TILE.block_m)
+            visits = tiles_seeing(of.visible, place, sizes, TILE)
         chunks = active_chunks(of.mixing, h, TILE)
         # A closed head has no chunks, so it takes none of the branches below.
         count = tl.where(open_rows(reads.gate, b, h, T, TILE) == 0, 0, chunks.length)
@@ -238,48 +231,33 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
         content = None
         if of.content_bias is not None:
             content = load_content_bias(of.content_bias, b, h, at, S)
-        v = load_tile(
-            of.value, b, h // group, first_key, at < S, TILE.dv, BLOCK_N, TILE.block_dv
-        )  # [BLOCK_N, BLOCK_DV]
+        v = load_values(of.value, b, h // group, first_key, at < S, BLOCK_N, TILE)
         of_head = tl.zeros((BLOCK_N, TILE.block_dv), tl.float32)
         dcontent = tl.zeros((BLOCK_N,), tl.float32)
-        for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
-            if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
-                if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    features = Features(columns, used, chunks, 0, None, None, None)
-                    k = load_key(of, None, features, b, h, first_key, at < S, BLOCK_N, TILE)
-                    keys = OwnKeys(k, v, content, features, None)
-                    of_head, dcontent = _add_head(
-                        of, reads, keys, visits, written, split, place, sizes, splits, TILE
-                    )
-        if TILE.chunks * BLOCK_D > RESIDENT:  # noqa: SIM102
-            if count * BLOCK_D > RESIDENT:
-                # Every round computes the same `dvalue` and `dcontent`; those of the last round are used.
-                for number in range(
-                    0, count if written.dkey is not None else 1, RESIDENT // BLOCK_D
-                ):
-                    columns, used = gathered(chunks, number, RESIDENT, TILE)
-                    if TILE.rest:
-                        rest, rest_used = others(chunks, number, TILE)
-                        features = Features(columns, used, chunks, number, None, rest, rest_used)
-                        k = load_key(of, None, features, b, h, first_key, at < S, BLOCK_N, TILE)
-                        k_rest = load_features(
-                            of.key, b, first_key, at < S, rest, rest_used, BLOCK_N
-                        )
-                        keys = OwnKeys(k, v, content, features, k_rest)
-                    else:
-                        features = Features(columns, used, chunks, number, chunks, None, None)
-                        keys = OwnKeys(None, v, content, features, None)
-                    of_head, dcontent = _add_head(
-                        of, reads, keys, visits, written, split, place, sizes, splits, TILE
-                    )
+        for doubling in tl.static_range(0, TILE.doublings):
+            if fill(chunks, 1 << doubling):
+                columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                keys = OwnKeys(place, None, v, content, Features(columns, used, chunks))
+                of_head, dcontent = _add_head(
+                    of, reads, keys, visits, written, split, sizes, splits, TILE
+                )
+        if TILE.chunks * BLOCK_D > RESIDENT and count * BLOCK_D > RESIDENT:
+            # Every round computes the same `dvalue` and `dcontent`; those of the last round are used.
+            for number in range(0, count if written.dkey is not None else 1, RESIDENT // BLOCK_D):
+                columns, used = gathered(chunks, number, RESIDENT, TILE)
+                if TILE.rest:
+                    rest, rest_used = others(chunks, number, TILE)
+                    features = Features(columns, used, chunks, number, None, rest, rest_used)
+                else:
+                    features = Features(columns, used, chunks, number, chunks)
+                keys = OwnKeys(place, None, v, content, features)
+                of_head, dcontent = _add_head(
+                    of, reads, keys, visits, written, split, sizes, splits, TILE
+                )
         dvalue = tl.where(h % group == 0, of_head, dvalue + of_head)
         if written.dvalue is not None:
             end_of_keys = tl.where((h + 1) % group == 0, S, 0)  # after the last head of a group
-            store_tile(
-                written.dvalue, b, h // group, first_key, end_of_keys, dvalue, TILE.dv, BLOCK_N, TILE.block_dv
-            )  # fmt: skip
+            store_tile(written.dvalue, b, h // group, first_key, end_of_keys, dvalue, TILE.dv)
         if written.dcontent_bias is not None:
             here = written.dcontent_bias + (b * H + h).to(tl.int64) * S + at
             tl.store(here, dcontent * sizes.scale, mask=at < S)

@@ -99,6 +99,12 @@ def load_tile(
 
 
 @triton.jit
+def load_values(rows, b, h, first, there, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """`load_tile` [BLOCK, BLOCK_DV] of rows as wide as the value."""
+    return load_tile(rows, b, h, first, there, TILE.dv, BLOCK, TILE.block_dv)
+
+
+@triton.jit
 def _load(at, there, inside):
     """Load `at` [BLOCK, W]; 0 in rows that are not `there` and in columns that are not `inside`; None: all are."""
     if (there is None) and (inside is None):
@@ -113,10 +119,10 @@ def _load(at, there, inside):
 
 
 @triton.jit
-def store_tile(
-    rows, b, h, first, L, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Store `values` [BLOCK, COLUMNS], rounded to the dtype of the tensor."""
+def store_tile(rows, b, h, first, L, values, WIDTH: tl.constexpr):
+    """Store `values` [BLOCK, COLUMNS], rounded to the dtype of the tensor, in rows below L and columns below WIDTH."""
+    BLOCK: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
     at = tile_addresses(rows, b, h, first, BLOCK, COLUMNS)
     there = (first + tl.arange(0, BLOCK) < L)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
     tl.store(at, values.to(rows.ptr.dtype.element_ty), mask=there)
@@ -135,10 +141,10 @@ def load_features(rows, b, first, there, columns, used, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_columns(
-    rows, b, first, L, column, values, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def add_columns(rows, b, first, L, column, values, WIDTH: tl.constexpr):
     """Add `values` [BLOCK, COLUMNS] in memory, from `column` on; only to rows that the program owns."""
+    BLOCK: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
     start = rows.ptr + b.to(tl.int64) * rows.stride_b + first.to(tl.int64) * rows.stride_l + column
     at = start + tl.arange(0, BLOCK)[:, None] * rows.stride_l + tl.arange(0, COLUMNS)[None, :]
     of_columns = (column + tl.arange(0, COLUMNS) < WIDTH)[None, :]

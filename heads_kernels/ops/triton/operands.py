@@ -112,6 +112,13 @@ class TileLists(NamedTuple):
     stride_h: int
 
 
+class ListsWritten(NamedTuple):
+    """The outputs of the kernels of lists: see `TileLists`."""
+
+    tiles: Tensor
+    counts: Tensor
+
+
 class Support(NamedTuple):
     """Bytes `[B, H, tiles of rows, tiles of keys]`, 0 where entmax has no probability above 0; see `entmax`.
 

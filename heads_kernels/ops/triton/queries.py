@@ -22,15 +22,8 @@ from heads_kernels.call import Call
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import add_columns, load_features, load_tile, store_tile
-from heads_kernels.ops.triton.operands import (
-    Place,
-    Rows,
-    Splits,
-    rows_of,
-    sizes_of,
-    tiles_of_pass,
-)
+from heads_kernels.ops.triton.load import add_columns, load_features, load_values, store_tile
+from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of, tiles_of_pass
 from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     ALL_CHUNKS,
@@ -40,12 +33,14 @@ from heads_kernels.ops.triton.score_tiles import (
     QueryRows,
     active_chunks,
     chunk_at,
+    fill,
     gathered,
     halves,
     load_mixed,
     load_mixing,
     load_query,
     others,
+    place_of_rows,
     scores_of_keys,
 )
 from heads_kernels.ops.triton.scores import finite_part, product
@@ -54,7 +49,6 @@ from heads_kernels.ops.triton.visible import (
     full_tile,
     partial_count,
     partial_tile,
-    place_of_rows,
     ranges,
     tiles_in_ranges,
     tiles_seen,
@@ -72,47 +66,41 @@ class QueriesWritten(NamedTuple):
 
 @triton.jit
 def _keys_tile(
-    of, query, do, row_terms, dquery, tile, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
+    of, query, do, row_terms, dquery, number, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
 ):
-    """`dquery` [BLOCK_M, W] of the query of the head of `place` after one tile of keys."""
-    BLOCK_N: tl.constexpr = TILE.block_n
-    first = tile * BLOCK_N
-    key_tile = scores_of_keys(
-        of, KeyTiles(None, None), query, first, place, sizes, PARTIAL, BLOCK_N, TILE
-    )
-    dscores = dscores_of_tile(
-        of, key_tile, do, row_terms, first, place, sizes, PARTIAL, BLOCK_N, TILE
-    )
-    k = key_tile.operand
+    """`dquery` [BLOCK_M, W] of the head of `query` after the tile `number` of keys."""
+    first = number * TILE.block_n
+    tile = scores_of_keys(of, KeyTiles(), query, first, sizes, PARTIAL, TILE.block_n, TILE)
+    dscores = dscores_of_tile(of, tile, do, row_terms, first, query.place, sizes, PARTIAL, TILE)
+    k = tile.operand
     if PARTIAL:
         k = finite_part(k)
     return product(dscores.to(k.dtype), k, dquery)
 
 
 @triton.jit
-def _keys_of_head(of, reads, query, visits, place, taking_part, sizes, TILE: tl.constexpr):
-    """`dquery` [BLOCK_M, W] of the query of the head of `place` over all tiles of keys, and which rows see a key.
+def _keys_of_head(of, reads, query, visits, taking_part, sizes, TILE: tl.constexpr):
+    """`dquery` [BLOCK_M, W] of the head of `query` over all tiles of keys, and which rows see a key.
 
     Rows that see no key are 0, even if the keys of their tiles are not finite.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
+    place = query.place
     b, h, rows = place.b, place.h, place.at
     own = place.first // BLOCK_M
     row_terms = load_row_terms(reads, head_gate(reads.gate, b, h, TILE), b, h, rows, sizes, TILE)
     columns = along(row_terms, 1)
-    do = load_tile(
-        reads.dattended, b, h, place.first, rows < taking_part, TILE.dv, BLOCK_M, TILE.block_dv
-    )  # [BLOCK_M, BLOCK_DV]
+    do = load_values(reads.dattended, b, h, place.first, rows < taking_part, BLOCK_M, TILE)
     WIDTH: tl.constexpr = (
         TILE.block_d if query.features.columns is None else query.features.columns.shape[0]
     )
     dquery = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     for number in range(visits.full_start, visits.full_end):
         tile = full_tile(of.visible, b, h, own, number)
-        dquery = _keys_tile(of, query, do, columns, dquery, tile, place, sizes, False, TILE)
+        dquery = _keys_tile(of, query, do, columns, dquery, tile, sizes, False, TILE)
     for number in tl.range(0, partial_count(visits), num_stages=TILE.partial_stages):
         tile = partial_tile(of.visible, b, h, own, number, visits)
-        dquery = _keys_tile(of, query, do, columns, dquery, tile, place, sizes, True, TILE)
+        dquery = _keys_tile(of, query, do, columns, dquery, tile, sizes, True, TILE)
     sees = row_terms.lse != float("inf")
     return tl.where(sees[:, None], dquery * sizes.scale, 0.0), sees
 
@@ -127,11 +115,10 @@ def _gated_queries_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     taking_part = open_rows(reads.gate, b, h, sizes.T, TILE)
     lo, hi = ranges(of.visible, b, h, rows, taking_part, sizes.S)  # [BLOCK_M]
     visits = tiles_seen(of.visible, place, first_row // BLOCK_M, lo, hi, taking_part, TILE.block_n)
-    features = Features(None, None, None, 0, None, None, None)
-    q = load_query(of, features, b, h, first_row, rows < taking_part, BLOCK_M, TILE)
-    query = QueryRows(q, features, lo, hi, None)
-    dquery, _ = _keys_of_head(of, reads, query, visits, place, taking_part, sizes, TILE)
-    store_tile(written.dquery, b, h, first_row, sizes.T, dquery, TILE.d, BLOCK_M, TILE.block_d)
+    q = load_query(of, Features(), b, h, first_row, rows < taking_part, BLOCK_M, TILE)
+    query = QueryRows(place, q, Features(), lo, hi)
+    dquery, _ = _keys_of_head(of, reads, query, visits, taking_part, sizes, TILE)
+    store_tile(written.dquery, b, h, first_row, sizes.T, dquery, TILE.d)
 
 
 @triton.jit
@@ -157,9 +144,7 @@ def _finish_head(of, dmixed, sees, chunks, number, written, part, place, sizes, 
             vector = load_mixing(of.mixing, h, columns, columns < TILE.d)[None, :]
             # Rows that see no key add nothing, even if the mixing vector is not finite.
             term = tl.where(sees[:, None], vector * dmixed, 0.0)
-            add_columns(
-                written.dquery, part, place.first, end, column, term, TILE.d, BLOCK_M, BLOCK_D
-            )
+            add_columns(written.dquery, part, place.first, end, column, term, TILE.d)
         if written.dmixing is not None:
             q = load_features(of.query, b, place.first, sees, columns, columns < TILE.d, BLOCK_M)
             tile = b * tl.cdiv(T, BLOCK_M) + place.first // BLOCK_M
@@ -171,12 +156,21 @@ def _finish_head(of, dmixed, sees, chunks, number, written, part, place, sizes, 
 
 
 @triton.jit
-def _add_head(of, reads, query, visits, written, split, place, sizes, splits, TILE: tl.constexpr):
-    """Add the term of the head of `place` to the columns of `dquery` that it uses, and store the program's part of its
-    `dmixing` there."""
-    dmixed, sees = _keys_of_head(of, reads, query, visits, place, sizes.T, sizes, TILE)
-    part = split * splits.batches + place.b
-    features = query.features
+def _add_head(of, reads, query, visits, written, split, sizes, splits, TILE: tl.constexpr):
+    """Add the term of the head of `query` to the columns of `dquery` that it uses, and store the program's part of its
+    `dmixing` there. Features of the query, if they give scores, are loaded here."""
+    place, features = query.place, query.features
+    b, h, first_row, there = place.b, place.h, place.first, place.at < sizes.T
+    q, q_rest = None, None
+    if features.scored is None:
+        q = load_query(of, features, b, h, first_row, there, TILE.block_m, TILE)
+    if features.rest is not None:
+        q_rest = load_mixed(
+            of, b, h, first_row, there, features.rest, features.rest_used, TILE.block_m
+        )
+    query = QueryRows(place, q, features, query.lo, query.hi, q_rest)
+    dmixed, sees = _keys_of_head(of, reads, query, visits, sizes.T, sizes, TILE)
+    part = split * splits.batches + b
     _finish_head(
         of, dmixed, sees, features.chunks, features.first, written, part, place, sizes, TILE
     )
@@ -219,28 +213,21 @@ def _collaborative_queries_kernel(of, reads, written, sizes, splits, SKIPS, TILE
         # A closed head has no chunks, so it takes none of the branches below.
         count = tl.where(open_rows(reads.gate, b, h, T, TILE) == 0, 0, count)
         chunks = Chunks(count, numbers)
-        for doubling in tl.static_range(0, 5):  # widths of up to MOST_CHUNKS chunks
-            if (BLOCK_D << doubling) <= RESIDENT:  # noqa: SIM102 (known when it is compiled)
-                if (count > (1 << doubling) // 2) & (count <= (1 << doubling)):
-                    columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
-                    features = Features(columns, used, chunks, 0, None, None, None)
-                    q = load_query(of, features, b, h, first_row, rows < T, BLOCK_M, TILE)
-                    query = QueryRows(q, features, lo, hi, None)
-                    _add_head(of, reads, query, visits, written, split, place, sizes, splits, TILE)
-        if TILE.chunks * BLOCK_D > RESIDENT:  # noqa: SIM102
-            if count * BLOCK_D > RESIDENT:
-                for number in range(0, count, RESIDENT // BLOCK_D):
-                    columns, used = gathered(chunks, number, RESIDENT, TILE)
-                    if TILE.rest:
-                        rest, rest_used = others(chunks, number, TILE)
-                        features = Features(columns, used, chunks, number, None, rest, rest_used)
-                        q = load_query(of, features, b, h, first_row, rows < T, BLOCK_M, TILE)
-                        q_rest = load_mixed(of, b, h, first_row, rows < T, rest, rest_used, BLOCK_M)
-                        query = QueryRows(q, features, lo, hi, q_rest)
-                    else:
-                        features = Features(columns, used, chunks, number, active, None, None)
-                        query = QueryRows(None, features, lo, hi, None)
-                    _add_head(of, reads, query, visits, written, split, place, sizes, splits, TILE)
+        for doubling in tl.static_range(0, TILE.doublings):
+            if fill(chunks, 1 << doubling):
+                columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
+                query = QueryRows(place, None, Features(columns, used, chunks), lo, hi)
+                _add_head(of, reads, query, visits, written, split, sizes, splits, TILE)
+        if TILE.chunks * BLOCK_D > RESIDENT and count * BLOCK_D > RESIDENT:
+            for number in range(0, count, RESIDENT // BLOCK_D):
+                columns, used = gathered(chunks, number, RESIDENT, TILE)
+                if TILE.rest:
+                    rest, rest_used = others(chunks, number, TILE)
+                    features = Features(columns, used, chunks, number, None, rest, rest_used)
+                else:
+                    features = Features(columns, used, chunks, number, active)
+                query = QueryRows(place, None, features, lo, hi)
+                _add_head(of, reads, query, visits, written, split, sizes, splits, TILE)
 
 
 def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Tensor) -> None:

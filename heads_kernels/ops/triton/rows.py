@@ -23,7 +23,7 @@ from heads_kernels.call import Call
 from heads_kernels.ops.attention import Saved
 from heads_kernels.ops.triton.gate import element_gates, row_gates
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import load_tile, store_tile
+from heads_kernels.ops.triton.load import load_values, store_tile
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,
@@ -38,13 +38,7 @@ from heads_kernels.ops.triton.operands import (
     rows_of,
     sizes_of,
 )
-from heads_kernels.ops.triton.scores import (
-    gradient_of_tile,
-    kept,
-    prepared,
-    product,
-    weigh,
-)
+from heads_kernels.ops.triton.scores import gradient_of_tile, kept, prepared, product, weigh
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import (
     keys_visible,
@@ -138,33 +132,24 @@ def _rows_kernel(dout, attended, gate, terms, read, written, sizes, TILE: tl.con
     sees = row_lse != float("-inf")
     if read.hides is not None:
         sees = sees & _see_a_key(read.visible, terms, b, h, rows, T, sizes.S, BLOCK_M)
-    do = load_tile(dout, b, h, first_row, rows < T, TILE.dv, BLOCK_M, TILE.block_dv).to(
-        tl.float32
-    )  # [BLOCK_M, BLOCK_DV]
-    products = do * load_tile(
-        attended, b, h, first_row, rows < T, TILE.dv, BLOCK_M, TILE.block_dv
-    ).to(tl.float32)
-    products = tl.where(sees[:, None], products, 0.0)
+    do = load_values(dout, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
+    products = do * load_values(attended, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
+    products = tl.where(sees[:, None], products, 0.0)  # [BLOCK_M, BLOCK_DV]
     if TILE.gate == "elements":
         g = element_gates(gate, b, h, rows, tl.arange(0, TILE.block_dv), T, TILE)
-        store_tile(written.dattended, b, h, first_row, T, do * g, TILE.dv, BLOCK_M, TILE.block_dv)
+        store_tile(written.dattended, b, h, first_row, T, do * g, TILE.dv)
         total = tl.sum(products * g, 1)
         if written.dgate_rows is not None:
-            store_tile(
-                written.dgate_rows, b, h, first_row, T, products, TILE.dv, BLOCK_M, TILE.block_dv
-            )
+            store_tile(written.dgate_rows, b, h, first_row, T, products, TILE.dv)
     else:
         total = tl.sum(products, 1)
         if written.dgate_rows is not None:
             tl.store(written.dgate_rows + of_pair, total, mask=rows < T)
         if TILE.gate != "none":
-            of_rows = row_gates(gate, b, h, rows, T, TILE)
-            total = total * of_rows
+            g = row_gates(gate, b, h, rows, T, TILE)
+            total = total * g
             if written.dattended is not None:
-                gated = do * of_rows[:, None]
-                store_tile(
-                    written.dattended, b, h, first_row, T, gated, TILE.dv, BLOCK_M, TILE.block_dv
-                )
+                store_tile(written.dattended, b, h, first_row, T, do * g[:, None], TILE.dv)
     of_lse = tl.zeros((BLOCK_M,), tl.float32)
     if read.dlse is not None:
         of_lse = tl.load(read.dlse + of_pair, mask=rows < T, other=0.0)
@@ -218,12 +203,13 @@ def along(terms, AXIS: tl.constexpr):
 
 @triton.jit
 def dscores_of_tile(
-    of, tile, do, row_terms, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+    of, tile, do, row_terms, first, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
+):
     """The gradient [BLOCK_M, BLOCK_N] of the scores of a program's rows and the keys from `first` on, before scale.
 
     `tile` is their `score_tiles.ScoreTile`, `do` [BLOCK_M, BLOCK_DV]; `row_terms` are columns.
     """
+    BLOCK_N: tl.constexpr = tile.scores.shape[1]
     seen = None
     if PARTIAL:
         seen = tile.seen

@@ -21,8 +21,9 @@ from heads_kernels.ops.triton.load import (
     load_features,
     load_keys,
     load_tile,
+    load_values,
 )
-from heads_kernels.ops.triton.operands import Pairs
+from heads_kernels.ops.triton.operands import Pairs, Place
 from heads_kernels.ops.triton.scores import finish, load_bias, product
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
 
@@ -45,13 +46,13 @@ class Features(NamedTuple):
     that is None; else it is the list of all chunks that do.
     """
 
-    columns: Any
-    used: Any
-    chunks: Any
-    first: Any
-    scored: Any
-    rest: Any
-    rest_used: Any
+    columns: Any = None
+    used: Any = None
+    chunks: Any = None
+    first: Any = 0
+    scored: Any = None
+    rest: Any = None
+    rest_used: Any = None
 
 
 class QueryRows(NamedTuple):
@@ -60,11 +61,12 @@ class QueryRows(NamedTuple):
     `q` is None if scores are computed chunk by chunk; `rest` [BLOCK_M, REST] has the features `features.rest`.
     """
 
+    place: Any
     q: Any
     features: Any
     lo: Any
     hi: Any
-    rest: Any
+    rest: Any = None
 
 
 class OwnKeys(NamedTuple):
@@ -74,18 +76,19 @@ class OwnKeys(NamedTuple):
     the features `features.rest`.
     """
 
+    place: Any
     k: Any
     v: Any
     content: Any
     features: Any
-    rest: Any
+    rest: Any = None
 
 
 class KeyTiles(NamedTuple):
     """Descriptors of keys and values, in a kernel; None: they are loaded through pointers."""
 
-    key: Any
-    value: Any
+    key: Any = None
+    value: Any = None
 
 
 class ScoreTile(NamedTuple):
@@ -99,6 +102,31 @@ class ScoreTile(NamedTuple):
     seen: Any  # of partial tiles
     operand: Any  # [BLOCK, W]
     weighed: Any  # [BLOCK, BLOCK_DV]
+
+
+# ---------------------------------------------------------------------- rows of a program
+@triton.jit
+def own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
+    """Batch, head and first row of a `program`; the last rows of a head (the longest under a causal mask) come first.
+
+    Programs are ordered by head. With collaborative attention, consecutive programs are the heads of one tile of rows,
+    because they read the same query and key.
+    """
+    tiles = tl.cdiv(T, BLOCK_M)
+    if of.mixing is None:
+        pair = program // tiles
+        b, h, tile = pair // H, pair % H, program % tiles
+    else:
+        h = program % H
+        b, tile = program // (H * tiles), program // H % tiles
+    return b, h, (tiles - 1 - tile) * BLOCK_M
+
+
+@triton.jit
+def place_of_rows(of, sizes, TILE: tl.constexpr):
+    """The place of a program that owns rows of one head."""
+    b, h, first_row = own_rows(of, tl.program_id(0), sizes.H, sizes.T, TILE.block_m)
+    return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
 
 
 # ---------------------------------------------------------------------- chunks
@@ -149,6 +177,12 @@ def chunk_at(chunks, place):
 
 
 @triton.jit
+def fill(chunks, STEPS: tl.constexpr):
+    """Whether the listed chunks take a tile of STEPS of them, and not half of it."""
+    return (chunks.length > STEPS // 2) & (chunks.length <= STEPS)
+
+
+@triton.jit
 def gathered(chunks, first, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     """The features of the listed chunks from place `first` on, and which of them exist; both [COLUMNS]."""
     place = first + tl.arange(0, COLUMNS) // TILE.block_d
@@ -172,20 +206,20 @@ def halves(tile):
 
 
 @triton.jit
-def add_chunks(rows, b, first, L, chunks, place, values, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def add_chunks(rows, b, first, L, chunks, place, values, TILE: tl.constexpr):
     """Add `values` [BLOCK, W] to the features of the listed chunks from `place` on; only in rows that the program owns.
 
     W is halved down to one chunk, since `values` leave few registers for the loads.
     """
     if values.shape[1] > TILE.block_d:
         low, high = halves(values)
-        add_chunks(rows, b, first, L, chunks, place, low, BLOCK, TILE)
+        add_chunks(rows, b, first, L, chunks, place, low, TILE)
         place += low.shape[1] // TILE.block_d
-        add_chunks(rows, b, first, L, chunks, place, high, BLOCK, TILE)
+        add_chunks(rows, b, first, L, chunks, place, high, TILE)
     else:
         end = tl.where(chunks.length > place, L, 0)
         column = chunk_at(chunks, place) * TILE.block_d
-        add_columns(rows, b, first, end, column, values, TILE.d, BLOCK, TILE.block_d)
+        add_columns(rows, b, first, end, column, values, TILE.d)
 
 
 # ---------------------------------------------------------------------- tiles of scores
@@ -232,13 +266,14 @@ def load_content_bias(content_bias, b, h, keys, S):
 
 @triton.jit
 def _chunk_by_chunk(
-    of, chunks, place, first_row, rows, first_key, keys, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+    of, chunks, place, first_row, rows, first_key, keys, BY_KEYS: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Products [BLOCK_M, BLOCK_N] of the head of `place`, or BY_KEYS [BLOCK_N, BLOCK_M], over a list of chunks.
 
     `rows` and `keys` are which of them exist; None: all.
     """
+    BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_D: tl.constexpr = TILE.block_d
     b, h = place.b, place.h
     HEIGHT: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
@@ -257,14 +292,13 @@ def _chunk_by_chunk(
 
 
 @triton.jit
-def raw_scores(
-    of, tiles, query, first, there, place, sizes, BLOCK_N: tl.constexpr, TILE: tl.constexpr
-):
+def raw_scores(of, tiles, query, first, there, sizes, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
     """Products [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on, these keys, and their values.
 
     `there` is as in `load_keys`. The compiler removes loads whose results are not used.
     """
-    b, h, features = place.b, place.h, query.features
+    place, features = query.place, query.features
+    b, h = place.b, place.h
     keys = first + tl.arange(0, BLOCK_N)
     if of.content_bias is not None:
         content = load_content_bias(of.content_bias, b, h, keys, sizes.S)
@@ -272,15 +306,13 @@ def raw_scores(
     if features.scored is not None:
         rows = place.at < sizes.T
         raw = _chunk_by_chunk(
-            of, features.scored, place, place.first, rows, first, there, False, TILE.block_m, BLOCK_N, TILE
-        )  # fmt: skip
+            of, features.scored, place, place.first, rows, first, there, False, BLOCK_N, TILE
+        )
     if (features.scored is None) or (features.columns is not None):
         k = load_key(of, tiles.key, features, b, place.hk, first, there, BLOCK_N, TILE)
     # Loaded before the product: after it, the float32 pass by query rows would take all registers and spill.
     if of.value is not None:
-        v = load_keys(
-            of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv
-        )
+        v = load_keys(of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv)  # fmt: skip
     if features.rest is not None:
         k_rest = load_features(of.key, b, first, there, features.rest, features.rest_used, BLOCK_N)
     if features.scored is None:
@@ -294,9 +326,10 @@ def raw_scores(
 
 @triton.jit
 def scores_of_keys(
-    of, tiles, query, first, place, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+    of, tiles, query, first, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
+):
     """Scores [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on; `tiles` are as in `load_keys`."""
+    place = query.place
     keys = first + tl.arange(0, BLOCK_N)
     heads = place.h
     if of.grouped is not None:
@@ -306,7 +339,7 @@ def scores_of_keys(
         there = keys < sizes.S
     pairs = Pairs(place.b, heads, place.at[:, None], keys[None, :])
     bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
-    raw, k, v = raw_scores(of, tiles, query, first, there, place, sizes, BLOCK_N, TILE)
+    raw, k, v = raw_scores(of, tiles, query, first, there, sizes, BLOCK_N, TILE)
     scores, cap = finish(raw, bias, of.terms, sizes.scale)
     seen = True
     if PARTIAL:
@@ -317,15 +350,15 @@ def scores_of_keys(
 
 @triton.jit
 def scores_of_rows(
-    of, dattended, keys, first, there, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
+    of, dattended, keys, first, there, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
 ):
     """Scores [BLOCK_N, BLOCK_M] of a program's keys and the query rows from `first` on.
 
     `there` says which rows are read, as in `load_tile`; `dattended` may be None.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
-    BLOCK_N: tl.constexpr = TILE.block_n
-    b, h, features = place.b, place.h, keys.features
+    place, features = keys.place, keys.features
+    b, h = place.b, place.h
     rows = first + tl.arange(0, BLOCK_M)
     q, do = 0, 0
     if (features.scored is None) or (features.columns is not None):
@@ -333,15 +366,15 @@ def scores_of_rows(
     if features.rest is not None:
         q_rest = load_mixed(of, b, h, first, there, features.rest, features.rest_used, BLOCK_M)
     if dattended is not None:
-        do = load_tile(dattended, b, h, first, there, TILE.dv, BLOCK_M, TILE.block_dv)
+        do = load_values(dattended, b, h, first, there, BLOCK_M, TILE)
     pairs = Pairs(b, h, rows[None, :], place.at[:, None])
     bias = load_bias(of.terms, pairs, sizes.T, sizes.S)
     if features.scored is not None:
         raw = _chunk_by_chunk(
-            of, features.scored, place, first, there, place.first, place.at < sizes.S, True, BLOCK_M, BLOCK_N, TILE
+            of, features.scored, place, first, there, place.first, place.at < sizes.S, True, TILE.block_n, TILE
         )  # fmt: skip
     else:
-        raw = product(keys.k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
+        raw = product(keys.k, tl.trans(q), tl.zeros((TILE.block_n, BLOCK_M), tl.float32))
     if features.rest is not None:
         raw = product(keys.rest, tl.trans(q_rest), raw)
     if keys.content is not None:

@@ -32,6 +32,7 @@ from heads_kernels.ops.triton.score_tiles import (
     active_chunks,
     load_content_bias,
     load_key,
+    place_of_rows,
     scores_of_rows,
 )
 from heads_kernels.ops.triton.scores import (
@@ -47,7 +48,6 @@ from heads_kernels.ops.triton.visible import (
     full_tile,
     partial_count,
     partial_tile,
-    place_of_rows,
     tiles_seeing,
     with_tile_lists,
 )
@@ -84,13 +84,8 @@ class Written(NamedTuple):
 def _statistics_kernel(of, written, sizes, TILE: tl.constexpr):
     """A program reads every key that BLOCK_M rows of a head see; five numbers per row stay on chip."""
     place = place_of_rows(of, sizes, TILE)
-    seen = accumulate(of, KeyTiles(None, None), place, None, sizes, TILE)
-    _store_rows(seen, of.terms, place, written, sizes)
-
-
-@triton.jit
-def _store_rows(seen, terms, place, written, sizes):
-    """Write the statistics of the rows of `place`."""
+    seen = accumulate(of, KeyTiles(), place, None, sizes, TILE)
+    terms = of.terms
     scale_log2 = softmax_scale(sizes.scale, terms)
     at = (place.b * sizes.H + place.h).to(tl.int64) * sizes.T + place.at  # [BLOCK_M]
     there = place.at < sizes.T
@@ -127,15 +122,16 @@ def _store_rows(seen, terms, place, written, sizes):
 
 
 @triton.jit
-def _received_tile(of, shares, keys, tile, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr):
+def _received_tile(of, shares, keys, tile, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr):
     """What BLOCK_N keys receive from one tile of query rows, [BLOCK_N]; scores are transposed, [BLOCK_N, BLOCK_M]."""
+    place = keys.place
     first_row = tile * TILE.block_m
     rows = first_row + tl.arange(0, TILE.block_m)
     there = rows < sizes.T
     at = (place.b * sizes.H + place.h).to(tl.int64) * sizes.T + rows
     row_max = tl.load(shares.row_max + at, mask=there, other=0.0)[None, :]
     share = tl.load(shares.share + at, mask=there, other=0.0)[None, :]
-    row_tile = scores_of_rows(of, None, keys, first_row, there, place, sizes, PARTIAL, TILE)
+    row_tile = scores_of_rows(of, None, keys, first_row, there, sizes, PARTIAL, TILE)
     scale_log2 = softmax_scale(sizes.scale, of.terms)
     p = weights_over(row_tile.scores, row_max, scale_log2, of.terms)
     p = tl.where(share == 0.0, 0.0, p * share)
@@ -148,7 +144,7 @@ def _received_tile(of, shares, keys, tile, place, sizes, PARTIAL: tl.constexpr, 
 def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     """A program owns BLOCK_N keys of a head and sums over the tiles of rows that see them, in a fixed order."""
     BLOCK_N: tl.constexpr = TILE.block_n
-    H, T, S = sizes.H, sizes.T, sizes.S
+    H, S = sizes.H, sizes.S
     tiles = tl.cdiv(S, BLOCK_N)
     own = tl.program_id(0) % tiles
     h = tl.program_id(0) // tiles % H
@@ -156,23 +152,23 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     first_key = own * BLOCK_N
     at = first_key + tl.arange(0, BLOCK_N)
     place = Place(b, h, h // sizes.group, first_key, at)
-    visits = tiles_seeing(of.visible, place, T, S, BLOCK_N, TILE.block_m)
+    visits = tiles_seeing(of.visible, place, sizes, TILE)
     k, content, chunks = None, None, None
     if of.mixing is not None:
         chunks = active_chunks(of.mixing, h, TILE)
-    features = Features(None, None, chunks, 0, chunks, None, None)
+    features = Features(chunks=chunks, scored=chunks)
     if of.mixing is None:
         k = load_key(of, None, features, b, place.hk, first_key, at < S, BLOCK_N, TILE)
     if of.content_bias is not None:
         content = load_content_bias(of.content_bias, b, h, at, S)
-    keys = OwnKeys(k, None, content, features, None)
+    keys = OwnKeys(place, k, None, content, features)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for number in range(visits.full_start, visits.full_end):
         tile = full_tile(of.visible, b, h, own, number)
-        total += _received_tile(of, shares, keys, tile, place, sizes, False, TILE)
+        total += _received_tile(of, shares, keys, tile, sizes, False, TILE)
     for number in tl.range(0, partial_count(visits), num_stages=1):
         tile = partial_tile(of.visible, b, h, own, number, visits)
-        total += _received_tile(of, shares, keys, tile, place, sizes, True, TILE)
+        total += _received_tile(of, shares, keys, tile, sizes, True, TILE)
     tl.store(received + (b * H + h).to(tl.int64) * S + at, total, mask=at < S)
 
 

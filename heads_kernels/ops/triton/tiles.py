@@ -56,24 +56,18 @@ class Tiles:
     num_warps: int
     num_stages: int  # of loops over full tiles; in Gluon, of the ring of values
     key_stages: int = 0  # of the ring of keys, of Gluon's forward kernel
-    partial_stages: int = (
-        1  # of those over partial ones, whose mask takes registers that loads in flight need too
-    )
-    maxnreg: int = (
-        0  # the most registers per thread, so that several programs share a multiprocessor; 0: any
-    )
-    full_tiles: int = (
-        0  # full tiles of keys that a step takes through descriptors; 0: one, through pointers
-    )
+    #: Of loops over partial tiles, whose mask takes registers that loads in flight need too.
+    partial_stages: int = 1
+    #: The most registers per thread, so that several programs share a multiprocessor; 0: any.
+    maxnreg: int = 0
+    #: Full tiles of keys that a step takes through descriptors; 0: one, through pointers.
+    full_tiles: int = 0
 
     @property
     def launch_options(self) -> dict[str, int]:
         """Options of a launch; whether multiply-adds are fused is stated because Triton's default changes with 3.10."""
-        options = {
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "enable_fp_fusion": True,
-        }
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options["enable_fp_fusion"] = True
         if self.maxnreg:  # AMD's compiler knows no such option
             options["maxnreg"] = self.maxnreg
         return options
@@ -91,6 +85,9 @@ class TileConstants:
     dv: tl.constexpr  # width of values
     chunks: tl.constexpr  # steps that cover d, rounded up to a power of two; 0 without mixing
     resident: tl.constexpr  # the most features of a head that stay on chip, with mixing
+    doublings: (
+        tl.constexpr
+    )  # how many widths these have: block_d, twice and four times that, up to resident
     rest: tl.constexpr  # those beside them that scores keep on chip; 0: none
     stages: tl.constexpr  # tiles in Gluon's ring of values (forward) or of rows (backward)
     key_stages: tl.constexpr  # tiles of the ring of keys, of Gluon's forward kernel
@@ -111,9 +108,10 @@ def _constants(
 ) -> TileConstants:
     block_d = tiles.block_d if mixes else width or padded(D)
     chunks = 1 << (max(2, -(-D // block_d)) - 1).bit_length() if mixes and block_d else 0
+    doublings = (tiles.block_slice // block_d).bit_length() if chunks else 0
     rest = _rest(tiles, D) if mixes and tiles.block_rest else 0
-    numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice, rest,
-        tiles.num_stages, tiles.key_stages, tiles.partial_stages, gate, activation)  # fmt: skip
+    numbers = (tiles.block_m, tiles.block_n, block_d, width or padded(Dv), D, Dv, chunks, tiles.block_slice, doublings,
+        rest, tiles.num_stages, tiles.key_stages, tiles.partial_stages, gate, activation)  # fmt: skip
     return TileConstants(*map(tl.constexpr, numbers))
 
 
@@ -194,15 +192,10 @@ def _interpreted(like: Tensor, D: int, descriptors: bool) -> Tiles:
     block_m, block_n = (16, 64) if T <= 16 else (32, 32) if T <= 128 else (128, 128)
     step = padded(-(-D // 8))
     return Tiles(
-        block_m,
-        block_n,
-        block_d=step,
-        block_slice=max(step, min(64, padded(D))),
+        block_m, block_n, block_d=step, block_slice=max(step, min(64, padded(D))),
         block_rest=128,  # wider queries go chunk by chunk
-        num_warps=4,
-        num_stages=1,
-        full_tiles=2 * descriptors,
-    )
+        num_warps=4, num_stages=1, full_tiles=2 * descriptors,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import triton.language as tl
 from heads_kernels.call import Call
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import pair_addresses
-from heads_kernels.ops.triton.operands import Operands, Pairs, Place, Support, TileLists
+from heads_kernels.ops.triton.operands import ListsWritten, Operands, Pairs, Support, TileLists
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 
@@ -41,30 +41,6 @@ class Visits(NamedTuple):
     full_end: Any
     end: Any
     front: Any
-
-
-@triton.jit
-def own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
-    """Batch, head and first row of a `program`; the last rows of a head (the longest under a causal mask) come first.
-
-    Programs are ordered by head. With collaborative attention, consecutive programs are the heads of one tile of rows,
-    because they read the same query and key.
-    """
-    tiles = tl.cdiv(T, BLOCK_M)
-    if of.mixing is None:
-        pair = program // tiles
-        b, h, tile = pair // H, pair % H, program % tiles
-    else:
-        h = program % H
-        b, tile = program // (H * tiles), program // H % tiles
-    return b, h, (tiles - 1 - tile) * BLOCK_M
-
-
-@triton.jit
-def place_of_rows(of, sizes, TILE: tl.constexpr):
-    """The place of a program that owns rows of one head."""
-    b, h, first_row = own_rows(of, tl.program_id(0), sizes.H, sizes.T, TILE.block_m)
-    return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
 
 
 @triton.jit
@@ -187,12 +163,13 @@ def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def tiles_seeing(visible, place, T, S, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+def tiles_seeing(visible, place, sizes, TILE: tl.constexpr):
     """Tiles of query rows of the head of `place` in which at least one row sees one of its BLOCK_N keys."""
+    b, h, first, T, S = place.b, place.h, place.first, sizes.T, sizes.S
     if visible.lists is None:
-        visits = tiles_that_see(visible, place.b, place.h, place.first, T, S, BLOCK_N, BLOCK)
+        visits = tiles_that_see(visible, b, h, first, T, S, TILE.block_n, TILE.block_m)
     else:
-        visits = listed_tiles(visible, place.b, place.h, place.first // BLOCK_N, T)
+        visits = listed_tiles(visible, b, h, first // TILE.block_n, T)
     return visits
 
 
@@ -322,7 +299,7 @@ def _own_list(H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def _lists_kernel(
-    visible, terms, support, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    visible, terms, support, written, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """A program writes the two lists of one tile of rows, or with BY_KEYS of keys, and their lengths."""
     b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
@@ -332,7 +309,7 @@ def _lists_kernel(
         rows = owner * BLOCK_M + tl.arange(0, BLOCK_M)
         lo, hi = ranges(visible, b, h, rows, T, S)
         visits = tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK_N)
-    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
+    at = written.tiles + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
     for number in range(tile_count(visits)):
         tile = tile_at(visits, number)
@@ -356,19 +333,19 @@ def _lists_kernel(
         tl.store(at + length + partial, tile, mask=is_seen & ~is_full)
         full += is_full.to(tl.int32)
         partial += (is_seen & ~is_full).to(tl.int32)
-    counts += tl.program_id(0).to(tl.int64) * 2
+    counts = written.counts + tl.program_id(0).to(tl.int64) * 2
     tl.store(counts, full)
     tl.store(counts + 1, partial)
 
 
 @triton.jit
 def _ranges_kernel(
-    visible, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    visible, written, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The lists of `_lists_kernel` where ranges alone say which pairs are visible, AT_ONCE tiles at a time."""
     b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
-    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
+    at = written.tiles + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
     for start in range(0, length, AT_ONCE):
         tile = start + tl.arange(0, AT_ONCE)
@@ -392,7 +369,7 @@ def _ranges_kernel(
         tl.store(at + length + partial + tl.cumsum(count_partial) - 1, tile, mask=is_partial)
         full += tl.sum(count_full)
         partial += tl.sum(count_partial)
-    counts += tl.program_id(0).to(tl.int64) * 2
+    counts = written.counts + tl.program_id(0).to(tl.int64) * 2
     tl.store(counts, full)
     tl.store(counts + 1, partial)
 
@@ -419,32 +396,31 @@ def with_tile_lists(
     if of.visible.dense is None and of.terms.bias is None and support is None and not listed:
         return of
     B, H, T, S = call.sizes
-    batches, heads = varying_pairs(call) if support is None else (B, H)
+    batches, heads = _varying_pairs(call) if support is None else (B, H)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
     owners, length = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
     count = batches * heads * owners
     lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
-    counts = call.query.new_empty((count, 2), dtype=torch.int32)
+    written = ListsWritten(lists, lists.new_empty(count, 2))
     i = call.intervals
     others = i.dense_mask, i.key_visible, i.first_keys, of.terms.bias, support
     if all(each is None for each in others):
         launch(
-            _ranges_kernel, count, call.query, tiles, of.visible, lists, counts, heads, T, S,
+            _ranges_kernel, count, call.query, tiles, of.visible, written, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             AT_ONCE=max(2, min(triton.next_power_of_2(length), _SCAN.value // tiles.block_m)),
         )  # fmt: skip
     else:
         launch(
-            _lists_kernel, count, call.query, tiles, of.visible, of.terms,
-            support, lists, counts, heads, T, S,
+            _lists_kernel, count, call.query, tiles, of.visible, of.terms, support, written, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         )  # fmt: skip
     strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
-    of_tiles = TileLists(lists, counts, length, *strides)
+    of_tiles = TileLists(*written, length, *strides)
     return of._replace(visible=of.visible._replace(lists=of_tiles))
 
 
-def varying_pairs(call: Call) -> tuple[int, int]:
+def _varying_pairs(call: Call) -> tuple[int, int]:
     """The numbers of batches and heads whose visible pairs may differ: those of the call, or 1 if all see the same."""
     B, H, _, _ = call.sizes
     i, bias, table = call.intervals, call.bias, call.offset_bias
