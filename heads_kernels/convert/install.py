@@ -86,7 +86,8 @@ def _by_head(projection: Projection, repeats: int = 1) -> tuple[Tensor, Tensor |
     rows = projection.features(range(heads))
 
     def split(each: Tensor) -> Tensor:
-        return each[rows].unflatten(0, (heads, -1)).repeat_interleave(repeats, 0)
+        by_head: Tensor = each[rows].view(heads, -1, *each.shape[1:])
+        return by_head.repeat_interleave(repeats, 0)
 
     weight = linear.weight.T if is_transposed(linear) else linear.weight
     return split(weight), None if linear.bias is None else split(linear.bias)

@@ -66,8 +66,8 @@ class RotaryHeads:
             assert weight is not None
             column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
             sides.append(torch.complex(*torch.cat((weight, column[..., None]), 2).chunk(2, 1)))
-        bias = query_bias is not None or key_bias is not None
-        return cls(sides[0], sides[1], scale, bias)
+        has_bias = query_bias is not None or key_bias is not None
+        return cls(sides[0], sides[1], scale, has_bias)
 
     @property
     def sizes(self) -> Sizes:
