@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.analysis.observe import each_batch, evaluation, observe, of_this_thread, run
-from heads_kernels.checks import refuse
+from heads_kernels.analysis.observe import each_batch, of_this_thread, reading, run
+from heads_kernels.checks import check_flag, refuse
 from heads_kernels.convert.install import prepare
 from heads_kernels.convert.moments import Moments, Sums
 from heads_kernels.convert.rotary import AnyMoments, RotaryMoments
@@ -55,6 +55,7 @@ def calibrate(
         ValueError: `data` is empty; no token reaches a layer, or its keys never vary; inputs are NaN or infinite; keys
             come from a cache, so that their inputs are missing. The message names the layer and the batch.
     """
+    check_flag("progress", progress)
     with undone(model, lambda: prepare(model, layers)) as chosen:
         return _gathered(model, chosen, data, progress)
 
@@ -93,14 +94,13 @@ def _gathered(
             found = _moments(chosen[layer.name], call, query, key)
             sums[layer.name] = sums[layer.name] + found if layer.name in sums else found
 
-    there = [layer.name for layer in attention_layers(model) if layer.runs_operators]
-    with evaluation(model), torch.no_grad(), ExitStack() as block:
+    there = [layer for layer in attention_layers(model) if layer.runs_operators]
+    with reading(model, look, there), ExitStack() as block:
         for layer in layers:
             for role in ("query", "key"):
                 hook = of_this_thread(partial(_keep, inputs, (layer.name, role)))
                 handle = getattr(layer, role).linear.register_forward_pre_hook(hook)
                 block.callback(handle.remove)
-        block.enter_context(observe(model, look, there))
         batches = each_batch(data, "calibration")
         total = length_hint(data) or None
         for number, batch in enumerate(tracked(batches, "Calibration", progress, total)):

@@ -1,25 +1,25 @@
-"""Convert a pretrained model to collaborative attention, in place and without training."""
+"""Convert a pretrained model to collaborative attention, or read its error curves; no training."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from heads_kernels.checks import check_choice, check_flag, check_size
+from heads_kernels.convert.budget import Dim, check_target, dims_of
 from heads_kernels.convert.calibration import moments_of, tracked
-from heads_kernels.convert.conversion import Conversion, Report
-from heads_kernels.convert.curves import Curves
-from heads_kernels.convert.dims import Dim, check_target, dims_of
+from heads_kernels.convert.conversion import Conversion, Curves, Report
 from heads_kernels.convert.features import METHODS
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.install import install, prepare, read_heads
 from heads_kernels.convert.rotary import AnyFactors, AnyMoments
 from heads_kernels.heads.saving import record_in_config
-from heads_kernels.snapshot import kept_on_error
+from heads_kernels.snapshot import kept_on_error, undone
 
 #: Ragged features that a head gets at once. On MiniLM at Ds 96 to 256 groups of 4 take 12 to 16 % off the features that
 #: scores run over (below those of ordinary attention at Ds 256 too) and at most 0.003 off the cosine of sentences;
@@ -98,38 +98,39 @@ def collaborate(
         chosen = prepare(model, layers)
         heads = [read_heads(layer) for layer in chosen]
         moments = moments_of(model, chosen, calibration, progress)
-        spectra: list[Any] = [
-            each.spectrum(own, method) for each, own in zip(heads, moments, strict=True)
+        spectra = [each.spectrum(own, method) for each, own in zip(heads, moments, strict=True)]
+        sizes = [
+            replace(each.sizes, Hk=layer.num_key_heads)
+            for each, layer in zip(heads, chosen, strict=True)
         ]
         factors: list[AnyFactors] = []
-        reports = []
-        dims = dims_of(heads, spectra, dim, error)
+        dims = dims_of(sizes, spectra, dim, error)
         for n, Ds in enumerate(tracked(dims, "Conversion", progress)):
             options: dict[str, Any] = {}
             if isinstance(heads[n], Heads):  # rotary pairs come one by one
                 options["multiple"] = min(_GROUP, Ds) if error is None else 1
                 options["spectrum"] = spectra[n]
-            made = heads[n].fit(Ds, moments[n], method=method, **options)
-            factors.append(made)
-            key_heads = chosen[n].num_key_heads
-            reports.append(Report.of(heads[n], made, Hk=key_heads, length=length))
+            factors.append(heads[n].fit(Ds, moments[n], method=method, **options))
+        reports = tuple(
+            Report.of(each, made, length) for each, made in zip(sizes, factors, strict=True)
+        )
         _warn_of_flops(reports, method)
-        curves = Curves.of([layer.name for layer in chosen], heads, spectra)
+        found = Curves.of([layer.name for layer in chosen], heads, spectra)
         parameters_before = _parameters(model)
         for layer, made in zip(chosen, factors, strict=True):
             install(model, layer, made, ragged=method == "ragged")
         record_in_config(model)
         return Conversion(
             method=method,
-            layers=curves.layers,
-            reports=tuple(reports),
-            curves=curves,
+            layers=found.layers,
+            reports=reports,
+            curves=found,
             parameters_before=parameters_before,
             parameters=_parameters(model),
         )
 
 
-def _warn_of_flops(reports: list[Report], method: str) -> None:
+def _warn_of_flops(reports: Sequence[Report], method: str) -> None:
     """Warn if attention takes more FLOPs than before, at the length of the reports."""
     rising = [report for report in reports if report.flops > report.flops_before]
     if not rising:
@@ -150,3 +151,28 @@ def _warn_of_flops(reports: list[Report], method: str) -> None:
 
 def _parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def curves(
+    model: nn.Module,
+    calibration: Iterable[Any] | Mapping[str, AnyMoments] | None = None,
+    layers: Iterable[int | str] | None = None,
+    *,
+    progress: bool = True,
+) -> Curves:
+    """The error of each layer of a model for every `dim`, without changing the model; `plot` draws it.
+
+    Args:
+        model, calibration, layers, progress: as in `collaborate`.
+
+    Raises:
+        TypeError, ValueError: as `collaborate`.
+    """
+    check_flag("progress", progress)
+    with undone(model, lambda: prepare(model, layers)) as chosen:
+        heads = [read_heads(layer) for layer in chosen]
+        moments = moments_of(model, chosen, calibration, progress)
+        spectra = [each.spectrum(own) for each, own in zip(heads, moments, strict=True)]
+    return Curves.of([layer.name for layer in chosen], heads, spectra)

@@ -1,15 +1,22 @@
-"""Reports of a conversion: errors, parameters and FLOPs of each layer and the model, and their plot."""
+"""What conversion reports: error curves before it, errors, parameters and FLOPs after it, and their plot."""
 
 from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
 
 from heads_kernels.analysis.head_scores import short_name, text_table
 from heads_kernels.checks import refuse
-from heads_kernels.convert.curves import Curves
+from heads_kernels.convert.budget import Sizes
+from heads_kernels.convert.features import SharedFeatures, Spectrum
+from heads_kernels.convert.heads import Heads
+from heads_kernels.convert.rotary import AnyHeads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,6 +26,80 @@ if TYPE_CHECKING:
 _ROUNDING: Final = 1e-7
 
 
+# ---------------------------------------------------------------------- before conversion
+@dataclass(frozen=True, eq=False)
+class CapturedEnergy:
+    """Shares of the squared singular values that the first 1, 2, ... dimensions hold, float64, rising to 1.
+
+    The product of a head, `W_Q^hT W_K^h`, is what its scores are made of: unlike its factors it is the same for heads
+    whose queries and keys are rotated alike.
+
+    Attributes:
+        query: `[H, min(D, D_in)]`, of every head's query weights; `key` and `product` likewise.
+        stacked_query: `[min(H D, D_in)]`, of the query weights of all heads; `stacked_key` likewise.
+        stacked_product: of `W_Q^T W_K`, the sum of all heads' products.
+    """
+
+    query: Tensor
+    key: Tensor
+    product: Tensor
+    stacked_query: Tensor
+    stacked_key: Tensor
+    stacked_product: Tensor
+
+
+def captured_energy(heads: Heads) -> CapturedEnergy:
+    """The curves of figure 1 of Cordonnier et al. 2020: single heads are near full rank, all together are not."""
+    return CapturedEnergy(
+        *_captured(heads.query, heads.key),
+        *_captured(heads.query.flatten(0, 1), heads.key.flatten(0, 1)),
+    )
+
+
+def _captured(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows `[..., D, D_in]`, of `[..., D, D_in_k]` and of their product, whose QR factors are thin."""
+    query_r, key_r = (torch.linalg.qr(rows.mT, mode="r").R for rows in (query, key))
+    product = query_r @ key_r.mT
+    return _share(query_r), _share(key_r), _share(product)
+
+
+def _share(matrices: Tensor) -> Tensor:
+    held = torch.linalg.svdvals(matrices).square().cumsum(-1)
+    return torch.where(held[..., -1:] == 0, 1.0, held / held[..., -1:])
+
+
+@dataclass(frozen=True, eq=False)
+class Curves:
+    """Error curves of the layers of a model before conversion.
+
+    Attributes:
+        layers: their names.
+        errors: `[R + 1]` per layer: the relative error of the scores with 0 to R features, or of the weights without
+            calibration. It is that of `"ragged"`, and that of `"cp"` is below it; after a conversion with `"cp"` that
+            of a layer with rotary positions is the least that any shared features could have.
+        squares: per layer, the mean square of the scores of all heads, scale included, that the error is relative to.
+        energy: per layer, the `CapturedEnergy` of the weights; None with rotary positions.
+    """
+
+    layers: tuple[str, ...]
+    errors: tuple[Tensor, ...]
+    squares: tuple[float, ...]
+    energy: tuple[CapturedEnergy | None, ...]
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[str], heads: Sequence[AnyHeads], spectra: Sequence[Spectrum]
+    ) -> Curves:
+        energy = (captured_energy(each) if isinstance(each, Heads) else None for each in heads)
+        return cls(
+            layers=tuple(layers),
+            errors=tuple(spectrum.errors().cpu() for spectrum in spectra),
+            squares=tuple(spectrum.score_square for spectrum in spectra),
+            energy=tuple(energy),
+        )
+
+
+# ---------------------------------------------------------------------- after it
 @dataclass(frozen=True)
 class Report:
     """One layer before and after.
@@ -48,9 +129,8 @@ class Report:
     break_even: float
 
     @classmethod
-    def of(cls, heads: Any, factors: Any, *, Hk: int | None = None, length: int = 128) -> Report:
-        """The report of `factors` of `heads`; Hk key heads, None means H."""
-        sizes = replace(heads.sizes, Hk=Hk)
+    def of(cls, sizes: Sizes, factors: SharedFeatures, length: int) -> Report:
+        """The report of a layer of these sizes that gets `factors`."""
         Ds, used = factors.dim, factors.executed_features
         return cls(
             dim=Ds,
@@ -151,6 +231,7 @@ class Conversion:
         )
 
 
+# ---------------------------------------------------------------------- the plot
 def plot(shown: Curves | Conversion) -> Figure:
     """Plot errors over the number of features, for layers from dark to light, and the choice of a conversion.
 

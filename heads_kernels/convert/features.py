@@ -1,9 +1,9 @@
-"""What the features of ordinary and of rotary heads have in common: their spectrum, order and scale."""
+"""What the features of ordinary and of rotary heads have in common: spectrum, order, scale, and least squares."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from heads_kernels.call import MIXING_CHUNK, active_widths
 from heads_kernels.checks import check_scale, check_tensor, refuse, shape_of
 
 METHODS: Final = ("cp", "ragged")
+
+#: A step of least squares without momentum that reduces the error by less than this share is the last.
+_TOLERANCE = 1e-4
+_ITERATIONS = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +27,12 @@ class Spectrum:
             weights of the scores, or with moments to their mean square, before the scale.
             0 where it is no more than rounding.
         content: the sum of squares of the heads' content weights, whitened.
+        scale: the factor of the scores.
     """
 
     values: Tensor
     content: float
+    scale: float
 
     @property
     def rank(self) -> int:
@@ -37,6 +43,11 @@ class Spectrum:
     def square(self) -> float:
         """That of the scores of all heads, before the scale."""
         return float(self.values.square().sum()) + self.content
+
+    @property
+    def score_square(self) -> float:
+        """The mean square of the scores of all heads, scale included."""
+        return self.scale**2 * self.square
 
     def largest(self, dim: int, multiple: int = 1) -> Tensor:
         """int64 `[H]`: how many of the `dim` most important features each group has, `multiple` of them at a time.
@@ -68,31 +79,33 @@ class Spectrum:
 
 @dataclass(frozen=True, eq=False)
 class SharedFeatures:
-    """The projections of a collaborative layer, float64; each column of `mixing` weighs `group` features."""
+    """The projections of a collaborative layer, float64; each column of `mixing` weighs one or two features."""
 
     query: Tensor
     key: Tensor
     mixing: Tensor
     scale: float
     error: float
-    #: Features that come together.
-    group: ClassVar[int] = 1
 
     @property
     def dim(self) -> int:
         """Ds."""
-        return self.group * self.mixing.shape[1]
+        return len(self.query)
 
     @property
     def features(self) -> list[int]:
         """Number of features that each head uses."""
-        used: list[int] = (self.group * self.mixing.count_nonzero(1)).tolist()
+        used: list[int] = self._by_feature.count_nonzero(1).tolist()
         return used
 
     @property
     def executed_features(self) -> int:
         """Features that the scores of all heads use, in whole chunks."""
-        return int(active_widths(self.mixing.repeat_interleave(self.group, 1)).sum())
+        return int(active_widths(self._by_feature).sum())
+
+    @property
+    def _by_feature(self) -> Tensor:
+        return self.mixing.repeat_interleave(self.dim // self.mixing.shape[1], 1)
 
 
 def parse_weights(
@@ -166,3 +179,101 @@ def balanced(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor
 def ratio(cut: float, whole: float) -> float:
     """The relative error of these squares; nothing is exact of nothing."""
     return (cut / whole) ** 0.5 if cut > 0 else 0.0
+
+
+# ---------------------------------------------------------------------- alternating least squares
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """Features as coefficients over the rows of all heads, `[..., H D, R]`, of norm 1 over the (whitened) inputs.
+
+    `scored` is `key_gram` times the conjugate of `key`; `mixing` is `[..., H, R]`; `cut` the squared error.
+    """
+
+    query: Tensor
+    key: Tensor
+    scored: Tensor
+    mixing: Tensor
+    cut: float
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """The products of queries and keys of all heads, as Gram matrices of their rows over the inputs.
+
+    Problems of a batch are independent; entries may be complex, those of mixing are real.
+
+    Attributes:
+        query_gram, key_gram: `[..., H D, H D]`.
+        num_heads: H.
+        whole: the sum of the squared norms of all products.
+        ridge: relative to the diagonal of a Gram matrix: above its rounding, below every error of interest.
+    """
+
+    query_gram: Tensor
+    key_gram: Tensor
+    num_heads: int
+    whole: float
+    ridge: float
+
+    def fit(self, start: tuple[Tensor, Tensor]) -> Fit:
+        """The best features from these coefficients of queries and keys on.
+
+        Sweeps have Nesterov's momentum, which starts anew after one that gained little or is undone.
+        """
+        query, asked = _unit(start[0], self.query_gram)
+        fit = self._mixed(query, asked, query.mT @ asked, *_unit(start[1], self.key_gram))
+        before, momentum = fit, 0
+        for _ in range(_ITERATIONS):
+            ahead = momentum / (momentum + 3)
+            starts = (
+                now + ahead * (now - then)
+                for now, then in (
+                    (fit.key, before.key),
+                    (fit.scored, before.scored),
+                    (fit.mixing, before.mixing),
+                )
+            )
+            found = self._sweep(*starts)
+            little = found.cut >= (1 - _TOLERANCE) ** 2 * fit.cut
+            done = little and momentum == 0
+            before, fit = fit, found if found.cut < fit.cut else fit
+            momentum = 0 if little else momentum + 1
+            if done:
+                break
+        return fit
+
+    def _sweep(self, key: Tensor, scored: Tensor, mixing: Tensor) -> Fit:
+        """The best query features for these key features and mixing, then the best key features, then mixing."""
+        alike = mixing.mT @ mixing  # [..., R, R]
+        weights = mixing.repeat_interleave(key.shape[-2] // self.num_heads, -2)  # [..., H D, R]
+        query = self._solve(alike * (key.mT @ scored).conj(), weights * scored.conj())
+        query, asked = _unit(query, self.query_gram)
+        query_alike = query.mT @ asked
+        key = self._solve(alike * query_alike.conj(), weights * asked.conj())
+        return self._mixed(query, asked, query_alike, *_unit(key, self.key_gram))
+
+    def _mixed(
+        self, query: Tensor, asked: Tensor, query_alike: Tensor, key: Tensor, scored: Tensor
+    ) -> Fit:
+        """The best mixing of given features."""
+        own = (asked * scored.conj()).real
+        by_head = own.view(*own.shape[:-2], self.num_heads, -1, own.shape[-1])
+        products = by_head.sum(-2)  # [..., H, R]
+        mixing = self._solve((query_alike * (key.mT @ scored).conj()).real, products)
+        cut = self.whole - float((products * mixing).sum())
+        return Fit(query, key, scored, mixing, max(cut, 0.0))
+
+    def _solve(self, gram: Tensor, rows: Tensor) -> Tensor:
+        """`rows gram^-1` for Hermitian matrices `[..., R, R]`; 0 where a feature is."""
+        diagonal = gram.diagonal(dim1=-2, dim2=-1).real
+        added = torch.where(diagonal > 0, self.ridge * diagonal, 1.0)
+        factor = torch.linalg.cholesky(gram + torch.diag_embed(added).to(gram.dtype))
+        return torch.cholesky_solve(rows.mH, factor).mH
+
+
+def _unit(coefficients: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients of features of norm 1, and the Gram matrix times their conjugates."""
+    image = gram @ coefficients.conj()
+    squares = (coefficients * image).real.sum(-2, keepdim=True)
+    norms = squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
+    return coefficients / norms, image / norms

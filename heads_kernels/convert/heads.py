@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from heads_kernels.checks import check_choice, check_size, refuse
-from heads_kernels.convert.counts import Sizes
+from heads_kernels.convert.budget import Sizes
 from heads_kernels.convert.features import (
     METHODS,
+    Products,
     SharedFeatures,
     Spectrum,
     balanced,
@@ -19,7 +19,6 @@ from heads_kernels.convert.features import (
     ratio,
     separate,
 )
-from heads_kernels.convert.least_squares import Products
 from heads_kernels.convert.moments import Moments
 
 #: Relative noise of the start of `cp`, which separates equal features (two rotated copies of one head would otherwise
@@ -51,9 +50,6 @@ class Heads:
     scale: float
     query_bias: Tensor | None = None
 
-    #: Features that come together.
-    group: ClassVar[int] = 1
-
     def __post_init__(self) -> None:
         found = parse_weights(self.query, self.key, self.scale, self.query_bias, None)
         for name, tensor in zip(("query", "key", "query_bias"), found, strict=False):
@@ -83,7 +79,7 @@ class Heads:
         content = 0.0
         if moments is not None:
             content = float((self._content_weights(moments) @ moments.key_root).square().sum())
-        return HeadSpectrum(values, content, right @ key_r, left.mT @ query_r)
+        return HeadSpectrum(values, content, self.scale, right @ key_r, left.mT @ query_r)
 
     def fit(
         self,

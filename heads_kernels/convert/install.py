@@ -70,8 +70,6 @@ def read_heads(layer: ProjectedLayer) -> AnyHeads:
     group = layer.num_heads // layer.num_key_heads
     query, query_bias = _by_head(layer.query)
     key, key_bias = _by_head(layer.key, group)
-    assert query is not None
-    assert key is not None
     try:
         if layer.layout.rotary:
             return RotaryHeads.of(query, key, layer.scale, query_bias, key_bias)
@@ -80,17 +78,17 @@ def read_heads(layer: ProjectedLayer) -> AnyHeads:
         raise type(error)(f"{layer}: {error}") from None
 
 
-def _by_head(projection: Projection, repeats: int = 1) -> list[Tensor | None]:
+def _by_head(projection: Projection, repeats: int = 1) -> tuple[Tensor, Tensor | None]:
     """Weight `[heads, width, D_in]` and bias `[heads, width]`, each head so many times."""
-    linear = projection.linear
+    linear, heads = projection.linear, projection.heads
+    rows = projection.features(range(heads))
+
+    def split(each: Tensor) -> Tensor:
+        by_head: Tensor = each[rows].view(heads, -1, *each.shape[1:])
+        return by_head.repeat_interleave(repeats, 0)
+
     weight = linear.weight.T if is_transposed(linear) else linear.weight
-    rows = projection.features(range(projection.heads))
-    return [
-        None
-        if each is None
-        else each[rows].view(projection.heads, -1, *each.shape[1:]).repeat_interleave(repeats, 0)
-        for each in (weight, linear.bias)
-    ]
+    return split(weight), None if linear.bias is None else split(linear.bias)
 
 
 def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, ragged: bool) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from heads_kernels.call import MIXING_CHUNK
 from heads_kernels.checks import check_choice, check_size, refuse
-from heads_kernels.convert.counts import Sizes
+from heads_kernels.convert.budget import Sizes
 from heads_kernels.convert.features import (
     METHODS,
+    Fit,
+    Products,
     SharedFeatures,
     Spectrum,
     balanced,
@@ -22,7 +24,6 @@ from heads_kernels.convert.features import (
     separate,
 )
 from heads_kernels.convert.heads import Factors, Heads
-from heads_kernels.convert.least_squares import Fit, Products
 from heads_kernels.convert.moments import Moments, Sums, causal_covariance, covariance_of_all, gram
 
 
@@ -41,13 +42,13 @@ class RotaryHeads:
         query: complex `[H, F, D_in + 1]`, the rows of the query weights by head and frequency, and the bias.
         key: complex `[H, F, D_in_k + 1]`.
         scale: the factor of the scores, which conversion keeps.
+        bias: whether queries or keys have biases, which otherwise are 0.
     """
 
     query: Tensor
     key: Tensor
     scale: float
-    #: Features that come together.
-    group: ClassVar[int] = 2
+    bias: bool = False
 
     @classmethod
     def of(
@@ -65,33 +66,30 @@ class RotaryHeads:
             assert weight is not None
             column = weight.new_zeros(weight.shape[:2]) if bias is None else bias
             sides.append(torch.complex(*torch.cat((weight, column[..., None]), 2).chunk(2, 1)))
-        return cls(sides[0], sides[1], scale)
+        has_bias = query_bias is not None or key_bias is not None
+        return cls(sides[0], sides[1], scale, has_bias)
 
     @property
     def sizes(self) -> Sizes:
         """What parameters and FLOPs are counted by."""
         H, F, width = self.query.shape
-        bias = bool(self.query[..., -1].any() or self.key[..., -1].any())
-        return Sizes(width - 1, self.key.shape[2] - 1, 2 * H * F, H, bias=bias, rotary=True)
+        D_in_k = self.key.shape[2] - 1
+        return Sizes(width - 1, D_in_k, 2 * H * F, H, bias=self.bias, rotary=True)
 
     def spectrum(self, moments: RotaryMoments | None = None, method: str = "ragged") -> Spectrum:
         """What the features of a method add to the scores; with `"cp"` no features add more.
 
-        The groups are the frequencies; the two features of a pair have equal values.
+        The groups are the heads, with `"cp"` the frequencies; the two features of a pair have equal values.
         """
         check_choice("method", method, METHODS)
         moments = RotaryMoments.of_weights(self) if moments is None else moments
         squares = moments.shared_squares
         if method == "ragged":
-            squares = moments.squares.sort(descending=True).values
-        return Spectrum((squares / 2).sqrt().repeat_interleave(2, 1), 0.0)
+            squares = moments.squares.T.sort(descending=True).values
+        return Spectrum((squares / 2).sqrt().repeat_interleave(2, 1), 0.0, self.scale)
 
     def fit(
-        self,
-        dim: int,
-        moments: RotaryMoments | None = None,
-        *,
-        method: str = "cp",
+        self, dim: int, moments: RotaryMoments | None = None, *, method: str = "cp"
     ) -> RotaryFactors:
         """The projections of `dim / 2` pairs for all heads, with the smallest error that the method finds.
 
@@ -108,8 +106,8 @@ class RotaryHeads:
             refuse("dim", f"is {dim}", "pass an even number: features rotate in pairs")
         check_choice("method", method, METHODS)
         moments = RotaryMoments.of_weights(self) if moments is None else moments
-        own = self.spectrum(moments)
-        counts = own.largest(dim, 2)  # [F]
+        own, whole = self.spectrum(moments), float(moments.squares.sum())
+        counts = own.largest(dim, 2)  # [H]
         cut = own.cut(counts)
         if method == "cp":
             pairs = self.spectrum(moments, "cp").largest(dim, 2) // 2
@@ -120,22 +118,15 @@ class RotaryHeads:
                 query, key, mixing = (
                     each[frequency, :, place] for each in (fit.query, fit.key, fit.mixing)
                 )
-                return self._factors(moments, frequency, query, key, mixing.T, fit.cut / 2)
-        by_size = moments.squares.argsort(dim=1, descending=True, stable=True)  # [F, H]
-        chosen = by_size.argsort(dim=1) < counts[:, None] // 2
-        owner, place, mixing = separate(chosen.sum(0), MIXING_CHUNK // 2)
-        frequency = chosen.T.long().argsort(dim=1, descending=True, stable=True)[owner, place]
+                return self._factors(frequency, query, key, mixing.T, ratio(fit.cut / 2, whole))
+        owner, place, mixing = separate(counts // 2, MIXING_CHUNK // 2)
+        by_size = moments.squares.T.argsort(dim=1, descending=True, stable=True)  # [H, F]
         combined = mixing.T.to(self.query.dtype)
-        return self._factors(moments, frequency, combined, combined, mixing, cut)
+        frequency, error = by_size[owner, place], ratio(cut, whole)
+        return self._factors(frequency, combined, combined, mixing, error)
 
     def _factors(
-        self,
-        moments: RotaryMoments,
-        frequency: Tensor,
-        query: Tensor,
-        key: Tensor,
-        mixing: Tensor,
-        cut: float,
+        self, frequency: Tensor, query: Tensor, key: Tensor, mixing: Tensor, error: float
     ) -> RotaryFactors:
         """Factors of pairs that are combinations `[R, H]` of the heads' own."""
         query, key = (
@@ -146,7 +137,6 @@ class RotaryHeads:
         query, key = (
             torch.view_as_real(rows).transpose(1, 2).flatten(0, 1) for rows in (query, key)
         )
-        error = ratio(cut, float(moments.squares.sum()))
         return RotaryFactors(query, key, mixing, self.scale, error, frequency)
 
 
@@ -256,8 +246,6 @@ class RotaryFactors(SharedFeatures):
     """
 
     frequency: Tensor
-
-    group: ClassVar[int] = 2
 
     def places(self, frequencies: int) -> tuple[Tensor, int]:
         """Where a module that rotates heads of `2 frequencies` features has each feature, int64 `[Ds]`, and the number

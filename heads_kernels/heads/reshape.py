@@ -22,7 +22,7 @@ from heads_kernels.heads.weights import (
     is_transposed,
 )
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
-from heads_kernels.nn.replacing import put
+from heads_kernels.nn.attention import put
 
 
 # ---------------------------------------------------------------------- fewer heads

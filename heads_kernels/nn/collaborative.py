@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_flag, check_size, refuse
+from heads_kernels.checks import check_flag, check_scale, check_size, refuse
 from heads_kernels.functional import collaborative_attention
 from heads_kernels.nn.initialization import mixing_init_
 from heads_kernels.nn.multihead import Multihead, head_width
@@ -74,7 +74,7 @@ class CollaborativeMultiheadAttention(Multihead):
         check_flag("qk_bias", qk_bias)
         check_flag("content_bias", content_bias)
         check_flag("ragged", ragged)
-        scale = (E / H) ** -0.5 if scale is None else scale
+        scale = check_scale(scale, E / H)
         rows = Ds, Ds, Hv * Dv
         super().__init__(E, H, rows, value_dim=Dv, scale=scale, qk_bias=qk_bias, **options)
         self.shared_dim = Ds

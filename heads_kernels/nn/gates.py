@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_choice, check_size, check_tensor, is_real, refuse
+from heads_kernels.checks import check_choice, check_flag, check_size, check_tensor, is_real, refuse
 from heads_kernels.dtensor import distributed_as, of_first, whole
 
 if TYPE_CHECKING:
@@ -155,6 +155,8 @@ class HardConcrete(HeadGate):
         if not pair or not stretch[0] < 0 < 1 < stretch[1]:
             refuse("stretch", f"is {stretch!r}", "pass (low, high) with low < 0 and high > 1")
         check_choice("evaluate", evaluate, get_args(Evaluate))
+        check_flag("per_sample", per_sample)
+        check_flag("straight_through", straight_through)
         if log_alpha != "voita" and not is_real(log_alpha):
             refuse("log_alpha", f"is {log_alpha!r}", "pass a finite float or 'voita'")
         self.temperature = temperature
@@ -251,14 +253,7 @@ class HardConcrete(HeadGate):
         self.log_alpha.copy_(distributed_as(settled.to(self.log_alpha.dtype), self.log_alpha))
 
     def extra_repr(self) -> str:
-        names = (
-            "num_heads",
-            "temperature",
-            "stretch",
-            "evaluate",
-            "per_sample",
-            "straight_through",
-        )
+        names = "num_heads", "temperature", "stretch", "evaluate", "per_sample", "straight_through"
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     # ------------------------------------------------------------------ the formulas

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_choice, check_size, check_tensor, refuse
+from heads_kernels.checks import check_choice, check_size, check_tensor, is_real, refuse
 
 MIXING_INITS: Final = ("concatenate", "ones", "normal", "xavier")
 Module = TypeVar("Module", bound=nn.Module)
@@ -65,8 +65,8 @@ def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
         `module`.
     """
     check_size("layer", layer)
-    if not 0.0 < alpha < math.inf:
-        refuse("alpha", f"is {alpha}", "pass a positive float")
+    if not is_real(alpha) or alpha <= 0:
+        refuse("alpha", f"is {alpha!r}", "pass a positive float")
     if not isinstance(module, nn.Module):
         refuse("module", f"is a {type(module).__name__}", "pass a nn.Module", TypeError)
     matrices = [matrix for part in module.modules() for matrix in _matrices(part)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import check_bias_shape, flatten_companion
-from heads_kernels.checks import check_companion, refuse
+from heads_kernels.checks import DTYPES, check_companion, check_tensor, refuse
 from heads_kernels.mask import Mask
 from heads_kernels.mask.kept import readable
 from heads_kernels.mask.terms import Causal, Dense, KeyMask, QueryMask, Term
@@ -31,21 +31,11 @@ def mask_and_bias(
     hides_rows: bool,
     kept_heads: Tensor | None,
 ) -> tuple[Mask, Bias]:
-    """All masks of one call of a module as one, and what is added to its scores.
+    """All masks of one call of a module as one, and what is added to its scores; the arguments of `Multihead.forward`.
 
-    Args:
-        query: biases are on its device.
-        sizes: (batch dimensions, H, T, S); S includes cached keys.
-        mask: a native mask; the others hide more.
-        key_padding_mask: `[batch dimensions, S]`; bool with True = hidden, or floating with 0 = visible and -inf =
-            hidden. In self-attention the rows are the last T keys; `hides_rows` hides those of hidden keys.
-        attn_mask: `[T, S]` or `[B * H, T, S]`, the same for pairs. A float tensor is a bias if it has a gradient or
-            other values, which are read only on the CPU; elsewhere it always is. Not read if `is_causal`.
-        is_causal: row i sees keys up to its own position; in self-attention the last row is aligned with the last key
-            (earlier keys are cached), otherwise the first row with the first key.
-        bias: broadcastable to `sizes`; or an `OffsetBias`, whose rows in self-attention are the last T keys.
-        self_attention: whether rows and keys belong to one sequence.
-        kept_heads: the original numbers of the heads of a pruned layer.
+    In self-attention (`self_attention`) the rows are the last T keys, since earlier ones are cached, and `hides_rows`
+    hides the rows of padded keys. Otherwise the first row is aligned with the first key. `sizes` are (batch dimensions,
+    H, T, S), S with cached keys; `kept_heads` are the original numbers of the heads of a pruned layer.
     """
     if mask is not None and not isinstance(mask, Mask):
         instead = "pass a hk.Mask, or a tensor as key_padding_mask or attn_mask, True = hidden"
@@ -114,15 +104,10 @@ def _is_bias(pairs: Tensor) -> bool:
 
 def _check_hides(argument: str, hidden: object, layout: str, ranks: tuple[int, ...]) -> None:
     """Refuse what is no bool or floating tensor of these ranks."""
+    if isinstance(hidden, Mask):
+        refuse(argument, "is a Mask", "pass a hk.Mask as mask=", TypeError)
     instead = f"pass a bool tensor {layout}, True = hidden"
-    if not isinstance(hidden, Tensor):
-        if isinstance(hidden, Mask):
-            instead = "pass a hk.Mask as mask="
-        refuse(argument, f"is a {type(hidden).__name__}", instead, TypeError)
-    if hidden.dim() not in ranks:
-        refuse(argument, f"has shape {list(hidden.shape)}", instead)
-    if hidden.dtype != torch.bool and not hidden.is_floating_point():
-        refuse(argument, f"has dtype {hidden.dtype}", instead, TypeError)
+    check_tensor(argument, hidden, instead, ranks, (torch.bool, *DTYPES))
 
 
 def _visible(argument: str, hidden: Tensor) -> Tensor:

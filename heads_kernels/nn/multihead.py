@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.batch import Batch, unflatten
-from heads_kernels.checks import check_dropout, check_flag, check_scale, check_size, refuse
+from heads_kernels.checks import check_choice, check_dropout, check_flag, check_size, refuse
 from heads_kernels.dtensor import is_sharded, replicated
 from heads_kernels.functional import entmax_attention
 from heads_kernels.mask import Mask
@@ -101,8 +101,7 @@ class Multihead(nn.Module, ABC):
     ) -> None:
         super().__init__()
         check_flag("batch_first", batch_first)
-        if output_gate not in (None, "head", "element"):
-            refuse("output_gate", f"is {output_gate!r}", "use None, 'head' or 'element'")
+        check_choice("output_gate", output_gate, (None, "head", "element"))
         check_flag("bias", bias)
         self.embed_dim = embed_dim
         self.kdim = embed_dim if kdim is None else check_size("kdim", kdim)
@@ -111,7 +110,7 @@ class Multihead(nn.Module, ABC):
         self.num_heads = num_heads
         self.value_dim = value_dim
         self.dropout = check_dropout(dropout, "dropout")
-        self.scale = check_scale(scale, 1.0)
+        self.scale = scale
         linear = partial(nn.Linear, device=device, dtype=dtype)
         qk_bias = bias if qk_bias is None else qk_bias
         self.q_proj = linear(embed_dim, rows[0], bias=qk_bias)

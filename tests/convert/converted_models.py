@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.convert import Factors
 from heads_kernels.convert.install import install, read_heads
-from heads_kernels.heads import ProjectedLayer, projected_layers
+from heads_kernels.heads import projected_layers
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.saving import record_in_config
 from tests.support.nn_layers import E, H, spread
@@ -41,62 +41,24 @@ def in_use(name: str, **changes: Any) -> Any:
     return hk.integrations.transformers.use(build(name, **changes))
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def convert(model: nn.Module, dim: int | None = None, method: str = "ragged") -> Any:
     """All layers with `dim` features of their heads, or with all; of "dense" factors all heads use all features."""
     for layer in projected_layers(model):
         heads = read_heads(layer)
-        factors = heads.fit(
-            dim or heads.sizes.D_k, method="ragged" if method == "dense" else method
-        )
-        put(
-            model,
-            layer,
-            dense(factors) if method == "dense" else factors,
-            ragged=method == "ragged",
-        )
+        factors = heads.fit(dim or heads.sizes.D_k, method="cp" if method == "cp" else "ragged")
+        if method == "dense" and isinstance(factors, Factors):
+            factors = dense(factors)
+        install(model, layer, factors, ragged=method == "ragged")
     record_in_config(model)
     return model
 
 
-def dense(factors: Any) -> Any:
-    """The same scores by two copies of the features: what a head has too much of one, it takes back by the other.
-
-    Rotary ones stay as they are.
-    """
-    if not isinstance(factors, Factors):
-        return factors
-    much = normal(*factors.mixing.shape)
+def dense(factors: Factors) -> Factors:
+    """The same scores by two copies of the features: what a head has too much of one, it takes back by the other."""
+    generator = torch.Generator().manual_seed(0)
+    much = 0.4 * torch.randn(factors.mixing.shape, generator=generator, dtype=torch.float64)
     mixing = torch.cat((factors.mixing + much, -much), 1)
     query, key = (each.repeat(2, 1) for each in (factors.query, factors.key))
     return replace(factors, query=query, key=key, mixing=mixing)
-
-
-def normal(rows: int, columns: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return 0.4 * torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def put(model: nn.Module, layer: ProjectedLayer, factors: Any, *, ragged: bool = False) -> None:
-    install(model, layer, factors, ragged=ragged)
-
-
-def random_factors(layer: ProjectedLayer, dim: int) -> Factors:
-    """Any factors of the layer's sizes."""
-    H, (D_in, D_in_k) = layer.num_heads, (layer.query.inputs, layer.key.inputs)
-    shapes = (dim, D_in), (dim, D_in_k), (H, dim), (H, D_in_k)
-    query, key, mixing, content = (
-        normal(*each, seed=4 * layer.index + n) for n, each in enumerate(shapes)
-    )
-    assert layer.scale is not None
-    return Factors(query, key, mixing, layer.scale, 0.0, content)
-
-
-def mixed(name: str, dim: int = 12, *, ragged: bool = False, **changes: Any) -> Any:
-    """A model whose layers have random factors."""
-    model = in_use(name, **changes)
-    for layer in projected_layers(model):
-        put(model, layer, random_factors(layer, dim), ragged=ragged)
-    record_in_config(model)
-    return model

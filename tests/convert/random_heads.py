@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from heads_kernels.convert import Factors, Heads, Moments
-from tests.support.alike import assert_alike
 
 H, D, D_in, D_in_k = 4, 6, 20, 18
-METHODS = ("ragged", "cp")
 
 
 def normal(*shape: int) -> Tensor:
@@ -84,36 +82,3 @@ def score_error(heads: Heads, factors: Factors, x: Tensor, y: Tensor) -> float:
     after = torch.stack([scores_after(factors, queries, keys) for keys in y])
     before, after = (scores - scores.mean(-1, keepdim=True) for scores in (before, after))
     return float((before - after).norm() / before.norm())
-
-
-#: Inputs of queries and keys of one call, which are real, and whether it is causal.
-Call = tuple[Tensor, Tensor, Tensor, Tensor, bool]
-
-
-def moments_by_hand(runs: list[Call]) -> Moments:
-    """Row after row."""
-    x, y = runs[0][:2]
-    count, total = 0, torch.zeros(x.shape[-1], dtype=torch.float64)
-    query_outer = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float64)
-    key_outer = torch.zeros(y.shape[-1], y.shape[-1], dtype=torch.float64)
-    for x, y, rows, keys, causal in runs:
-        for b in range(len(x)):
-            for t in rows[b].nonzero().flatten().tolist():
-                seen = keys[b].clone()
-                if causal:
-                    seen[t + 1 :] = False
-                row, among = x[b, t].double(), y[b][seen].double()
-                count += 1
-                total += row
-                query_outer += torch.outer(row, row)
-                if len(among):
-                    key_outer += torch.cov(among.T, correction=0)
-    return Moments(torch.tensor(count), query_outer, key_outer, total)
-
-
-def assert_moments(found: Moments, expected: Moments) -> None:
-    assert int(found.count) == int(expected.count)
-    for name in ("query_sum", "query_outer", "key_outer"):
-        one, other = getattr(found, name), getattr(expected, name)
-        assert one.dtype == torch.float64
-        assert_alike(one, other, dtype=torch.float32)

@@ -1,38 +1,139 @@
-"""Captured energy against dense SVDs, and budgets against trying everything."""
+"""Counts against the published tables and PyTorch's own counter, energy against SVDs, budgets against every choice."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from heads_kernels.convert import Heads
-from heads_kernels.convert.counts import Sizes
-from heads_kernels.convert.curves import captured_energy
-from heads_kernels.convert.dims import allot
-from tests.convert.random_heads import normal
+from heads_kernels.convert.budget import Sizes, allot
+from heads_kernels.convert.conversion import captured_energy
+from tests.convert.random_heads import normal, random_heads
 from tests.support.alike import assert_alike
 
 H, D, D_in, D_in_k = 3, 4, 14, 10
 
 
-def random_heads(H: int = H, D: int = D, strength: float = 1.0, scale: float = 0.5) -> Heads:
-    fall = strength * torch.logspace(0, -1, D, dtype=torch.float64)[:, None]
-    return Heads(normal(H, D, D_in) * fall, normal(H, D, D_in_k), scale, normal(H, D))
+def layer_of(strength: float = 1.0, scale: float = 0.5) -> Heads:
+    heads = random_heads(H, D, D_in, D_in_k)
+    return replace(heads, query=strength * heads.query, scale=scale)
 
 
+NOTHING = Heads(torch.zeros(H, D, D_in), torch.zeros(H, D, D_in_k), 1.0)
+
+# ---------------------------------------------------------------------- parameters
+#: Of Cordonnier et al. 2020, tables 2 and 1, and the sizes between them: millions of parameters of the model, layers,
+#: D_in, which is D_k before, and H; D_k and Ds after, and the millions then.
+BERT_BASE, DISTILBERT, TRANSLATION_BASE = (
+    (108.3, 12, 768, 12),
+    (66.4, 6, 768, 12),
+    (60.9, 18, 512, 8),
+)
+PUBLISHED: list[tuple[tuple[float, int, int, int], int, int | None, float]] = [
+    (BERT_BASE, 768, 768, 108.50), (BERT_BASE, 768, 512, 103.75), (BERT_BASE, 768, 384, 101.37),
+    (BERT_BASE, 768, 256, 98.99), (BERT_BASE, 768, 128, 96.61), (DISTILBERT, 768, 384, 62.93),
+    (TRANSLATION_BASE, 512, None, 60.9), (TRANSLATION_BASE, 256, None, 56.17),
+    (TRANSLATION_BASE, 128, None, 53.81), (TRANSLATION_BASE, 64, None, 52.63),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "D_k", "Ds", "expected"), PUBLISHED)
+def test_published_tables(
+    model: tuple[float, int, int, int], D_k: int, Ds: int | None, expected: float
+) -> None:
+    millions, layers, D_in, H = model
+    before, after = Sizes(D_in, D_in, D_in, H), Sizes(D_in, D_in, D_k, H)
+    change = layers * (after.parameters(Ds) - before.parameters())
+    assert round(millions + change / 1e6, 2) == expected
+
+
+def test_parameters_are_those_of_the_tensors() -> None:
+    heads, sizes = layer_of(), Sizes(D_in, D_in_k, H * D, H)
+    assert heads.sizes == sizes
+    weights = heads.query.numel() + heads.key.numel()
+    assert sizes.parameters() == weights + 2 * H * D
+    assert replace(sizes, bias=False).parameters() == weights
+    factors = heads.fit(9)
+    tensors = factors.query, factors.key, factors.mixing, factors.content
+    assert sizes.parameters(9) == sum(x.numel() for x in tensors)
+
+
+# ---------------------------------------------------------------------- FLOPs
+BERT = Sizes(768, 768, 768, 12)
+
+
+@pytest.mark.parametrize(("Ds", "length"), [(512, 73), (384, 154), (256, 341), (96, 2688)])
+def test_break_even_is_where_the_counts_cross(Ds: int, length: int) -> None:
+    """Mixing and content left out, as the formula does."""
+    D_in, H = BERT.D_in, BERT.H
+
+    def cheaper(T: int) -> bool:
+        mixing, content = T * H * Ds, 2 * T * D_in * H + H * T * T
+        return BERT.flops(T, Ds) - mixing - content < BERT.flops(T)
+
+    assert BERT.break_even(Ds) == length
+    assert cheaper(length - 1)
+    assert not cheaper(length + 1)
+
+
+def test_break_even_without_either_side() -> None:
+    sizes = Sizes(64, 64, 64, 4)
+    assert sizes.break_even(64) == 0  # dense mixing of as many features: nothing is saved
+    assert sizes.break_even(80) == 0
+    # the same layer: never dearer
+    assert sizes.break_even(64, 64) == math.inf
+    assert sizes.break_even(80, 60) == 0
+    assert sizes.break_even(32, 96) == round(2 * 64 * 32 / 32)
+
+
+def counted(call: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("Ds", [None, 20])
+def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None) -> None:
+    T, D_in, D_in_k, H, D = 7, 12, 10, 4, 6
+    x, y, heads = torch.randn(T, D_in), torch.randn(T, D_in_k), torch.randn(H, T, D)
+    width, head_width = Ds or H * D, Ds or D
+    found = [
+        counted(lambda: x @ torch.randn(D_in, width)),
+        counted(lambda: y @ torch.randn(D_in_k, width)),
+        counted(lambda: torch.randn(H, T, head_width) @ torch.randn(H, head_width, T)),
+        counted(lambda: torch.randn(H, T, T) @ heads),
+        counted(lambda: y @ torch.randn(D_in_k, H * D)),
+        counted(lambda: torch.randn(T, H * D) @ torch.randn(H * D, D_in)),
+    ]
+    if Ds is not None:
+        found.append(T * H * Ds)  # one product for each element of each head's query
+        found.append(counted(lambda: y @ torch.randn(D_in_k, H)) + H * T * T)
+    assert Sizes(D_in, D_in_k, H * D, H).flops(T, Ds) == sum(found)
+
+
+def test_ragged_heads_take_their_share() -> None:
+    T, Ds = 64, 256
+    saved = BERT.flops(T, Ds) - BERT.flops(T, Ds, executed_features=Ds)
+    assert saved == (2 * T * T + T) * (BERT.H - 1) * Ds
+
+
+# ---------------------------------------------------------------------- captured energy
 def share(matrix: Tensor, rank: int) -> Any:
     squares = np.linalg.svd(matrix.numpy(), compute_uv=False)[:rank] ** 2
     return np.cumsum(squares) / squares.sum()
 
 
 def test_captured_energy() -> None:
-    heads = random_heads()
+    heads = layer_of()
     found = captured_energy(heads)
     for h in range(H):
         query, key = heads.query[h], heads.key[h]
@@ -47,30 +148,26 @@ def test_captured_energy() -> None:
 
 def test_energy_of_rotated_heads() -> None:
     """The product does not see a rotation; that of rotated copies is of one head's rank, their projections are not."""
-    heads = random_heads()
-    rotation = torch.linalg.qr(normal(H, D, D)).Q
+    heads, rotation = layer_of(), torch.linalg.qr(normal(H, D, D)).Q
     rotated = captured_energy(Heads(rotation @ heads.query, rotation @ heads.key, heads.scale))
     expected = captured_energy(heads)
     assert_alike(rotated.product, expected.product)
     assert_alike(rotated.stacked_product, expected.stacked_product)
-
     copies = Heads(rotation @ heads.query[0], rotation @ heads.key[0], heads.scale)
     assert captured_energy(copies).stacked_product[D - 1] == pytest.approx(1)
-    nothing = Heads(torch.zeros(H, D, D_in), torch.zeros(H, D, D_in_k), 1.0)
-    assert (captured_energy(nothing).product == 1).all()
+    assert (captured_energy(NOTHING).product == 1).all()
 
 
+# ---------------------------------------------------------------------- budgets
 def solved(layers: list[Heads], params: int | None = None, error: float | None = None) -> list[int]:
-    return allot(layers, [heads.spectrum() for heads in layers], params, error)
+    spectra = [heads.spectrum() for heads in layers]
+    return allot([heads.sizes for heads in layers], spectra, params, error)
 
 
 def cuts_of(layers: list[Heads]) -> list[Tensor]:
     """Of each layer the squared error at every dim, in squares of scores."""
     spectra = [heads.spectrum() for heads in layers]
-    return [
-        heads.scale**2 * spectrum.square * spectrum.errors().square()
-        for heads, spectrum in zip(layers, spectra, strict=True)
-    ]
+    return [spectrum.score_square * spectrum.errors().square() for spectrum in spectra]
 
 
 def total(cuts: list[Tensor], dims: Iterable[int]) -> float:
@@ -83,7 +180,7 @@ def parameters(layers: list[Heads], dims: Iterable[int]) -> int:
 
 def test_budgets_of_parameters() -> None:
     """Layers that differ in strength and scale, against every other way to spend as much."""
-    layers = [random_heads(), random_heads(strength=3), random_heads(scale=0.1)]
+    layers = [layer_of(), layer_of(strength=3), layer_of(scale=0.1)]
     cuts = cuts_of(layers)
     choices = list(itertools.product(range(1, H * D + 1), repeat=3))
     everything = parameters(layers, (H * D,) * 3)
@@ -97,7 +194,7 @@ def test_budgets_of_parameters() -> None:
 
 @pytest.mark.parametrize("error", [0.0, 0.05, 0.3, 2.0])
 def test_budgets_of_error(error: float) -> None:
-    layers = [random_heads(), random_heads(strength=3)]
+    layers = [layer_of(), layer_of(strength=3)]
     cuts = cuts_of(layers)
     whole = total(cuts, (0, 0))
     choices = itertools.product(range(1, H * D + 1), repeat=2)
@@ -113,12 +210,11 @@ def test_a_feature_that_costs_more_has_to_bring_more() -> None:
     """Wide inputs of keys against narrow ones, the same singular values in both."""
     # Of some draws the last narrow feature brings less than the first wide one.
     torch.manual_seed(0)
-    narrow = random_heads()
+    narrow = layer_of()
     wide = Heads(narrow.query, torch.nn.functional.pad(narrow.key, (0, 500)), narrow.scale)
     dims = solved([narrow, wide], params=Sizes(D_in, 510, 12, H).parameters(8) + 400)
     assert dims[0] == H * D > dims[1]
 
 
 def test_a_layer_without_weights_keeps_one_feature() -> None:
-    nothing = Heads(torch.zeros(H, D, D_in), torch.zeros(H, D, D_in_k), 1.0)
-    assert solved([nothing, random_heads()], error=0.0) == [1, H * D]
+    assert solved([NOTHING, layer_of()], error=0.0) == [1, H * D]

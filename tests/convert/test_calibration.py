@@ -17,7 +17,6 @@ import heads_kernels as hk
 from heads_kernels.convert import Heads, Moments, calibrate, collaborate, curves
 from heads_kernels.heads import projected_layers
 from tests.convert.converted_models import torch_encoder
-from tests.convert.random_heads import Call, assert_moments, moments_by_hand
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
 from tests.support.nn_layers import PADDED, B, E, H, S
@@ -29,6 +28,39 @@ T, D_in, D_in_k = 7, 6, 4
 def real(*lengths: int, size: int, left: bool = False) -> Tensor:
     mask = torch.arange(size) < torch.tensor(lengths)[:, None]
     return mask.flip(1) if left else mask
+
+
+#: Inputs of queries and keys of one call, which are real, and whether it is causal.
+Call = tuple[Tensor, Tensor, Tensor, Tensor, bool]
+
+
+def moments_by_hand(runs: list[Call]) -> Moments:
+    """Row after row."""
+    x, y = runs[0][:2]
+    count, total = 0, torch.zeros(x.shape[-1], dtype=torch.float64)
+    query_outer = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float64)
+    key_outer = torch.zeros(y.shape[-1], y.shape[-1], dtype=torch.float64)
+    for x, y, rows, keys, causal in runs:
+        for b in range(len(x)):
+            for t in rows[b].nonzero().flatten().tolist():
+                seen = keys[b].clone()
+                if causal:
+                    seen[t + 1 :] = False
+                row, among = x[b, t].double(), y[b][seen].double()
+                count += 1
+                total += row
+                query_outer += torch.outer(row, row)
+                if len(among):
+                    key_outer += torch.cov(among.T, correction=0)
+    return Moments(torch.tensor(count), query_outer, key_outer, total)
+
+
+def assert_moments(found: Moments, expected: Moments) -> None:
+    assert int(found.count) == int(expected.count)
+    for name in ("query_sum", "query_outer", "key_outer"):
+        one, other = getattr(found, name), getattr(expected, name)
+        assert one.dtype == torch.float64
+        assert_alike(one, other, dtype=torch.float32)
 
 
 # ---------------------------------------------------------------------- of tensors

@@ -17,7 +17,8 @@ from torch import nn
 import heads_kernels as hk
 from heads_kernels.call import active_widths
 from heads_kernels.convert import Conversion, Curves, collaborate, curves, plot
-from heads_kernels.convert.counts import Sizes
+from heads_kernels.convert.budget import Sizes
+from heads_kernels.convert.features import METHODS
 from heads_kernels.heads import projected_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from tests.convert.converted_models import torch_encoder
@@ -25,8 +26,6 @@ from tests.support.alike import assert_alike, rounding
 from tests.support.model_state import state
 from tests.support.nn_layers import B, E, H, Layers, S, spread
 from tests.support.tiny_models import batch, build, outputs
-
-METHODS = ("cp", "ragged")
 
 
 def quiet(*arguments: Any, **options: Any) -> Any:

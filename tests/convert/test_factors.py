@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from heads_kernels.call import MIXING_CHUNK
-from heads_kernels.convert import Heads, least_squares
-from heads_kernels.convert.features import chunked
+from heads_kernels.convert import Heads, features
+from heads_kernels.convert.features import METHODS, chunked
 from heads_kernels.parse import parse
 from tests.convert.random_heads import (
-    METHODS,
     D,
     D_in,
     D_in_k,
@@ -109,8 +108,8 @@ def test_cp_is_as_good_as_dense_least_squares(
     dim: int, calibrated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best of three long runs from random starts, on the tensor that is never built otherwise."""
-    monkeypatch.setattr(least_squares, "_TOLERANCE", 1e-6)
-    monkeypatch.setattr(least_squares, "_ITERATIONS", 500)
+    monkeypatch.setattr(features, "_TOLERANCE", 1e-6)
+    monkeypatch.setattr(features, "_ITERATIONS", 500)
     heads = random_heads()
     _, _, moments = random_moments()
     factors = heads.fit(dim, moments if calibrated else None)
@@ -129,7 +128,7 @@ def test_the_error_never_grows(calibrated: bool, monkeypatch: pytest.MonkeyPatch
         moments = random_moments()[2] if calibrated else None
         errors = [heads.fit(20, moments, method="ragged").error]
         for sweeps in (1, 2, 3, 5, 8, 13, 21, 34):
-            monkeypatch.setattr(least_squares, "_ITERATIONS", sweeps)
+            monkeypatch.setattr(features, "_ITERATIONS", sweeps)
             errors.append(heads.fit(20, moments).error)
         assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(errors))
         assert errors[-1] < errors[0]
@@ -137,8 +136,8 @@ def test_the_error_never_grows(calibrated: bool, monkeypatch: pytest.MonkeyPatch
 
 def test_planted_features_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads that share 6 features, each behind a basis of its own; copies of one head, which share all."""
-    monkeypatch.setattr(least_squares, "_TOLERANCE", 1e-6)
-    monkeypatch.setattr(least_squares, "_ITERATIONS", 1000)
+    monkeypatch.setattr(features, "_TOLERANCE", 1e-6)
+    monkeypatch.setattr(features, "_ITERATIONS", 1000)
     bases = torch.linalg.qr(normal(H, 8, 6)).Q  # [H, D, 6]
     query = torch.einsum("hdr,hr,re->hde", bases, normal(H, 6), normal(6, D_in))
     heads = Heads(query, torch.einsum("hdr,re->hde", bases, normal(6, D_in_k)), 1.0)
@@ -165,7 +164,7 @@ def test_errors_are_those_of_weights_and_scores(method: str) -> None:
     centred = torch.stack([scores_before(heads, x.flatten(0, 1), keys) for keys in y])
     centred = centred - centred.mean(-1, keepdim=True)
     square = float(centred.square().mean((0, 2, 3)).sum())
-    assert heads.scale**2 * heads.spectrum(moments).square == pytest.approx(square, rel=1e-4)
+    assert heads.spectrum(moments).score_square == pytest.approx(square, rel=1e-4)
     for dim in range(1, H * D, 3):
         plain, calibrated = heads.fit(dim, method=method), heads.fit(dim, moments, method=method)
         assert plain.error == pytest.approx(relative(dense(heads), dense_after(plain)))

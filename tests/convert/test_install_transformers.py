@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
-from heads_kernels.convert.counts import Sizes
+from heads_kernels.convert.budget import Sizes
 from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import projected_layers
 from heads_kernels.heads.shared import SharedProjection
 from heads_kernels.integrations.transformers import from_pretrained, release
-from tests.convert.converted_models import convert, in_use, mixed
+from tests.convert.converted_models import convert, in_use
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import House
 from tests.support.tiny_models import (
@@ -102,7 +102,9 @@ def test_a_float_mask_and_dropout() -> None:
     mask = torch.randn(3, 1, 9, 9, dtype=torch.float64)
     expected = outputs(in_use("bert").double(), attention_mask=mask)
     assert_alike(outputs(convert(in_use("bert").double()), attention_mask=mask), expected)
-    model = mixed("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5)
+    model = convert(
+        in_use("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5), 12, "cp"
+    )
     whole = outputs(model)
     assert not torch.equal(outputs(model.train()), whole)
 
@@ -128,7 +130,7 @@ class Copies(TorchDispatchMode):
 @torch.no_grad()
 def test_a_cache_of_shared_keys(cache: str) -> None:
     """One key of all heads and the content biases; a step copies neither it nor weights, but for what stock does."""
-    model = mixed("gpt2", 12)
+    model = convert(in_use("gpt2"), 12, "cp")
     past = transformers.DynamicCache()
     if cache == "static":
         past = transformers.StaticCache(config=model.config, max_cache_len=60)
@@ -218,7 +220,9 @@ def test_compile(name: str) -> None:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_other_attention_is_refused(implementation: str, tmp_path: Path) -> None:
     """In the model, a copy, and one that is loaded so."""
-    model = mixed("bert", 28)  # padded to 4 and to 4 heads of 8: stock attention would not notice
+    model = convert(
+        in_use("bert"), 28, "cp"
+    )  # padded to 4 and to 4 heads of 8: stock attention would not notice
     expected = outputs(model)
     model.save_pretrained(tmp_path)
     copied = copy.deepcopy(model)
@@ -270,7 +274,7 @@ UNREAD = [
     (with_nan, r"layer 0 \('transformer.h.0.attn'\): key holds NaN"),
     (packed, "its query projection has a Parameter of dtype torch.uint8"),
     (subclassed, "layer 0 .* is a Attention, which may do more than"),
-    (lambda: mixed("bert"), "is collaborative already"),
+    (lambda: convert(in_use("bert")), "is collaborative already"),
 ]
 
 

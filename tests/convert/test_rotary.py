@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.convert.dims import allot
+from heads_kernels.convert.budget import allot
+from heads_kernels.convert.features import METHODS
 from heads_kernels.convert.install import read_heads
 from heads_kernels.convert.rotary import RotaryFactors, RotaryHeads, RotaryMoments
 from heads_kernels.heads import projected_layers
@@ -17,7 +18,6 @@ from tests.support.alike import assert_alike
 from tests.support.tiny_models import batch, outputs
 
 H, F, D_in = 6, 4, 20
-METHODS = ("ragged", "cp")
 
 
 def random_heads() -> RotaryHeads:
@@ -176,15 +176,14 @@ def test_one_slot_of_features_is_told_from_a_cache() -> None:
 
 
 def test_a_budget_counts_the_parameters_of_rotary_heads() -> None:
-    """Mixing has one weight for a pair of features, and there are no content weights; biases of either side count."""
-    weights, bias = normal(2, 2 * F, D_in), normal(2, 2 * F)
+    """Mixing has one weight for a pair of features, there are no content weights; biases count, 0 or not."""
+    weights, bias = normal(2, 2 * F, D_in), torch.zeros(2, 2 * F)
     for biases in ((bias, None), (None, bias)):
         assert RotaryHeads.of(weights, weights, 1.0, *biases).sizes.bias
     heads = random_heads()
     for dim in (2, 9):
-        assert allot([heads], [heads.spectrum()], heads.sizes.parameters(dim), None) == [
-            dim // 2 * 2
-        ]
+        params = heads.sizes.parameters(dim)
+        assert allot([heads.sizes], [heads.spectrum()], params, None) == [dim // 2 * 2]
 
 
 @pytest.mark.parametrize(("name", "method"), [("llama", "cp"), ("modernbert", "ragged")])

@@ -21,7 +21,7 @@ from tests.support.nn_layers import (
     formula,
     gradients,
     layer_of,
-    spread,
+    shared_layer_of,
     torch_attention,
 )
 
@@ -30,12 +30,6 @@ N = 3  # rows of an alignment
 
 def random(*sizes: int) -> Tensor:
     return torch.randn(sizes, dtype=torch.float64)
-
-
-def shared_layer(**options: Any) -> hk.nn.CollaborativeMultiheadAttention:
-    """With mixing that makes it the ordinary layer of the same weights."""
-    sizes = {"embed_dim": E, "num_heads": H, "shared_dim": E, "dtype": torch.float64}
-    return hk.nn.CollaborativeMultiheadAttention(**sizes, **options).eval()
 
 
 # ---------------------------------------------------------------------- the bias of a call
@@ -69,16 +63,17 @@ def test_bias_beside_masks_and_a_head_gate() -> None:
 
 def test_offset_bias_is_its_dense_form() -> None:
     x, table = random(B, S, E), random(H, 5).requires_grad_()
-    for layer in (layer_of(), spread(shared_layer())):
+    for layer in (layer_of(), shared_layer_of()):
         out = layer(x, bias=hk.OffsetBias(table))[0]
         expected = layer(x, bias=hk.OffsetBias(table).to_dense(S, S))[0]
         assert_alike(out, expected)
         assert_alike(gradients(out, table), gradients(expected, table))
 
 
-# ---------------------------------------------------------------------- float masks
+# ---------------------------------------------------------------------- masks of torch
 @pytest.mark.parametrize("shape", [(S, S), (B * H, S, S)])
-def test_a_float_mask_is_added_as_torch_does(shape: tuple[int, ...]) -> None:
+def test_masks_are_those_of_torch(shape: tuple[int, ...]) -> None:
+    """Float ones are added, bool ones hide."""
     theirs = torch_attention().double()
     ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
     x, added = random(B, S, E), random(*shape).requires_grad_()
@@ -86,6 +81,8 @@ def test_a_float_mask_is_added_as_torch_does(shape: tuple[int, ...]) -> None:
     out, expected = ours(x, attn_mask=added)[0], theirs(x, x, x, attn_mask=added)[0]
     assert_alike(out, expected)
     assert_alike(gradients(out, added)[0].nan_to_num(), gradients(expected, added)[0])
+    hidden = torch.arange(added.numel()).view(shape) % 5 == 1
+    assert_alike(ours(x, attn_mask=hidden)[0], theirs(x, x, x, attn_mask=hidden)[0])
 
 
 def test_a_float_mask_of_zeros_that_learns_has_a_gradient() -> None:
@@ -100,18 +97,17 @@ def test_a_float_mask_of_zeros_that_learns_has_a_gradient() -> None:
 
 # ---------------------------------------------------------------------- several batch dimensions
 @pytest.mark.parametrize(
-    ("shape", "collaborative"),
+    ("shape", "make"),
     [
-        ((B, 1, H, S, S), False),
-        ((1, N, 1, S, S), True),
-        ((B, N, H, 1, S), True),
-        ((H, S, S), False),
+        ((B, 1, H, S, S), layer_of),
+        ((1, N, 1, S, S), shared_layer_of),
+        ((B, N, H, 1, S), shared_layer_of),
+        ((H, S, S), layer_of),
     ],
 )
-def test_batch_dimensions(shape: tuple[int, ...], collaborative: bool) -> None:
+def test_batch_dimensions(shape: tuple[int, ...], make: Any) -> None:
     """Those of the inputs and the bias, as if each element were a call of its own."""
-    options = {"output_gate": "element"}
-    layer = spread(shared_layer(**options)) if collaborative else layer_of(**options)
+    layer = make(output_gate="element")
     x, bias = random(B, N, S, E).requires_grad_(), random(*shape).requires_grad_()
     hidden = torch.rand(B, N, S) > 0.8
     out = layer(x, key_padding_mask=hidden, bias=bias)[0]

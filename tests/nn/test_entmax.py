@@ -1,4 +1,4 @@
-"""Layers with entmax in the place of softmax: `GatedMultiheadAttention(entmax=True)`."""
+"""Layers with entmax in the place of softmax (`entmax=True`); test_attention.py has the formula."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.nn import GatedMultiheadAttention
@@ -17,36 +17,20 @@ from tests.support.nn_layers import B, E, H
 T = 9
 
 
-def layer(**options: Any) -> GatedMultiheadAttention:
-    torch.manual_seed(0)
-    made = GatedMultiheadAttention(E, H, entmax=True, **options)
+def layer_of(*logits: float, dtype: torch.dtype = torch.float32) -> GatedMultiheadAttention:
+    """Of sharp attention, with these `alpha_logits`."""
+    made = GatedMultiheadAttention(E, H, entmax=True, dtype=dtype)
     assert made.alpha_logits is not None
     with torch.no_grad():
-        made.alpha_logits.copy_(torch.linspace(-2, 3, H))
+        made.alpha_logits.copy_(torch.tensor(logits))
         made.q_proj.weight.mul_(4)
     return made
-
-
-def inputs(length: int = T) -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(B, length, E)
-
-
-def test_is_the_operator() -> None:
-    made, x = layer(), inputs()
-    query, key, value = (
-        projection(x).unflatten(2, (H, E // H)).transpose(1, 2)
-        for projection in (made.q_proj, made.k_proj, made.v_proj)
-    )
-    assert made.alpha is not None
-    heads = hk.entmax_attention(query, key, value, alpha=made.alpha, scale=made.scale)
-    assert_alike(made(x)[0], made.out_proj(heads.transpose(1, 2).flatten(2)))
 
 
 def test_alpha_is_learned() -> None:
     made = GatedMultiheadAttention(E, H, entmax=True)
     assert torch.equal(made.alpha, torch.full((H,), 1.5))  # type: ignore[arg-type]
-    made(inputs())[0].square().sum().backward()
+    made(torch.randn(B, T, E))[0].square().sum().backward()
     assert made.alpha_logits is not None
     assert made.alpha_logits.grad is not None
     assert made.alpha_logits.grad.all()
@@ -56,20 +40,17 @@ def test_alpha_is_learned() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_alpha_stays_where_entmax_is_defined(dtype: torch.dtype) -> None:
-    made = layer(dtype=dtype)
-    assert made.alpha_logits is not None
-    with torch.no_grad():
-        made.alpha_logits.copy_(torch.tensor([-1000.0, -30.0, 30.0, 1000.0]))
+    made = layer_of(-1000.0, -30.0, 30.0, 1000.0, dtype=dtype)
     assert made.alpha is not None
     assert ((made.alpha > 1) & (made.alpha <= 2)).all()
-    assert made(inputs().to(dtype))[0].isfinite().all()
+    assert made(torch.randn(B, T, E, dtype=dtype))[0].isfinite().all()
 
 
 def test_support_sizes_and_probabilities() -> None:
-    made, x = nn.Sequential(layer()), inputs()
+    torch.manual_seed(0)
+    made, calls = nn.Sequential(layer_of(-2.0, 0.0, 1.0, 3.0)), list[Any]()
     with hk.analysis.observe(made, lambda layer, call: calls.append(call)):
-        calls: list[Any] = []
-        made[0](x, is_causal=True)
+        made[0](torch.randn(B, T, E), is_causal=True)
     (call,) = calls
     every_key = torch.eye(T).expand(B, H, T, T)
     options = {"alpha": call.alpha, "scale": call.scale, "is_causal": True}
@@ -82,15 +63,16 @@ def test_support_sizes_and_probabilities() -> None:
 
 
 def test_what_is_of_softmax_is_refused() -> None:
-    model, distributed = nn.Sequential(layer()), hk.integrations.distributed
+    model, x = nn.Sequential(layer_of(0.0, 0.0, 0.0, 0.0)), torch.randn(B, T, E)
     mesh: Any = SimpleNamespace(size=lambda: 2)
+    plan = hk.integrations.distributed.tensor_parallel_plan
     for call, words in (
         (lambda: hk.convert.collaborate(model, 8, progress=False), "has entmax, which collabor"),
-        (lambda: distributed.tensor_parallel_plan(model, mesh), "has entmax, .* no DTensors"),
-        (lambda: hk.analysis.relevance(model, [inputs()]), "has entmax|of softmax"),
+        (lambda: plan(model, mesh), "has entmax, .* no DTensors"),
+        (lambda: hk.analysis.relevance(model, [x]), "has entmax|of softmax"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
     model[0].context = object()
     with pytest.raises(ValueError, match="context is set, but entmax"):
-        model[0](inputs())
+        model[0](x)

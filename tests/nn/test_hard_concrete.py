@@ -282,6 +282,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"evaluate": "median"}, "evaluate is 'median'; use one of 'mean', 'binary'"),
     ({"log_alpha": "glorot"}, "log_alpha is 'glorot'; pass a finite float or 'voita'"),
     ({"log_alpha": math.inf}, "log_alpha is inf"),
+    *(({name: 1}, f"{name} is a int") for name in ("per_sample", "straight_through")),
 ]
 
 

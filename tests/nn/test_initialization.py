@@ -69,7 +69,10 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: hk.nn.mixing_init_([[1.0]]), "tensor is a list"),  # type: ignore[arg-type]
     (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 0), "layer is 0; pass an int of at least 1"),
     (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 1.0), "layer is a float"),  # type: ignore[arg-type]
-    (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 1, math.nan), "alpha is nan"),
+    *(
+        (lambda alpha=alpha: hk.nn.ds_init_(nn.Linear(2, 2), 1, alpha), f"alpha is {alpha!r}")
+        for alpha in (math.nan, -1.0, "1")
+    ),
     (lambda: hk.nn.ds_init_(nn.LayerNorm(2), 1), r"module is a LayerNorm without nn\.Linear"),
     (lambda: hk.nn.ds_init_(torch.zeros(2), 1), "module is a Tensor"),  # type: ignore[type-var]
 ]

@@ -375,7 +375,7 @@ OF_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": 1}, TypeError, "bias is a int"),
     ({"dropout": 1.0}, ValueError, "dropout is 1.0"),
     ({"scale": float("nan")}, ValueError, "scale is nan"),
-    ({"output_gate": "row"}, ValueError, "output_gate is 'row'; use None, 'head' or 'element'"),
+    ({"output_gate": "row"}, ValueError, "output_gate is 'row'; use one of None, 'head'"),
     ({"batch_first": 0}, TypeError, "batch_first is a int"),
 ]
 OF_GATED = [

@@ -34,6 +34,11 @@ def layer_of(**options: Any) -> hk.nn.GatedMultiheadAttention:
     return spread(hk.nn.GatedMultiheadAttention(**{**sizes, **options}))
 
 
+def shared_layer_of(**options: Any) -> hk.nn.CollaborativeMultiheadAttention:
+    sizes = {"embed_dim": E, "num_heads": H, "shared_dim": E, "dtype": torch.float64}
+    return spread(hk.nn.CollaborativeMultiheadAttention(**{**sizes, **options}))
+
+
 def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """Under a loss that weighs each number of `out` differently."""
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
@@ -48,7 +53,7 @@ def assert_as_accurate_as(out: Tensor, plain: Tensor, exact: Tensor) -> None:
 
 
 def formula(
-    layer: hk.nn.GatedMultiheadAttention,
+    layer: Any,
     x: Tensor,
     y: Tensor,
     visible: Tensor | None = None,
@@ -57,13 +62,25 @@ def formula(
 ) -> Tensor:
     """The layer by its weights; `visible` `[B, H, T, S]`, `gates` of any shape that broadcasts to `[B, H, T, Dv]`,
     `bias` of any that broadcasts to `visible`."""
-    query = layer.q_proj(x).unflatten(2, (layer.num_heads, layer.head_dim)).transpose(1, 2)
-    key = layer.k_proj(y).unflatten(2, (layer.num_key_heads, layer.head_dim)).transpose(1, 2)
-    value = layer.v_proj(y).unflatten(2, (layer.num_key_heads, layer.value_dim)).transpose(1, 2)
     terms = {"attn_mask": visible, "bias": bias, "scale": layer.scale}
-    heads = plain(parse("gated_attention", query, key, value, **terms)[0]).out
+    query, key = layer.q_proj(x), layer.k_proj(y)
+    if isinstance(layer, hk.nn.CollaborativeMultiheadAttention):
+        terms |= {"mixing": layer.mixing}
+        if layer.content_proj is not None:
+            terms |= {"content_bias": layer.content_proj(y).mT}
+    else:
+        query, key = by_head(query, layer.head_dim), by_head(key, layer.head_dim)
+        terms |= {} if layer.alpha is None else {"alpha": layer.alpha}
+    operands = query, key, by_head(layer.v_proj(y), layer.value_dim)
+    heads = plain(parse(layer.operator.__name__, *operands, **terms)[0]).out
     heads = heads if gates is None else heads * gates
-    return layer.out_proj(heads.transpose(1, 2).flatten(2))
+    out: Tensor = layer.out_proj(heads.transpose(1, 2).flatten(2))
+    return out
+
+
+def by_head(rows: Tensor, width: int) -> Tensor:
+    """`[B, L, heads * width]` as `[B, heads, L, width]`."""
+    return rows.unflatten(2, (-1, width)).transpose(1, 2)
 
 
 class Layers(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import release, use
-from tests.convert.converted_models import in_use, mixed
+from tests.convert.converted_models import convert, in_use
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.model_state import structure
@@ -55,7 +55,9 @@ KINDS: list[tuple[str, str, str]] = [
 
 def changed(name: str, change: str) -> Any:
     """A model in use, padded, with layers that were converted or pruned."""
-    model = mixed(name, ragged=True) if change in ("both", "converted") else in_use(name)
+    model = in_use(name)
+    if change in ("both", "converted"):
+        convert(model, 12)
     if change in ("both", "pruned"):
         hk.heads.prune(model, {0: range(4) if name == "llama" else [1, 3]})
     return unpooled(model)
