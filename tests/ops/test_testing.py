@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -23,11 +24,11 @@ from heads_kernels.testing import (
     compare,
     find,
     reference,
+    rounding,
     time_in_turn,
 )
-from heads_kernels.testing.accuracy import _chance
+from heads_kernels.testing.accuracy import FACTOR, _chance
 from heads_kernels.testing.case import surrounded
-from heads_kernels.testing.rounding import limits, unit
 from tests.support.plain import plain
 from tests.support.poison import dirty_allocator
 
@@ -158,7 +159,10 @@ def test_systematic_faults_are_found(dtype: torch.dtype, monkeypatch: pytest.Mon
 def test_a_small_head_counts(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good = reference(find("gated_attention", "declining_heads").make(dtype))
+    case = find("gated_attention", "declining_heads")
+    # In float16 dscores of a smaller head are subnormal: 0 is as near as a kernel may be.
+    case = replace(case, decline=2.0**-6) if dtype == torch.float16 else case
+    good = reference(case.make(dtype))
     assert compare(good, "eager").ok
     run = accuracy.run
 
@@ -171,36 +175,32 @@ def test_a_small_head_counts(
     assert [q.name for q in compare(good, "eager").quantities if not q.ok] == [name]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", LOW)
 def test_the_floor_is_near_rounding(dtype: torch.dtype) -> None:
     """A few units in the last place of each quantity, and what probabilities add."""
     got = reference(find("gated_attention", "width_96").make(dtype))
-    for name, (floor, _) in got.limits("eager").items():
-        own = unit(torch.float32 if name in ("lse", "dgate") else dtype)
-        scale = got.oracle[name].square().mean().sqrt()
-        assert float(floor.square().mean().sqrt()) < 40 * own * float(scale), name
+    for name, (rows, _) in got.floors.items():
+        own = torch.finfo(torch.float32 if name in ("lse", "dgate") else dtype).eps / 2
+        size = own * float(got.oracle[name].square().mean().sqrt())
+        assert 0.2 * size < float(rows.square().mean().sqrt()) < 20 * size, name
 
 
-def test_the_limit_of_lse_on_tensor_cores() -> None:
+def test_the_floor_of_lse_on_tensor_cores() -> None:
     """Every term of a score may be short by 2 u of the largest, all of them in one direction."""
     inputs = find("gated_attention", "width_96").make(torch.bfloat16)
-    values, call = reference(inputs).oracle, inputs.to(torch.float64).parsed()
+    floor, call = reference(inputs).floors["lse"], inputs.to(torch.float64).parsed()
     terms = call.query[:, :, :, None] * call.key[:, :, None]  # [B, H, T, S, D]
-    short = 2 * unit(torch.float32) * terms.abs().amax(-1, keepdim=True)
+    short = torch.finfo(torch.float32).eps * terms.abs().amax(-1, keepdim=True)
     scores, others = (call.scale * each.sum(-1) for each in (terms, terms - short))
     error = scores.logsumexp(-1) - others.logsumexp(-1)
-    without, allowed = (
-        limits(inputs, values, None, 0.0, aligned)["lse"].floor
-        for aligned in (0.0, 2 * unit(torch.float32))
-    )
-    assert bool((error > without).all())
-    assert bool((error <= allowed).all())
+    assert bool((error > floor.rows[..., None]).all())
+    assert bool((error <= rounding.misaligned(call)).all())
 
 
 def test_float64_is_its_own_oracle() -> None:
     report = check(SMALL, torch.float64, "eager")
     assert report.ratio == 0.0
-    assert all(q.max_bound < 1e-12 for q in report.quantities), str(report)
+    assert all(q.bound < 1e-12 for q in report.quantities), str(report)
 
 
 def test_plain_knows_the_softmax() -> None:
@@ -269,10 +269,18 @@ def test_dirty_allocator() -> None:
     assert any(torch.empty(n).isnan().any() for n in (64, 256, 1024, 4096, 16384))
 
 
-def test_chance_is_one_in_a_million() -> None:
-    """Of sums of roundings, whose variance is a third of the square of their bound; many numbers need no allowance."""
-    for count in range(1, 25):
-        chi_squared = 3 * count * _chance(count) ** 2
-        exceeded = torch.special.gammaincc(torch.tensor(count / 2.0), torch.tensor(chi_squared / 2))
-        assert 1e-7 < exceeded < 2e-6
-    assert _chance(25) == _chance(10_000) == 1.0
+@pytest.mark.parametrize("simulations", [12, 24])
+def test_chance_is_one_in_a_million(simulations: int) -> None:
+    """Of the F distribution, whose quantile is exceeded a little; of many numbers twice the floor is allowed."""
+    for count in (1, 2, 5, 12):
+        square = _chance(simulations, count) ** 2
+        of_floor = torch.tensor(simulations * count / 2.0, dtype=torch.float64)
+        share = 1 / (
+            1 + square / simulations
+        )  # of the floor in the sum of all squares, beta distributed
+        drawn = torch.distributions.Beta(of_floor, torch.tensor(count / 2.0).double())
+        grid = torch.linspace(1e-9, share, 100_001, dtype=torch.float64)
+        exceeded = torch.trapezoid(drawn.log_prob(grid).exp(), grid).item()
+        assert 1e-7 < exceeded < 2e-6, count
+    assert _chance(simulations, 1, 1000) > 1.5 * _chance(simulations, 1)
+    assert _chance(simulations, 1000) == FACTOR
