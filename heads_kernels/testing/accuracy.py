@@ -32,7 +32,7 @@ from heads_kernels.ops.attention import attention_op
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.testing.case import Case
 from heads_kernels.testing.inputs import Inputs
-from heads_kernels.testing.rounding import Floor, finite, floors, of_rows, samples
+from heads_kernels.testing.rounding import Floor, attention, finite, floors, of_rows, samples
 
 #: Factor of the error of eager in the same dtype, as in FlashAttention's tests; and the least one of the floor.
 FACTOR: Final = 2.0
@@ -138,7 +138,7 @@ def compare(reference: Reference, backend: str | None, name: str = "inputs") -> 
     measured = run(inputs, backend, backward="dquery" in reference.oracle)
     dtype = inputs.dout.dtype
     quantities = tuple(
-        _judge(
+        judge(
             what,
             got,
             reference.oracle[what],
@@ -154,7 +154,8 @@ def compare(reference: Reference, backend: str | None, name: str = "inputs") -> 
 def reference(inputs: Inputs, backward: bool = True) -> Reference:
     """Oracle, eager and floors for `inputs`; the `[T, S]` matrices of all heads are in memory."""
     oracle = run(inputs.to(torch.float64), "eager", backward)
-    floor = floors(inputs, oracle, _seed(inputs))
+    simulate = functools.partial(attention, inputs, _seed(inputs), backward)
+    floor = floors(inputs.dout.dtype, oracle, simulate)
     return Reference(inputs, oracle, run(inputs, "eager", backward), floor)
 
 
@@ -191,9 +192,10 @@ def _seed(inputs: Inputs) -> Tensor | None:
     return draw_seed(inputs.tensors["query"].device)
 
 
-def _judge(
+def judge(
     name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Floor, simulations: int
 ) -> Quantity:
+    """Compare a result in the dtype of `eager` with the oracle, by the rule above."""
     wrong = ""
     if got.shape != oracle.shape:
         wrong = f"shape is {list(got.shape)}, not {list(oracle.shape)}"

@@ -72,19 +72,20 @@ def samples(dtype: torch.dtype) -> int:
     return _SAMPLES[dtype.itemsize]
 
 
-def floors(inputs: Inputs, oracle: dict[str, Tensor], seed: Tensor | None) -> dict[str, Floor]:
-    """The floor of every quantity in `oracle`; `inputs` are in the dtype of the call, `seed` is that of dropout.
+def floors(
+    dtype: torch.dtype, oracle: dict[str, Tensor], simulate: Callable[[Rounding], dict[str, Tensor]]
+) -> dict[str, Floor]:
+    """The floor of every quantity in `oracle`, of calls in `dtype`, from what `simulate` returns under roundings.
 
     For float64, rounding to float32 is simulated, and its errors are scaled to those of float64.
     """
-    dtype, count = inputs.dout.dtype, samples(inputs.dout.dtype)
-    size = (
-        torch.finfo(dtype).eps / torch.finfo(torch.float32).eps if dtype == torch.float64 else 1.0
-    )
+    count, working = samples(dtype), at_most_float32(dtype)
+    wide = torch.float64 if working == torch.float32 else torch.float32
+    size = torch.finfo(dtype).eps / torch.finfo(working).eps
     rows = {name: torch.zeros_like(of_rows(exact)) for name, exact in oracle.items()}
     means = dict.fromkeys(oracle, 0.0)
     for n in range(count):
-        found = _simulate(inputs, seed, n, "dquery" in oracle)
+        found = simulate(Rounding(wide, working, 2.0 ** -((n + 0.5) / count)))
         for name, exact in oracle.items():
             error = finite(size * (found[name].double() - exact), exact)
             rows[name] += of_rows(error).square() / count
@@ -102,24 +103,21 @@ def finite(tensor: Tensor, exact: Tensor) -> Tensor:
     return tensor.where(exact.isfinite(), 0.0)
 
 
-def _simulate(
-    inputs: Inputs, seed: Tensor | None, sample: int, backward: bool
+def attention(
+    inputs: Inputs, seed: Tensor | None, backward: bool, simulated: Rounding
 ) -> dict[str, Tensor]:
-    """The results of one simulated kernel, float64."""
-    wide = torch.float32 if inputs.dout.dtype.itemsize == 2 else torch.float64
-    leaves = inputs.to(wide).requires_grad()
+    """The results of a simulated kernel; `inputs` are in the dtype of the call, `seed` is that of dropout."""
+    leaves = inputs.to(simulated.wide).requires_grad()
     recorded = leaves.parsed()._replace(seed=seed)
-    detached = [t.detach() if isinstance(t, Tensor) else t for t in recorded]
-    call, working = Call(*detached), _at_most_float32(inputs.dout.dtype)
-    simulated = _Rounding(wide, working, 2.0 ** -((sample + 0.5) / samples(inputs.dout.dtype)))
+    call = Call(*(t.detach() if isinstance(t, Tensor) else t for t in recorded))
     with torch.no_grad(), simulated:
         out, attended, lse = eager.attend(call)
     rows = lse if call.alpha is None else lse.sum(0)
     if inputs.dout.is_cuda and inputs.dout.dtype.itemsize == 2:
-        rows = rows + (-1) ** sample * misaligned(call)
+        rows = rows + misaligned(call) * (1.0 if simulated.scale > 0.7 else -1.0)
     found = {"out": out, "lse": rows}
     if backward:
-        saved = Saved(leaves.dout, simulated.rounded(attended, working), lse, leaves.dlse)
+        saved = Saved(leaves.dout, simulated.rounded(attended, simulated.working), lse, leaves.dlse)
         needs = [operand is not None for operand in call.operands]
         gradients = allocate_gradients(call, needs)
         with torch.no_grad(), simulated:
@@ -133,14 +131,14 @@ def _simulate(
         of_tensors = torch.autograd.grad(operands, list(leaves.tensors.values()), of_operands)
         found |= {f"d{name}": grad for name, grad in zip(leaves.tensors, of_tensors, strict=True)}
     dtypes = {f"d{name}": tensor.dtype for name, tensor in inputs.tensors.items()}
-    dtypes |= {"out": working, "lse": torch.float32}
+    dtypes |= {"out": simulated.working, "lse": torch.float32}
     return {
-        name: simulated.rounded(result, _at_most_float32(dtypes[name]))
+        name: simulated.rounded(result, at_most_float32(dtypes[name]))
         for name, result in found.items()
     }
 
 
-def _at_most_float32(dtype: torch.dtype) -> torch.dtype:
+def at_most_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
 
 
@@ -153,7 +151,7 @@ def misaligned(call: Call) -> Tensor:
     return 2 * _UNIT * call.D * abs(call.scale) * term
 
 
-class _Rounding(TorchFunctionMode):
+class Rounding(TorchFunctionMode):
     """Arithmetic in float64 is rounded as described above."""
 
     def __init__(self, wide: torch.dtype, working: torch.dtype, scale: float) -> None:
