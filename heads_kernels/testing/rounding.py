@@ -2,7 +2,7 @@
 
 An error below twice that of `eager` is not always possible: eager may be exact by chance if few numbers are compared,
 and a kernel rounds where eager does not. So an ideal kernel is simulated several times (Monte Carlo arithmetic, Parker
-1997): the formula in float64, in which
+1997): the formula in float64, or float32 for calls in 16 bits, in which
 
     operands of products    are rounded to the dtype of the call: probabilities, dscores, dout * gate, mixed queries
     the saved output        is rounded to it, too, and results are rounded to their own dtype
@@ -38,22 +38,9 @@ _SAMPLES: Final = {2: 24, 4: 12, 8: 12}  # by the bytes of a number
 
 #: Functions of torch by name, without the underscores of methods.
 _ARITHMETIC: Final = {
-    *(
-        "add",
-        "radd",
-        "sub",
-        "rsub",
-        "mul",
-        "rmul",
-        "div",
-        "truediv",
-        "square",
-        "pow",
-        "exp",
-        "expm1",
-    ),
-    *("log", "log1p", "tanh", "sigmoid", "softplus", "softmax", "logsumexp"),
-}
+    "add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "square", "pow", "exp", "expm1", "log", "log1p",
+    "tanh", "sigmoid", "softplus", "softmax", "logsumexp",
+}  # fmt: skip
 _SUMS: Final = {"sum", "sum_to_size"}
 _UNIT: Final = torch.finfo(torch.float32).eps / 2
 #: Times bits of a number: the upper bits of the product are as random as those of its error (Knuth, 6.4).
