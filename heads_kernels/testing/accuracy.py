@@ -239,7 +239,9 @@ def _chance(simulations: int, count: int, tests: int = 1) -> float:
     """
     if not count:
         return FACTOR
-    z = NormalDist().inv_cdf(1 - 1e-6 / min(max(tests, 1), 1_000_000))  # beyond, there is no such quantile
+    z = NormalDist().inv_cdf(
+        1 - 1e-6 / min(max(tests, 1), 1_000_000)
+    )  # beyond, there is no such quantile
     a, b = 2 / (9 * count), 2 / (9 * count * simulations)
     square, product = (1 - b) ** 2 - z**2 * b, (1 - a) * (1 - b)
     root = math.sqrt(product**2 - square * ((1 - a) ** 2 - z**2 * a))

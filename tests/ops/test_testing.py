@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +14,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import peak
-from heads_kernels.ops import formula, scores
+from heads_kernels.ops import entmax, formula, scores
 from heads_kernels.testing import (
     COLLABORATIVE,
+    Case,
+    CollaborativeCase,
+    EntmaxCase,
     GatedCase,
     accuracy,
     check,
@@ -29,7 +31,6 @@ from heads_kernels.testing import (
 )
 from heads_kernels.testing.accuracy import FACTOR, _chance
 from heads_kernels.testing.case import surrounded
-from tests.support.plain import plain
 from tests.support.poison import dirty_allocator
 
 SMALL = find("gated_attention", "closed_batch_heads")
@@ -92,8 +93,11 @@ def test_a_fault_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch
 
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-MANY_TERMS = GatedCase(
-    "many_terms", 2, 3, 65, 70, D=16, Dv=24, softcap=3.0, bias="1HTS", gate="H", dropout_p=0.1
+_TERMS: Any = {"bias": "1HTS", "gate": "H", "softcap": 3.0}
+MANY_TERMS = (
+    GatedCase("many_terms", 2, 3, 65, 70, D=16, Dv=24, dropout_p=0.1, **_TERMS),
+    CollaborativeCase("many_terms", 2, 3, 65, 70, Ds=32, Dv=24, dropout_p=0.1, **_TERMS),
+    EntmaxCase("many_terms", 2, 3, 65, 70, D=16, Dv=24, alpha=(1.2, 1.8), **_TERMS),
 )
 
 
@@ -121,33 +125,42 @@ def truncated(function: Callable[..., Any], *args: Any) -> Tensor:
     return (function(*args).view(torch.int32) & -(1 << 16)).view(torch.float32)
 
 
-#: What is wrong in which functions of eager.
+#: What is wrong in which functions of eager, for every operator.
 SYSTEMATIC: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
-    "p": (formula, {"softmax": scaled(1.003), "probabilities": scaled(1.003)}),
-    "p in the forward pass": (formula, {"softmax": scaled(1.003)}),
-    "p in the backward pass": (formula, {"probabilities": scaled(0.997)}),
-    "p truncated": (formula, {"probabilities": truncated}),
     "raw scores": (formula, {"raw_scores": scaled(1.003)}),
     "dP": (formula, {"score_gradient": scaled(1.003, 1)}),
     "delta": (formula, {"score_gradient": scaled(1.003, 2)}),
     "dS": (formula, {"score_gradient": scaled(0.997)}),
     "dS truncated": (formula, {"score_gradient": truncated}),
-    "share kept by dropout": (formula, {"kept_share": scaled(1.003)}),
     "gate": (formula, {"opened": scaled(0.997)}),
-    "dgate": (formula, {"gate_rows": scaled(1.003)}),
     "slope of the cap": (scores, {"finish": slope}),
     "gradient of the bias": (scores, {"bias_gradient": scaled(1.003, 0)}),
+}
+OF_SOFTMAX: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
+    "p": (formula, {"softmax": scaled(1.003), "probabilities": scaled(1.003)}),
+    "p in the forward pass": (formula, {"softmax": scaled(1.003)}),
+    "p in the backward pass": (formula, {"probabilities": scaled(0.997)}),
+    "p truncated": (formula, {"probabilities": truncated}),
+    "share kept by dropout": (formula, {"kept_share": scaled(1.003)}),
+    "dgate": (formula, {"gate_rows": scaled(1.003)}),
+}
+OF_ENTMAX: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
+    "slopes": (entmax, {"slopes": scaled(1.003)}),
+    "dalpha": (entmax, {"alpha_derivative": scaled(1.003)}),
 }
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_systematic_faults_are_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", MANY_TERMS, ids=lambda case: case.operator)
+def test_systematic_faults_are_found(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 0.3 %, which is less than one rounding to bfloat16."""
-    inputs = MANY_TERMS.make(dtype)
-    with_a_mean = find("gated_attention", "mean").make(dtype)
-    good = [reference(inputs), reference(with_a_mean)]
+    cases = case, find(case.operator, "mean")
+    good = [reference(each.make(dtype)) for each in cases]
     assert all(compare(each, "eager").ok for each in good)
-    for name, (module, changes) in SYSTEMATIC.items():
+    own = OF_ENTMAX if case.operator == "entmax_attention" else OF_SOFTMAX
+    for name, (module, changes) in (SYSTEMATIC | own).items():
         with monkeypatch.context() as patch:
             for function, change in changes.items():
                 patch.setattr(module, function, partial(change, getattr(module, function)))
@@ -201,17 +214,6 @@ def test_float64_is_its_own_oracle() -> None:
     report = check(SMALL, torch.float64, "eager")
     assert report.ratio == 0.0
     assert all(q.bound < 1e-12 for q in report.quantities), str(report)
-
-
-def test_plain_knows_the_softmax() -> None:
-    inputs = GatedCase("two", 1, 1, 1, 2, D=1, Dv=1).make(torch.float64)
-    tensors = inputs.tensors
-    tensors["query"].fill_(1.0)
-    tensors["key"].copy_(torch.tensor([0.0, math.log(3.0)]).reshape(1, 1, 2, 1))
-    tensors["value"].copy_(torch.tensor([0.0, 4.0]).reshape(1, 1, 2, 1))
-    got = plain(inputs.parsed())
-    assert got.out.item() == pytest.approx(3.0)
-    assert got.lse.item() == pytest.approx(math.log(4.0))
 
 
 # ---------------------------------------------------------------------- timers and memory
