@@ -118,6 +118,12 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    if isinstance(val, Case):
+        return f"{val.operator}-{val}"
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
+
+
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
     """Every test draws the same numbers in every run, alone or beside others, until --seed asks for others."""

@@ -36,7 +36,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.check
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ENTMAX, ids=str)
+@pytest.mark.parametrize("case", ENTMAX)
 def test_entmax(case: Case, dtype: torch.dtype) -> None:
     """Levels share the oracle of `check`; `make selftest` has the other operators on every level."""
     for level in _cpu.available_levels():

@@ -74,7 +74,7 @@ def test_every_operator_is_counted() -> None:
     assert counted(run) == 2 * forward_flops(pairs, 8, 8) + forward_flops(pairs, 8, 0)
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
+@pytest.mark.parametrize("case", QUICK)
 def test_executed_by_asking_every_pair(case: Case) -> None:
     """Visible pairs of open heads, one by one, over the features that are not in a zero chunk."""
     p = case.make(requires_grad=True).parsed()

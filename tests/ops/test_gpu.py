@@ -56,19 +56,15 @@ CAPTURED: tuple[Case, ...] = (
 )
 
 
-def ids(case: Case) -> str:
-    return f"{case.operator}-{case}"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", REAL, ids=ids)
+@pytest.mark.parametrize("case", REAL)
 def test_real_sizes(case: Case, dtype: torch.dtype, backend: str) -> None:
     inputs_of(case, backend, dtype)
     report = check(case, dtype, backend)
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("case", REAL, ids=ids)
+@pytest.mark.parametrize("case", REAL)
 def test_the_same_bits_again(case: Case, backend: str) -> None:
     """From memory that is full of NaN, several times: blocks of threads end in another order each time."""
     inputs = inputs_of(case, backend, torch.bfloat16)
@@ -79,7 +75,7 @@ def test_the_same_bits_again(case: Case, backend: str) -> None:
 
 
 @pytest.mark.parametrize("closed_grad", [True, False])
-@pytest.mark.parametrize("case", CAPTURED, ids=ids)
+@pytest.mark.parametrize("case", CAPTURED)
 def test_graphs(case: Case, closed_grad: bool, backend: str) -> None:
     """Forward and backward, captured once and replayed with gates that close other heads; nothing synchronises."""
     inputs = inputs_of(case, backend, torch.bfloat16).requires_grad()
@@ -99,7 +95,7 @@ def test_graphs(case: Case, closed_grad: bool, backend: str) -> None:
         close_others(inputs)
 
 
-@pytest.mark.parametrize("case", CAPTURED, ids=ids)
+@pytest.mark.parametrize("case", CAPTURED)
 def test_kernels_run_on_the_current_stream(case: Case, backend: str) -> None:
     """Behind what was put on it before, and ahead of what reads the results."""
     inputs = inputs_of(case, backend, torch.bfloat16)

@@ -27,8 +27,8 @@ def measure(backend: str, **given: Any) -> hk.AttentionStatistics:
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", QUICK)
 def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
     if not case.S:
         pytest.skip("no keys: test_empty_calls")
