@@ -34,8 +34,12 @@ from heads_kernels.testing.case import Case
 from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.rounding import Floor, attention, finite, floors, of_rows, samples
 
-#: Factor of the error of eager in the same dtype, as in FlashAttention's tests; and the least one of the floor.
+#: Factor of the error of eager in the same dtype, as in FlashAttention's tests.
 FACTOR: Final = 2.0
+
+#: Least factor of the floor, for orders of sums and places of roundings that no simulation has. Heuristic: with kernels
+#: for processors, of all levels, 1.7 was needed. The mean error needs no larger one to reveal what is wrong by 0.3 %.
+_LEAST: Final = 4.0
 
 #: Mean errors that float32 arithmetic may have, all with one sign, which simulations don't show: a thousand
 #: roundings, and 2 % of the fault that the mean is to reveal. Heuristic.
@@ -238,14 +242,14 @@ def _chance(simulations: int, count: int, tests: int = 1) -> float:
     the F distribution (its quantile: Wilson, Hilferty 1931, for both). It is the largest ratio in `tests` of them.
     """
     if not count:
-        return FACTOR
+        return _LEAST
     z = NormalDist().inv_cdf(
         1 - 1e-6 / min(max(tests, 1), 1_000_000)
     )  # beyond, there is no such quantile
     a, b = 2 / (9 * count), 2 / (9 * count * simulations)
     square, product = (1 - b) ** 2 - z**2 * b, (1 - a) * (1 - b)
     root = math.sqrt(product**2 - square * ((1 - a) ** 2 - z**2 * a))
-    return max(FACTOR, ((product + root) / square) ** 1.5)
+    return max(_LEAST, ((product + root) / square) ** 1.5)
 
 
 def _infinite(tensor: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ and a kernel rounds where eager does not. So an ideal kernel is simulated severa
                             H100 is off by (5.6e-6 with 4,096 keys, and 2.9e-6 was the limit without it)
 
 Numbers are rounded in another unit, `scale`, in every simulation. So their errors differ from one to the next, as
-they differ between kernels, while within one equal numbers have equal errors, whatever reads them.
+they differ between kernels, while within one equal numbers have equal errors, whatever reads them; but equal sums only
+where they are computed at once: passes may add up scores in different orders.
 Nothing here depends on a kernel or is tuned to one.
 """
 
@@ -144,6 +145,7 @@ class Rounding(TorchFunctionMode):
     def __init__(self, wide: torch.dtype, working: torch.dtype, scale: float) -> None:
         super().__init__()
         self.wide, self.working, self.scale = wide, working, scale
+        self.sums = 0
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -171,7 +173,8 @@ class Rounding(TorchFunctionMode):
         return self.rounded(tensor, self.working)
 
     def _summed(self, total: Tensor, size: Tensor) -> Tensor:
-        bits = (self.scale * total).float().view(torch.int32).mul_(_HASH)
+        self.sums += 1
+        bits = (self.scale * total).float().view(torch.int32).add_(self.sums).mul_(_HASH)
         return total + bits.float().mul_(_UNIT / 2**31).mul_(size)
 
     def _is_computed(self, result: Any) -> bool:

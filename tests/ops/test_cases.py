@@ -31,8 +31,8 @@ from tests.ops.calls import NAMES, QUICK, inputs_of, with_dlse
 from tests.support.alike import assert_alike
 from tests.support.plain import plain
 
-#: Part of its bound that eager's own error may be. It is bounded by twice itself and the floor, so
-#: that 0.4 says: at most twice the floor.
+#: Part of its bound that eager's own error may be. It is bounded by twice itself and four times the floor, so that 0.4
+#: says: at most eight times the floor.
 EAGER_PART = 0.4
 
 

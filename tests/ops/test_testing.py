@@ -29,7 +29,7 @@ from heads_kernels.testing import (
     rounding,
     time_in_turn,
 )
-from heads_kernels.testing.accuracy import FACTOR, _chance
+from heads_kernels.testing.accuracy import _LEAST, _chance
 from heads_kernels.testing.case import surrounded
 from tests.support.poison import dirty_allocator
 
@@ -273,8 +273,8 @@ def test_dirty_allocator() -> None:
 
 @pytest.mark.parametrize("simulations", [12, 24])
 def test_chance_is_one_in_a_million(simulations: int) -> None:
-    """Of the F distribution, whose quantile is exceeded a little; of many numbers twice the floor is allowed."""
-    for count in (1, 2, 5, 12):
+    """Of the F distribution; the errors of many numbers may be a fixed factor above the floor."""
+    for count in (1, 2):
         square = _chance(simulations, count) ** 2
         of_floor = torch.tensor(simulations * count / 2.0, dtype=torch.float64)
         share = 1 / (
@@ -285,4 +285,4 @@ def test_chance_is_one_in_a_million(simulations: int) -> None:
         exceeded = torch.trapezoid(drawn.log_prob(grid).exp(), grid).item()
         assert 1e-7 < exceeded < 2e-6, count
     assert _chance(simulations, 1, 1000) > 1.5 * _chance(simulations, 1)
-    assert _chance(simulations, 1000) == FACTOR
+    assert _chance(simulations, 1000) == _LEAST
