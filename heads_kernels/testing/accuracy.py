@@ -118,6 +118,13 @@ class Reference:
     eager: dict[str, Tensor]
     floors: dict[str, Floor]
 
+    def judge(self, name: str, got: Tensor) -> Quantity:
+        """Compare a result with its references, by the rule above."""
+        simulations = samples(self.inputs.dout.dtype)
+        return _judge(
+            name, got, self.oracle[name], self.eager[name], self.floors[name], simulations
+        )
+
 
 def check(
     case: Case,
@@ -140,18 +147,8 @@ def compare(reference: Reference, backend: str | None, name: str = "inputs") -> 
     """Check `backend` on any inputs; see `reference`."""
     inputs = reference.inputs
     measured = run(inputs, backend, backward="dquery" in reference.oracle)
+    quantities = tuple(reference.judge(what, got) for what, got in measured.items())
     dtype = inputs.dout.dtype
-    quantities = tuple(
-        judge(
-            what,
-            got,
-            reference.oracle[what],
-            reference.eager[what],
-            reference.floors[what],
-            samples(dtype),
-        )
-        for what, got in measured.items()
-    )
     return Report(name, inputs.operator, backend or "default", dtype, quantities)
 
 
@@ -196,10 +193,9 @@ def _seed(inputs: Inputs) -> Tensor | None:
     return draw_seed(inputs.tensors["query"].device)
 
 
-def judge(
+def _judge(
     name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Floor, simulations: int
 ) -> Quantity:
-    """Compare a result in the dtype of `eager` with the oracle, by the rule above."""
     wrong = ""
     if got.shape != oracle.shape:
         wrong = f"shape is {list(got.shape)}, not {list(oracle.shape)}"

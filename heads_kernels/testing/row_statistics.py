@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 from heads_kernels.functional import attention_statistics
 from heads_kernels.ops import eager
 from heads_kernels.parse import parse
-from heads_kernels.testing.accuracy import Quantity, Report, judge
+from heads_kernels.testing.accuracy import Quantity, Reference, Report
 from heads_kernels.testing.inputs import Inputs
-from heads_kernels.testing.rounding import Rounding, floors, samples
+from heads_kernels.testing.rounding import Rounding, floors
 
 _NAMES: Final = inspect.signature(attention_statistics).parameters
 _MEASURED: Final = ("lse", "max_score", "max_prob", "entropy", "received")
@@ -28,25 +29,27 @@ def statistics_arguments(inputs: Inputs) -> dict[str, Any]:
 def check_statistics(inputs: Inputs, backend: Any) -> Report:
     """Check `backend` on the scores of a call. "argmax" is the true probability of the key that it names."""
     dtype, wide = inputs.dout.dtype, inputs.to(torch.float64)
-    got, of_eager = (_measure(inputs, name) for name in (backend, "eager"))
-    want = _measure(wide, "eager")
+    got, want, of_eager = (
+        _measure(inputs, backend),
+        _measure(wide, "eager"),
+        _measure(inputs, "eager"),
+    )
     oracle = {name: getattr(want, name) for name in _MEASURED}
     floor = floors(dtype, oracle, functools.partial(_simulate, inputs))
-    check = functools.partial(judge, simulations=samples(dtype))
-    quantities = [
-        check(name, getattr(got, name), oracle[name], getattr(of_eager, name), floor[name])
-        for name in _MEASURED
-    ]
-    if torch.equal(got.argmax < 0, want.argmax < 0):
+    of_names = {name: getattr(of_eager, name) for name in _MEASURED}
+    reference = Reference(inputs, oracle, of_names, floor)
+    quantities = [reference.judge(name, getattr(got, name)) for name in _MEASURED]
+    none = got.argmax < 0
+    if torch.equal(none, want.argmax < 0):
         p = eager.row_probabilities(parse("attention_statistics", **statistics_arguments(wide))[0])
-        named = p.gather(-1, got.argmax.clamp(min=0)[..., None])[..., 0].to(of_eager.max_prob.dtype)
-        named = named.masked_fill(got.argmax < 0, 0.0)
+        named = p.gather(-1, got.argmax.clamp(min=0)[..., None])[..., 0].masked_fill(none, 0.0)
         # If two keys are within rounding of each other, either may be the maximum.
-        argmax = check("argmax", named, want.max_prob, of_eager.max_prob, floor["max_prob"])
+        chosen = reference.judge("max_prob", named.to(of_eager.max_prob.dtype))
+        quantities.append(replace(chosen, name="argmax"))
     else:
-        argmax = Quantity("argmax", wrong="another row sees no key")
+        quantities.append(Quantity("argmax", wrong="another row sees no key"))
     name = backend or "default"
-    return Report("inputs", "attention_statistics", name, dtype, (*quantities, argmax))
+    return Report("inputs", "attention_statistics", name, dtype, tuple(quantities))
 
 
 def row_weights(inputs: Inputs) -> Tensor:
