@@ -38,7 +38,7 @@ from heads_kernels.testing.rounding import Floor, attention, finite, floors, of_
 FACTOR: Final = 2.0
 
 #: Least factor of the floor, for orders of sums and places of roundings that no simulation has. Heuristic: with 2, the
-#: largest error of the CPU kernels, of all levels and cases, was 0.8 of its bound. What is wrong by 0.3 % shows in means.
+#: largest error of the CPU kernels, of all levels and cases, was 0.8 of its bound. Means reveal what is wrong by 0.3 %.
 _LEAST: Final = 4.0
 
 #: Mean errors that float32 arithmetic may have, all with one sign, which simulations don't show: a thousand
