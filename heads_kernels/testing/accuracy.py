@@ -10,7 +10,7 @@ every gradient may each be at most
     the mean of error times reference, which reveals a factor of 1.003, less than one rounding of bfloat16
 
 The floor is measured on a few simulated kernels. `chance` is how far the error of one more may be above it once in a
-million quantities: little for many numbers, much for few, as for a mean, or a row, whose errors may have one cause.
+million quantities: little for many rows, much for one, or for a mean.
 
 NaN and infinities must be exactly where the oracle has them. In float64 eager is the oracle: its own error
 cannot be measured and is taken to be the floor.
@@ -216,10 +216,12 @@ def _judge(
     if eager.dtype == oracle.dtype and not of_eager.any():
         eager_rows, eager_mean = floor.rows, floor.mean
     size = float(exact.square().sum()) or 1.0
-    chance, count = functools.partial(_chance, simulations), int(oracle.isfinite().sum())
-    in_a_row = FACTOR * eager_rows + chance(1, rows.numel()) * floor.rows
+    chance, squares = functools.partial(_chance, simulations), floor.rows.square()
+    # How many rows have a share in the floor of all: 1 if it is that of one row.
+    count = float(squares.sum().square() / squares.square().sum()) if squares.any() else 1.0
+    in_a_row = FACTOR * eager_rows + chance(1.0, rows.numel()) * floor.rows
     in_all = FACTOR * _rms(eager_rows) + chance(count) * _rms(floor.rows)
-    in_mean = FACTOR * abs(eager_mean) + chance(1) * floor.mean
+    in_mean = FACTOR * abs(eager_mean) + chance(1.0) * floor.mean
     return Quantity(
         name,
         error=_rms(rows),
@@ -230,15 +232,14 @@ def _judge(
     )
 
 
-@functools.cache
-def _chance(simulations: int, count: int, tests: int = 1) -> float:
-    """How far the error of `count` numbers may be above its floor by chance, once in a million quantities.
+def _chance(simulations: int, count: float, tests: int = 1) -> float:
+    """How far the error of `count` rows may be above its floor by chance, once in a million quantities.
 
-    The square of the ratio of two root mean squares, that of the floor over `simulations` times as many numbers, has
+    All numbers of a row count as one, since their errors may have one cause.
+
+    The square of the ratio of two root mean squares, that of the floor over `simulations` times as many rows, has
     the F distribution (its quantile: Wilson, Hilferty 1931, for both). It is the largest ratio in `tests` of them.
     """
-    if not count:
-        return _LEAST
     z = NormalDist().inv_cdf(
         1 - 1e-6 / min(max(tests, 1), 1_000_000)
     )  # beyond, there is no such quantile
