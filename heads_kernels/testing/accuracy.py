@@ -235,18 +235,17 @@ def _judge(
 def _chance(simulations: int, count: float, tests: int = 1) -> float:
     """How far the error of `count` rows may be above its floor by chance, once in a million quantities.
 
-    All numbers of a row count as one, since their errors may have one cause.
-
-    The square of the ratio of two root mean squares, that of the floor over `simulations` times as many rows, has
-    the F distribution (its quantile: Wilson, Hilferty 1931, for both). It is the largest ratio in `tests` of them.
+    All numbers of a row count as one, since their errors may have one cause. The square of the ratio of two root mean
+    squares, that of the floor over `simulations` times as many rows, has the F distribution (its quantile: Wilson,
+    Hilferty 1931, for both). It is the largest ratio in `tests` of them.
     """
-    z = NormalDist().inv_cdf(
-        1 - 1e-6 / min(max(tests, 1), 1_000_000)
-    )  # beyond, there is no such quantile
+    tests = min(max(tests, 1), 1_000_000)  # beyond, there is no such quantile
+    z = NormalDist().inv_cdf(1 - 1e-6 / tests)
     a, b = 2 / (9 * count), 2 / (9 * count * simulations)
     square, product = (1 - b) ** 2 - z**2 * b, (1 - a) * (1 - b)
     root = math.sqrt(product**2 - square * ((1 - a) ** 2 - z**2 * a))
-    return max(_LEAST, ((product + root) / square) ** 1.5)
+    quantile: float = ((product + root) / square) ** 1.5
+    return max(_LEAST, quantile)
 
 
 def _infinite(tensor: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def attention(
     """The results of a simulated kernel; `inputs` are in the dtype of the call, `seed` is that of dropout."""
     leaves = inputs.to(simulated.wide).requires_grad()
     recorded = leaves.parsed()._replace(seed=seed)
-    call = Call(*(t.detach() if isinstance(t, Tensor) else t for t in recorded))
+    call = Call._make(t.detach() if isinstance(t, Tensor) else t for t in recorded)
     with torch.no_grad(), simulated:
         out, attended, lse = eager.attend(call)
     rows = lse if call.alpha is None else lse.sum(0)

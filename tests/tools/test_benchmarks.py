@@ -144,7 +144,7 @@ def test_failed_check_is_said_and_not_timed(
 
         def worse(*call: object) -> accuracy.Report:
             report = compare(*call)  # type: ignore[arg-type]
-            first = replace(report.quantities[0], max_error=1.0)
+            first = replace(report.quantities[0], error=1.0)
             return replace(report, quantities=(first, *report.quantities[1:]))
 
         monkeypatch.setattr(checks.testing, "compare", worse)
