@@ -216,10 +216,10 @@ def _check(job: Job) -> Row:
             replace(case, B=2, mask=masks.padded(case.T, case.T // 3)),
         ):
             if tuned.direction == "statistics":
-                wrong += check_statistics(each.make(dtype, DEVICE), BACKEND)[0]
+                report = check_statistics(each.make(dtype, DEVICE), BACKEND)
             else:
                 report = check(each, dtype, BACKEND, device=DEVICE)
-                wrong += [str(quantity) for quantity in report.quantities if not quantity.ok]
+            wrong += [str(quantity) for quantity in report.quantities if not quantity.ok]
     return {"wrong": "; ".join(wrong)} if wrong else {}
 
 

@@ -59,7 +59,7 @@ if CUDA_EMULATED:
 EXAMPLES = 5 if TRITON_INTERPRETED else 25
 hypothesis.settings.register_profile("local", deadline=None, max_examples=EXAMPLES)
 # `pytest tests/ops/test_properties.py -k "any_call_is_accurate and cpu" --hypothesis-profile=long` holds 20,000 calls
-# of each dtype to the accuracy rule, in about twenty minutes an operator.
+# of each dtype to the accuracy rule, in about an hour and a half an operator.
 hypothesis.settings.register_profile("long", deadline=None, max_examples=40_000)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=EXAMPLES, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -116,6 +116,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    if isinstance(val, Case):
+        return f"{val.operator}-{val}"
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
 
 
 @pytest.fixture(autouse=True)

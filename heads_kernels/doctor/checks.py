@@ -78,10 +78,10 @@ def run_checks(
         case = find(of, name)
         try:
             if operator == _STATISTICS:
-                wrong, _ = check_statistics(case.make(dtype, device), backend)
+                report = check_statistics(case.make(dtype, device), backend)
             else:
                 report = check(case, dtype, backend, device=device)
-                wrong = [str(q).removeprefix("FAIL ") for q in report.quantities if not q.ok]
+            wrong = [str(q).removeprefix("FAIL ") for q in report.quantities if not q.ok]
             words = "; ".join(" ".join(each.split()) for each in wrong)
         except Exception as error:
             words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

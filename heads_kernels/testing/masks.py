@@ -28,12 +28,8 @@ def fixed(mask: Mask) -> MaskBuilder:
     return lambda sizes, device: mask
 
 
-def causal(sizes: Sizes, device: torch.device) -> Mask:
-    return Mask(causal=True)
-
-
-def lower_right(sizes: Sizes, device: torch.device) -> Mask:
-    return Mask(causal="lower_right")
+causal: MaskBuilder = fixed(Mask(causal=True))
+lower_right: MaskBuilder = fixed(Mask(causal="lower_right"))
 
 
 def padded(*lengths: int, queries: bool = True, causal: bool = False) -> MaskBuilder:

@@ -90,7 +90,7 @@ def exported(call: Call, tensors: dict[str, Tensor], path: Path) -> Tensor:
     return run(path, {f"tensors_{name}": tensor for name, tensor in tensors.items()})
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.operator}-{case}")
+@pytest.mark.parametrize("case", SMALL)
 def test_operators(case: Case, tmp_path: Path) -> None:
     inputs = case.make(torch.float32)
     call = Call(getattr(hk, case.operator), inputs.options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -18,10 +19,10 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels import functional
 from heads_kernels.backends import BACKENDS, choose
-from heads_kernels.call import Call
+from heads_kernels.call import Call, compute_dtype
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.parse import parse
-from heads_kernels.testing import Case, Inputs
+from heads_kernels.testing import CASES, ENTMAX, Case, Inputs
 from tests.support.alike import assert_alike
 
 #: Sizes of `tensors` by default.
@@ -41,6 +42,9 @@ FUSED = [row for row in DIFFERENTIABLE if row[1] != "eager"]
 
 #: All of them, and statistics of rows.
 EVERY = [*DIFFERENTIABLE, *(("attention_statistics", name) for name in NAMES)]
+
+#: Named cases for which every run has time.
+QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
 
 
 @contextmanager
@@ -74,6 +78,15 @@ def inputs_of(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> I
     if choice.backend is None:
         pytest.skip(str(choice))
     return inputs
+
+
+def with_dlse(inputs: Inputs) -> Inputs:
+    """Started from a gradient of `lse` too, which ops return of calls without a gate."""
+    if inputs.operator == "entmax_attention" or "gate" in inputs.tensors:
+        return inputs
+    drawn = torch.Generator("cpu").manual_seed(inputs.seed)
+    dlse = torch.randn(inputs.dout.shape[:3], generator=drawn, device="cpu")
+    return replace(inputs, dlse=dlse.to(inputs.dout.device, compute_dtype(inputs.dout.dtype)))
 
 
 def serve(operator: str, backend: str, /, **arguments: Any) -> None:

@@ -112,7 +112,7 @@ CASES: tuple[Case, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.operator}-{case}")
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_part_computes_the_same(
     case: Case, dtype: torch.dtype, part: str, backend: str

@@ -67,7 +67,7 @@ def test_the_ops_are_counted(operator: str, backend: str) -> None:
     assert both - forward == problem.flops(backward=True, dense=True)
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.operator}-{case}")
+@pytest.mark.parametrize("case", QUICK)
 def test_executed_by_asking_every_pair(case: Case) -> None:
     """Visible pairs of open heads, one by one, over the features that are not in a zero chunk."""
     p = case.make(requires_grad=True).parsed()

@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("backend", ["triton", "cu
 #: At most 8 heads of 2048 x 2048 or 4 of 4096 x 4096: 0.5 GiB of float64 a matrix of the oracle, about ten at once.
 REAL: tuple[Case, ...] = (
     GatedCase("dense_64", 1, 8, 2048, 2048, D=64, Dv=64, gate="H", layout="transposed"),
-    GatedCase("causal_128", 1, 8, 2048, 2048, D=128, Dv=128, gate="H", is_causal=True,
-        layout="transposed"),
+    GatedCase("causal_128", 1, 8, 2048, 2048, D=128, Dv=128, gate="H", is_causal=True, layout="transposed"),
     GatedCase("grouped_causal_64", 1, 8, 2048, 2048, D=64, Dv=64, Hk=2, gate="BHT",
         gate_activation="sigmoid", is_causal=True, layout="transposed"),
     GatedCase("elements_128", 1, 4, 4096, 4096, D=128, Dv=128, Hk=2, gate="BHTD",
@@ -37,14 +36,12 @@ REAL: tuple[Case, ...] = (
     GatedCase("padded_64", 2, 2, 4096, 4096, D=64, Dv=64, gate="H", mask=masks.padded(4096, 1777)),
     GatedCase("padded_causal_128", 2, 2, 4001, 4001, D=128, Dv=128, gate="H",
         mask=masks.padded(4001, 2500, causal=True)),
-    GatedCase("window_128", 1, 4, 4096, 4096, D=128, Dv=128,
-        mask=masks.fixed(Mask(causal=True, window=(511, 0)))),
+    GatedCase("window_128", 1, 4, 4096, 4096, D=128, Dv=128, mask=masks.fixed(Mask(causal=True, window=(511, 0)))),
     GatedCase("outliers_64", 1, 4, 2048, 2048, D=64, Dv=64, gate="H", outlier=40.0),
     CollaborativeCase("256", 1, 6, 2048, 2048, Ds=256, Dv=64, gate="H", content_bias=True),
     CollaborativeCase("256_causal", 1, 4, 4096, 4096, Ds=256, Dv=64, is_causal=True),
     CollaborativeCase("512", 1, 6, 2048, 2048, Ds=512, Dv=64, content_bias=True),
-    CollaborativeCase("512_ragged", 1, 6, 2048, 2048, Ds=512, Dv=64, mixing="ragged", gate="H",
-        closed=0.34),
+    CollaborativeCase("512_ragged", 1, 6, 2048, 2048, Ds=512, Dv=64, mixing="ragged", gate="H", closed=0.34),
     CollaborativeCase("512_padded", 2, 3, 2048, 2048, Ds=512, Dv=64, mask=masks.padded(2048, 1111)),
     CollaborativeCase("768", 1, 4, 2048, 2048, Ds=768, Dv=64, is_causal=True),
 )  # fmt: skip
@@ -59,19 +56,15 @@ CAPTURED: tuple[Case, ...] = (
 )
 
 
-def ids(case: Case) -> str:
-    return f"{case.operator}-{case}"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", REAL, ids=ids)
+@pytest.mark.parametrize("case", REAL)
 def test_real_sizes(case: Case, dtype: torch.dtype, backend: str) -> None:
     inputs_of(case, backend, dtype)
     report = check(case, dtype, backend)
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("case", REAL, ids=ids)
+@pytest.mark.parametrize("case", REAL)
 def test_the_same_bits_again(case: Case, backend: str) -> None:
     """From memory that is full of NaN, several times: blocks of threads end in another order each time."""
     inputs = inputs_of(case, backend, torch.bfloat16)
@@ -82,7 +75,7 @@ def test_the_same_bits_again(case: Case, backend: str) -> None:
 
 
 @pytest.mark.parametrize("closed_grad", [True, False])
-@pytest.mark.parametrize("case", CAPTURED, ids=ids)
+@pytest.mark.parametrize("case", CAPTURED)
 def test_graphs(case: Case, closed_grad: bool, backend: str) -> None:
     """Forward and backward, captured once and replayed with gates that close other heads; nothing synchronises."""
     inputs = inputs_of(case, backend, torch.bfloat16).requires_grad()
@@ -102,7 +95,7 @@ def test_graphs(case: Case, closed_grad: bool, backend: str) -> None:
         close_others(inputs)
 
 
-@pytest.mark.parametrize("case", CAPTURED, ids=ids)
+@pytest.mark.parametrize("case", CAPTURED)
 def test_kernels_run_on_the_current_stream(case: Case, backend: str) -> None:
     """Behind what was put on it before, and ahead of what reads the results."""
     inputs = inputs_of(case, backend, torch.bfloat16)

@@ -88,7 +88,7 @@ def in_one_pass(backend: str) -> Any:
     return mock.patch.multiple(module, **patches)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.operator}-{case}")
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", MODULES)
 def test_accuracy(backend: str, case: Case) -> None:
     report = check(case, torch.float32, backend)

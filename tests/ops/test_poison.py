@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.call import compute_dtype
-from heads_kernels.testing import CASES, ENTMAX, Case, CollaborativeCase, GatedCase, Inputs, find
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, find
 from heads_kernels.testing.case import surrounded
 from tests.ops.calls import (
     DIFFERENTIABLE,
     NAMES,
     OPERATORS,
+    QUICK,
     assert_same_bits,
     call,
     inputs_of,
     run,
     tensors,
     threads,
+    with_dlse,
 )
 from tests.support.alike import assert_alike, rounding
 from tests.support.poison import dirty_allocator, hide
 
-QUICK = [case for case in (*CASES, *ENTMAX) if "model" not in case.tags]
 #: A bias hides rows: with sinks `lse`, their sink, does not tell that they see nothing.
 BESIDE_SINKS = [
     GatedCase(f"rows_hidden_{gate}", 2, 2, 40, 70, D=16, Dv=16, gate=gate, sinks=True, softcap=3.0,
@@ -46,16 +46,8 @@ FUSED = [name for name in NAMES if name != "eager"]
 BAD = [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)]
 
 
-def rows(cases: list[Case], *names: str) -> list[object]:
-    return [
-        pytest.param(case, name, id=f"{case.operator}-{case}-{name}")
-        for case in cases
-        for name in names
-    ]
-
-
 @pytest.mark.check
-@pytest.mark.parametrize(("case", "backend"), rows(QUICK, *FUSED))
+@pytest.mark.parametrize(("case", "backend"), list(product(QUICK, FUSED)))
 def test_all_that_is_written_and_nothing_beside_what_is_read(case: Case, backend: str) -> None:
     """From memory full of NaN the same bits, with more threads too; between NaN the same numbers."""
     inputs = inputs_of(case, backend)
@@ -71,11 +63,8 @@ def test_all_that_is_written_and_nothing_beside_what_is_read(case: Case, backend
 
 
 # ---------------------------------------------------------------------- hidden keys and rows
-def hold(inputs: Inputs, backend: str, bad: float, with_lse: bool) -> None:
+def hold(inputs: Inputs, backend: str, bad: float) -> None:
     """What is hidden reaches nothing, and has a gradient of 0."""
-    if with_lse:
-        dtype = compute_dtype(inputs.dout.dtype)
-        inputs = replace(inputs, dlse=torch.randn(inputs.dout.shape[:3], dtype=dtype))
     poisoned, places = hide(inputs, bad)
     want, got = inputs.backward(backend), poisoned.backward(backend)
     assert_same_bits(backend, got, want)
@@ -86,27 +75,23 @@ def hold(inputs: Inputs, backend: str, bad: float, with_lse: bool) -> None:
 @pytest.mark.parametrize(
     ("case", "backend", "bad"),
     [
-        *(pytest.param(*row.values, torch.nan, id=row.id) for row in rows(MASKED, *NAMES)),
-        *(
-            pytest.param(*row.values, torch.inf, id=f"{row.id}-inf", marks=pytest.mark.slow)
-            for row in rows(MASKED, *FUSED)
-        ),
+        *product(MASKED, NAMES, [torch.nan]),
+        *(pytest.param(*row, torch.inf, marks=pytest.mark.slow) for row in product(MASKED, FUSED)),
     ],
 )
 def test_hidden_values_reach_nothing(case: Case, backend: str, bad: float) -> None:
-    inputs = inputs_of(case, backend)
-    with_lse = case.operator != "entmax_attention" and case.gate is None  # ops take no gate with it
-    hold(inputs, backend, bad, with_lse)
+    hold(with_dlse(inputs_of(case, backend)), backend, bad)
 
 
 FEW = [find(o, n) for o in OPERATORS for n in ("padded", "holes", "padded_causal", "sinks_all")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(("case", "backend"), rows(FEW, *NAMES))
+@pytest.mark.parametrize(("case", "backend"), list(product(FEW, NAMES)))
 def test_hidden_values_in_other_dtypes(case: Case, backend: str, dtype: torch.dtype) -> None:
-    for with_lse in (False, True):
-        hold(inputs_of(case, backend, dtype), backend, torch.nan, with_lse)
+    inputs = inputs_of(case, backend, dtype)
+    hold(inputs, backend, torch.nan)
+    hold(with_dlse(inputs), backend, torch.nan)
 
 
 @pytest.mark.parametrize("at", [2, 31, 64])

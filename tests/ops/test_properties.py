@@ -131,12 +131,9 @@ def cases(draw: st.DrawFn, operator: str) -> Case:
     T, S = draw(LENGTH), draw(LENGTH)
     if operator == "gated_attention":
         return GatedCase("drawn", B, Hk * group, T, S, D=draw(WIDTH), Hk=Hk, **shared)
-    kinds = ["dense", "blocks", "ragged", "unaligned", "chunks"]
-    if (
-        Hk > 1
-    ):  # with a bias alone, equal scores would be rounded alike, which the floor does not expect
-        kinds.append("zero_head")
-    mixing = draw(st.sampled_from(kinds))
+    mixing = draw(
+        st.sampled_from(["dense", "blocks", "ragged", "unaligned", "chunks", "zero_head"])
+    )
     bias = draw(st.booleans())
     return CollaborativeCase(
         "drawn", B, Hk, T, S, Ds=draw(WIDTH), mixing=mixing, content_bias=bias, **shared

@@ -130,7 +130,6 @@ def test_bad_tables() -> None:
         for case in (*CASES, *ENTMAX)
         if "nasty" in case.tags and case.B * case.T * case.S < 10_000
     ],
-    ids=lambda case: f"{case.operator}-{case}",
 )
 def test_calls_of_some_rows_and_heads(case: Case) -> None:
     whole = case.make(torch.float64).parsed()

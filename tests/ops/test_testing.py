@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from benchmarks import peak
-from heads_kernels.ops import formula, scores
+from heads_kernels.ops import entmax, formula, scores
 from heads_kernels.testing import (
     COLLABORATIVE,
+    Case,
+    CollaborativeCase,
+    EntmaxCase,
     GatedCase,
     accuracy,
     check,
     compare,
     find,
     reference,
+    rounding,
     time_in_turn,
 )
-from heads_kernels.testing.accuracy import _chance
+from heads_kernels.testing.accuracy import _LEAST, _chance
 from heads_kernels.testing.case import surrounded
-from heads_kernels.testing.rounding import limits, unit
-from tests.support.plain import plain
 from tests.support.poison import dirty_allocator
 
 SMALL = find("gated_attention", "closed_batch_heads")
@@ -77,22 +79,19 @@ def small_reference() -> accuracy.Reference:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["out", "lse", "dquery", "dkey", "dvalue", "dgate"])
-def test_a_fault_is_found(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, run = small_reference(), accuracy.run
-
-    def faulty(*args: object, **kwargs: object) -> dict[str, Tensor]:
-        measured = run(*args, **kwargs)  # type: ignore[arg-type]
-        return {**measured, name: FAULTS[fault](measured[name])}
-
-    monkeypatch.setattr(accuracy, "run", faulty)
-    report = compare(wanted, "eager")
-    assert [q.name for q in report.quantities if not q.ok] == [name], str(report)
-    assert "FAIL" in str(report)
+def test_a_fault_is_found(name: str, fault: str) -> None:
+    good = small_reference()
+    found = good.judge(name, FAULTS[fault](good.eager[name]))
+    assert not found.ok
+    assert str(found).startswith(f"FAIL {name}")
 
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-MANY_TERMS = GatedCase(
-    "many_terms", 2, 3, 65, 70, D=16, Dv=24, softcap=3.0, bias="1HTS", gate="H", dropout_p=0.1
+_TERMS: Any = {"bias": "1HTS", "gate": "H", "softcap": 3.0}
+MANY_TERMS = (
+    GatedCase("many_terms", 2, 3, 65, 70, D=16, Dv=24, dropout_p=0.1, **_TERMS),
+    CollaborativeCase("many_terms", 2, 3, 65, 70, Ds=32, Dv=24, dropout_p=0.1, **_TERMS),
+    EntmaxCase("many_terms", 2, 3, 65, 70, D=16, Dv=24, alpha=(1.2, 1.8), **_TERMS),
 )
 
 
@@ -120,33 +119,42 @@ def truncated(function: Callable[..., Any], *args: Any) -> Tensor:
     return (function(*args).view(torch.int32) & -(1 << 16)).view(torch.float32)
 
 
-#: What is wrong in which functions of eager.
+#: What is wrong in which functions of eager, for every operator.
 SYSTEMATIC: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
-    "p": (formula, {"softmax": scaled(1.003), "probabilities": scaled(1.003)}),
-    "p in the forward pass": (formula, {"softmax": scaled(1.003)}),
-    "p in the backward pass": (formula, {"probabilities": scaled(0.997)}),
-    "p truncated": (formula, {"probabilities": truncated}),
     "raw scores": (formula, {"raw_scores": scaled(1.003)}),
     "dP": (formula, {"score_gradient": scaled(1.003, 1)}),
     "delta": (formula, {"score_gradient": scaled(1.003, 2)}),
     "dS": (formula, {"score_gradient": scaled(0.997)}),
     "dS truncated": (formula, {"score_gradient": truncated}),
-    "share kept by dropout": (formula, {"kept_share": scaled(1.003)}),
     "gate": (formula, {"opened": scaled(0.997)}),
-    "dgate": (formula, {"gate_rows": scaled(1.003)}),
     "slope of the cap": (scores, {"finish": slope}),
     "gradient of the bias": (scores, {"bias_gradient": scaled(1.003, 0)}),
+}
+OF_SOFTMAX: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
+    "p": (formula, {"softmax": scaled(1.003), "probabilities": scaled(1.003)}),
+    "p in the forward pass": (formula, {"softmax": scaled(1.003)}),
+    "p in the backward pass": (formula, {"probabilities": scaled(0.997)}),
+    "p truncated": (formula, {"probabilities": truncated}),
+    "share kept by dropout": (formula, {"kept_share": scaled(1.003)}),
+    "dgate": (formula, {"gate_rows": scaled(1.003)}),
+}
+OF_ENTMAX: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
+    "slopes": (entmax, {"slopes": scaled(1.003)}),
+    "dalpha": (entmax, {"alpha_derivative": scaled(1.003)}),
 }
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_systematic_faults_are_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", MANY_TERMS)
+def test_systematic_faults_are_found(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 0.3 %, which is less than one rounding to bfloat16."""
-    inputs = MANY_TERMS.make(dtype)
-    with_a_mean = find("gated_attention", "mean").make(dtype)
-    good = [reference(inputs), reference(with_a_mean)]
+    cases = case, find(case.operator, "mean")
+    good = [reference(each.make(dtype)) for each in cases]
     assert all(compare(each, "eager").ok for each in good)
-    for name, (module, changes) in SYSTEMATIC.items():
+    own = OF_ENTMAX if case.operator == "entmax_attention" else OF_SOFTMAX
+    for name, (module, changes) in (SYSTEMATIC | own).items():
         with monkeypatch.context() as patch:
             for function, change in changes.items():
                 patch.setattr(module, function, partial(change, getattr(module, function)))
@@ -154,64 +162,43 @@ def test_systematic_faults_are_found(dtype: torch.dtype, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", ["out", "dquery", "dvalue"])
-def test_a_small_head_counts(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good = reference(find("gated_attention", "declining_heads").make(dtype))
-    assert compare(good, "eager").ok
-    run = accuracy.run
-
-    def without(*args: Any, **options: Any) -> dict[str, Tensor]:
-        measured = run(*args, **options)
-        measured[name][:, 1] = 0.0
-        return measured
-
-    monkeypatch.setattr(accuracy, "run", without)
-    assert [q.name for q in compare(good, "eager").quantities if not q.ok] == [name]
+def test_a_small_head_counts(dtype: torch.dtype) -> None:
+    case = find("gated_attention", "declining_heads")
+    # In float16 dscores of a smaller head are subnormal: 0 is as near as a kernel may be.
+    case = replace(case, decline=2.0**-6) if dtype == torch.float16 else case
+    good = reference(case.make(dtype))
+    for name in ("out", "dquery", "dvalue"):
+        found = good.eager[name]
+        assert good.judge(name, found).ok
+        assert not good.judge(name, found.index_fill(1, LAST, 0.0)).ok
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", LOW)
 def test_the_floor_is_near_rounding(dtype: torch.dtype) -> None:
     """A few units in the last place of each quantity, and what probabilities add."""
     got = reference(find("gated_attention", "width_96").make(dtype))
-    for name, (floor, _) in got.limits("eager").items():
-        own = unit(torch.float32 if name in ("lse", "dgate") else dtype)
-        scale = got.oracle[name].square().mean().sqrt()
-        assert float(floor.square().mean().sqrt()) < 40 * own * float(scale), name
+    for name, (rows, _) in got.floors.items():
+        own = torch.finfo(torch.float32 if name in ("lse", "dgate") else dtype).eps / 2
+        size = own * float(got.oracle[name].square().mean().sqrt())
+        assert 0.2 * size < float(rows.square().mean().sqrt()) < 20 * size, name
 
 
-def test_the_limit_of_lse_on_tensor_cores() -> None:
+def test_the_floor_of_lse_on_tensor_cores() -> None:
     """Every term of a score may be short by 2 u of the largest, all of them in one direction."""
     inputs = find("gated_attention", "width_96").make(torch.bfloat16)
-    values, call = reference(inputs).oracle, inputs.to(torch.float64).parsed()
+    floor, call = reference(inputs).floors["lse"], inputs.to(torch.float64).parsed()
     terms = call.query[:, :, :, None] * call.key[:, :, None]  # [B, H, T, S, D]
-    short = 2 * unit(torch.float32) * terms.abs().amax(-1, keepdim=True)
+    short = torch.finfo(torch.float32).eps * terms.abs().amax(-1, keepdim=True)
     scores, others = (call.scale * each.sum(-1) for each in (terms, terms - short))
     error = scores.logsumexp(-1) - others.logsumexp(-1)
-    without, allowed = (
-        limits(inputs, values, None, 0.0, aligned)["lse"].floor
-        for aligned in (0.0, 2 * unit(torch.float32))
-    )
-    assert bool((error > without).all())
-    assert bool((error <= allowed).all())
+    assert bool((error > floor.rows[..., None]).all())
+    assert bool((error <= rounding.misaligned(call)).all())
 
 
 def test_float64_is_its_own_oracle() -> None:
     report = check(SMALL, torch.float64, "eager")
     assert report.ratio == 0.0
-    assert all(q.max_bound < 1e-12 for q in report.quantities), str(report)
-
-
-def test_plain_knows_the_softmax() -> None:
-    inputs = GatedCase("two", 1, 1, 1, 2, D=1, Dv=1).make(torch.float64)
-    tensors = inputs.tensors
-    tensors["query"].fill_(1.0)
-    tensors["key"].copy_(torch.tensor([0.0, math.log(3.0)]).reshape(1, 1, 2, 1))
-    tensors["value"].copy_(torch.tensor([0.0, 4.0]).reshape(1, 1, 2, 1))
-    got = plain(inputs.parsed())
-    assert got.out.item() == pytest.approx(3.0)
-    assert got.lse.item() == pytest.approx(math.log(4.0))
+    assert all(q.bound < 1e-12 for q in report.quantities), str(report)
 
 
 # ---------------------------------------------------------------------- timers and memory
@@ -269,10 +256,18 @@ def test_dirty_allocator() -> None:
     assert any(torch.empty(n).isnan().any() for n in (64, 256, 1024, 4096, 16384))
 
 
-def test_chance_is_one_in_a_million() -> None:
-    """Of sums of roundings, whose variance is a third of the square of their bound; many numbers need no allowance."""
-    for count in range(1, 25):
-        chi_squared = 3 * count * _chance(count) ** 2
-        exceeded = torch.special.gammaincc(torch.tensor(count / 2.0), torch.tensor(chi_squared / 2))
-        assert 1e-7 < exceeded < 2e-6
-    assert _chance(25) == _chance(10_000) == 1.0
+@pytest.mark.parametrize("simulations", [12, 24])
+def test_chance_is_one_in_a_million(simulations: int) -> None:
+    """Of the F distribution; the errors of many numbers may be a fixed factor above the floor."""
+    for count in (1, 2):
+        square = _chance(simulations, count) ** 2
+        of_floor = torch.tensor(simulations * count / 2.0, dtype=torch.float64)
+        share = 1 / (
+            1 + square / simulations
+        )  # of the floor in the sum of all squares, beta distributed
+        drawn = torch.distributions.Beta(of_floor, torch.tensor(count / 2.0).double())
+        grid = torch.linspace(1e-9, share, 100_001, dtype=torch.float64)
+        exceeded = torch.trapezoid(drawn.log_prob(grid).exp(), grid).item()
+        assert 1e-7 < exceeded < 2e-6, count
+    assert _chance(simulations, 1, 1000) > 1.5 * _chance(simulations, 1)
+    assert _chance(simulations, 1000) == _LEAST

@@ -145,7 +145,7 @@ def test_a_wrong_result_is_said_and_not_timed(
 
     def worse(*call: object) -> accuracy.Report:
         report = compare(*call)  # type: ignore[arg-type]
-        first = replace(report.quantities[0], max_error=1.0)
+        first = replace(report.quantities[0], error=1.0)
         return replace(report, quantities=(first, *report.quantities[1:]))
 
     monkeypatch.setattr(checks.testing, "compare", worse)

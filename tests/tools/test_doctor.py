@@ -66,7 +66,7 @@ def test_the_first_check_of_each_operator_passes(
     assert verdict.passed == len(operators)
 
 
-@pytest.mark.parametrize(("how", "words"), [("wrong", "out max"), ("raises", "no kernel image")])
+@pytest.mark.parametrize(("how", "words"), [("wrong", "out rms"), ("raises", "no kernel image")])
 def test_a_wrong_result_and_an_exception_fail(
     how: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
