@@ -87,9 +87,7 @@ def write_information(folder: Path, package: Distribution, nvcc: Path | None, cu
         "version": package.get_version(),
         "commit": commit(),
         "cpu": cpu,
-        "cuda": {"nvcc": cuda, "architectures": build.architectures()}
-        if nvcc
-        else {"missing": cuda},
+        "cuda": {"nvcc": cuda, "architectures": build.architectures()} if nvcc else {"missing": cuda},
     }
     (folder / "build.json").write_text(json.dumps(information, indent=1) + "\n")
 
@@ -107,9 +105,7 @@ def commit() -> str | None:
     if given := os.environ.get("HEADS_KERNELS_COMMIT"):
         return given
     try:
-        top, head = build.output_of(
-            "git", "-C", ROOT, "rev-parse", "--show-toplevel", "HEAD"
-        ).split()
+        top, head = build.output_of("git", "-C", ROOT, "rev-parse", "--show-toplevel", "HEAD").split()
     except (OSError, ValueError):  # no git, or no checkout
         return None
     return head if Path(top) == ROOT else None

@@ -34,9 +34,7 @@ from benchmarks.settings import Form, Settings, on_threads, word
 from benchmarks.workloads import Workload
 from heads_kernels.backends import CUDA_EMULATED, TRITON_INTERPRETED
 
-_DTYPES = {
-    word(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-}
+_DTYPES = {word(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,7 +151,5 @@ def _run(chosen: list[Workload], results: Results, options: argparse.Namespace) 
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a time limit from outside: report what is there
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit from outside: report what is there
     sys.exit(main())

@@ -171,9 +171,7 @@ def _masks(inputs: Inputs) -> _Masks:
     rows = whole.any(-1, keepdim=True)
     if not torch.equal(simple & rows, whole):  # a window, or a dense mask
         if not rows.all():
-            raise ValueError(
-                f"attn_mask of {inputs.operator} has rows that see nothing; no baseline"
-            )
+            raise ValueError(f"attn_mask of {inputs.operator} has rows that see nothing; no baseline")
         return _Masks(whole, _additive(whole, dtype), False)
     # Padded query rows: nobody masks them by hand.
     if keys.all():

@@ -52,9 +52,7 @@ class NotRun(Exception):
     """A candidate that is not run; the message says why."""
 
 
-def candidate(
-    name: str, workload: Workload, inputs: tuple[Inputs, ...], direction: Direction
-) -> Call:
+def candidate(name: str, workload: Workload, inputs: tuple[Inputs, ...], direction: Direction) -> Call:
     """One candidate, called once; raises `NotRun`. Backward, the graphs are made here, and the call takes gradients."""
     make = partial(attention, name, flex=workload.flex, direction=direction)
     if direction == "backward":
@@ -74,9 +72,7 @@ def further_backends(inputs: Inputs, device: Device) -> list[str]:
     return [name for name in names if name != chosen(None) and chosen(name) == name]
 
 
-def _called(
-    leaves: tuple[Inputs, ...], make: Callable[[Inputs], Attention], direction: Direction
-) -> Call:
+def _called(leaves: tuple[Inputs, ...], make: Callable[[Inputs], Attention], direction: Direction) -> Call:
     """The callable, after its first call; raises `NotRun` with the reason of whatever that raises.
 
     SDPA says in warnings why a kernel cannot serve a call.

@@ -63,9 +63,7 @@ def check(workload: Workload, settings: Settings) -> Check:
         for backend in (None, *further_backends(inputs, settings.device)):
             report = testing.compare(reference, backend, workload.name)
             of = f" on {backend}" if backend else ""
-            failures += [
-                f"accuracy{of}: {quantity}" for quantity in report.quantities if not quantity.ok
-            ]
+            failures += [f"accuracy{of}: {quantity}" for quantity in report.quantities if not quantity.ok]
             nearest = max(report.quantities, key=lambda quantity: quantity.ratio)
             if nearest.ratio >= ratio:
                 worst, ratio = nearest.name, nearest.ratio
@@ -106,9 +104,7 @@ def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, ...] | None]:
         return inputs, None
     tensors = dict(inputs.tensors)
     for name, tensor in tensors.items():
-        if name in ("mixing", "sinks", "offset_table", "alpha") or (
-            name == "gate" and tensor.dim() == 1
-        ):
+        if name in ("mixing", "sinks", "offset_table", "alpha") or (name == "gate" and tensor.dim() == 1):
             tensors[name] = tensor[::step]  # [H, ...]
             continue
         if tensor.shape[0] == p.B:
@@ -143,9 +139,7 @@ def _whole_failures(
     return [] if found.ok else [f"accuracy: a part of the whole call: {found}"]
 
 
-def _wrong_baselines(
-    inputs: Inputs, oracle: Tensor, workload: Workload, settings: Settings
-) -> dict[str, str]:
+def _wrong_baselines(inputs: Inputs, oracle: Tensor, workload: Workload, settings: Settings) -> dict[str, str]:
     """A baseline that computes something else is no baseline.
 
     Half the digits of the dtype tell: what differs by more than rounding differs in the first ones.

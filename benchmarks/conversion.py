@@ -81,9 +81,7 @@ def converted(stock: Model, calibration: Calibration, most: int) -> Iterator[Con
                 continue
             model = copy.deepcopy(stock)
             start = time.perf_counter()
-            conversion = hk.convert.collaborate(
-                model, dim, method=method, calibration=calibration, progress=False
-            )
+            conversion = hk.convert.collaborate(model, dim, method=method, calibration=calibration, progress=False)
             seconds = (time.perf_counter() - start) / layers
             yield Converted(method, dim, model, conversion, seconds)
 
@@ -119,8 +117,7 @@ def speeds(models: dict[str, Model], tokens: int, budget_s: float, least: int) -
         B = tokens // T
         ids = torch.randint(1000, 20_000, (B, T), generator=torch.Generator().manual_seed(T))
         calls: dict[str, Callable[[], object]] = {
-            name: torch.inference_mode()(partial(model, input_ids=ids))
-            for name, model in models.items()
+            name: torch.inference_mode()(partial(model, input_ids=ids)) for name, model in models.items()
         }
         yield from ({"T": T, "B": B, **row} for row in timed(calls, budget_s, least))
 

@@ -39,9 +39,7 @@ STYLE: Final[dict[Any, Any]] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
 }
 #: A figure has its own background, so that it is readable on any page; a dark one where that is preferred.
-_DARK: Final = (
-    "@media (prefers-color-scheme: dark) { svg { filter: invert(.9) hue-rotate(180deg) } }"
-)
+_DARK: Final = "@media (prefers-color-scheme: dark) { svg { filter: invert(.9) hue-rotate(180deg) } }"
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -54,9 +52,7 @@ def save(figure: Figure, path: Path) -> None:
 def message(axes: Any, text: str) -> None:
     """The title of a panel, in lines as wide as the panel."""
     columns = axes.get_subplotspec().get_gridspec().ncols
-    letters = int(
-        axes.get_figure().get_figwidth() / columns / 0.097
-    )  # inches of a letter, and of the margins
+    letters = int(axes.get_figure().get_figwidth() / columns / 0.097)  # inches of a letter, and of the margins
     axes.set_title(textwrap.fill(text.replace(" %", "\N{NO-BREAK SPACE}%"), letters))
 
 

@@ -73,9 +73,7 @@ _NARROW: Final = 1 / 1.15
 _DENSE: Final = "gated_dense gated_T512_D128_dense gated_T2048_*_dense"
 _CAUSAL: Final = "gated_causal gated_T512_D128_causal gated_T2048_*_causal"
 _SHARED: Final = "collaborative_dense collaborative_bert_base_*[0-9] collaborative_minilm_*[0-9]"
-_RAGGED: Final = (
-    "collaborative_ragged collaborative_bert_base_*_ragged collaborative_minilm_*_ragged"
-)
+_RAGGED: Final = "collaborative_ragged collaborative_bert_base_*_ragged collaborative_minilm_*_ragged"
 #: On a GPU, by width and mask.
 _LONG: Final = "gated_D{0}_T4096_{1} gated_D{0}_T8192_{1} gated_D{0}_T16384_{1}"
 _LONG_SHARED: Final = "collaborative_Ds256_T*_dense collaborative_Ds512_T*_dense"
@@ -185,9 +183,7 @@ def outcomes(speed: list[dict[str, Any]], parts: dict[str, list[dict[str, Any]]]
 
 def _memory(rows: list[dict[str, Any]]) -> Iterator[Outcome]:
     """A long call forward stays below a bound; on a GPU twice the length takes twice the memory."""
-    extra = {
-        (row["case"], row["direction"]): row["extra"] for row in rows if row["candidate"] == "ours"
-    }
+    extra = {(row["case"], row["direction"]): row["extra"] for row in rows if row["candidate"] == "ours"}
     for (case, direction), peak in extra.items():
         if direction == "forward" and not any(case in pair for pair in GPU_MEMORY):
             yield Outcome(f"peak extra memory, forward, {case}", "", f"under {MEMORY_GOAL_MIB:.0f} MiB",

@@ -120,9 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(record: dict[str, Any], out: Path, only: list[str] | None, simulate: bool) -> int:
     done, every = record["stages"], stages(out, simulate)
-    chosen = only or [
-        name for name in every if name not in done or done[name]["outcome"] not in _DONE
-    ]
+    chosen = only or [name for name in every if name not in done or done[name]["outcome"] not in _DONE]
     interrupted = False
     for name in (name for name in every if name in chosen):
         file, limit = out / f"{name}.txt", every[name].limit_s
@@ -184,7 +182,5 @@ def _table(record: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a time limit from outside: write what there is
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit from outside: write what there is
     sys.exit(main())

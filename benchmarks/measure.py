@@ -152,27 +152,19 @@ def overhead(settings: Settings) -> Iterator[Found]:
     calls: dict[str, Call] = {
         "gated_attention": lambda: hk.gated_attention(query, key, value),
         "gated_attention with a gate": lambda: hk.gated_attention(query, key, value, gate=gate),
-        "collaborative_attention": lambda: hk.collaborative_attention(
-            shared_query, shared_key, value, mixing
-        ),
+        "collaborative_attention": lambda: hk.collaborative_attention(shared_query, shared_key, value, mixing),
         "gated_attention with a kept Mask": lambda: hk.gated_attention(query, key, value, mask),
         "SDPA": lambda: sdpa(query, key, value),
         "SDPA with a mask": lambda: sdpa(query, key, value, attn_mask=visible),
         "SDPA times gate": lambda: sdpa(query, key, value) * gate[:, None, None],
-        "eager times gate": lambda: (
-            (query @ key.mT * 8**-0.5).softmax(-1) @ value * gate[:, None, None]
-        ),
+        "eager times gate": lambda: (query @ key.mT * 8**-0.5).softmax(-1) @ value * gate[:, None, None],
         "gated_attention and gradients": with_gradients(hk.gated_attention),
-        "gated_attention with a kept Mask and gradients": with_gradients(
-            hk.gated_attention, attn_mask=mask
-        ),
+        "gated_attention with a kept Mask and gradients": with_gradients(hk.gated_attention, attn_mask=mask),
         "SDPA and gradients": with_gradients(sdpa),
         "SDPA with a mask and gradients": with_gradients(sdpa, attn_mask=visible),
     }
     budget = settings.effort().budget_s
-    times = time_in_turn(
-        calls, device=place, budget_s=budget, least=20, warmup=20, sample_s=_SAMPLE_S
-    )
+    times = time_in_turn(calls, device=place, budget_s=budget, least=20, warmup=20, sample_s=_SAMPLE_S)
     found = Found("overhead", "Overhead of a call",
         {"B1 H2 T4 D8": "{call}", "microseconds": "{us:.1f}"})  # fmt: skip
     found.rows = [{"call": name, "us": timing.median * 1e6} for name, timing in times.items()]

@@ -60,11 +60,7 @@ def load(**options: Any) -> Any:
     transformers, _, folder = _parts()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    return _read(
-        lambda: transformers.BertModel.from_pretrained(
-            str(folder), local_files_only=True, **options
-        ).eval()
-    )
+    return _read(lambda: transformers.BertModel.from_pretrained(str(folder), local_files_only=True, **options).eval())
 
 
 def tokens(count: int) -> tuple[Tensor, Tensor]:
@@ -156,9 +152,7 @@ def real_workloads(captured: Captured) -> list[Workload]:
             for seed, layer in enumerate(layers):
                 tensors = {name: layer[name] for name in ("query", "key", "value")} | more
                 if "mixing" in more:  # one query and one key of all heads
-                    shared = {
-                        name: layer[name].transpose(1, 2).flatten(2) for name in ("query", "key")
-                    }
+                    shared = {name: layer[name].transpose(1, 2).flatten(2) for name in ("query", "key")}
                     tensors |= shared
                 dout = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed))
                 made.append(Inputs(operator, tensors, options, dout).to(dtype))

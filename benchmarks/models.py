@@ -127,9 +127,7 @@ def random_model(kind: Any, config: Any, **options: Any) -> Model:
 def half(model: Model) -> dict[int, list[int]]:
     """Every second head of every layer, and of grouped heads every second group."""
     return {
-        layer.index: [
-            h for h in range(layer.num_heads) if h // (layer.num_heads // layer.num_key_heads) % 2
-        ]
+        layer.index: [h for h in range(layer.num_heads) if h // (layer.num_heads // layer.num_key_heads) % 2]
         for layer in hk.heads.projected_layers(model)
     }
 
@@ -226,9 +224,7 @@ def measure(settings: Settings) -> Iterator[Found]:
                 "": "{candidate}", "use": "{use}", "ms": "{ms:.1f}", "x stock": "{times_stock:.2f}"
             })  # fmt: skip
             read = (batch, prompts(whole, batch)) if whole.can_generate() else (batch,)
-            found.failures += [
-                f"{name}, {batch}: {text}" for part in read for text in differences(models, part)
-            ]
+            found.failures += [f"{name}, {batch}: {text}" for part in read for text in differences(models, part)]
             if not found.failures:
                 found.rows = rows(name, models, batch, *((0.1, 1) if smoke else (12.0, 5)))
             yield found
@@ -244,9 +240,7 @@ def timed(calls: dict[str, Callable[[], object]], budget_s: float, least: int) -
     ]
 
 
-def rows(
-    name: str, models: dict[str, Model], batch: Batch, budget_s: float, least: int
-) -> list[Row]:
+def rows(name: str, models: dict[str, Model], batch: Batch, budget_s: float, least: int) -> list[Row]:
     """All candidates in every use that the model has."""
     found = []
     stock = models[WHOLE[0]]
@@ -255,10 +249,7 @@ def rows(
             continue
         given = prompts(stock, batch) if use == "generation" else batch
         calls = {candidate: prepare(model, given) for candidate, model in models.items()}
-        found += [
-            {"model": name, "batch": str(batch), "use": use, **row}
-            for row in timed(calls, budget_s, least)
-        ]
+        found += [{"model": name, "batch": str(batch), "use": use, **row} for row in timed(calls, budget_s, least)]
     return sorted(found, key=lambda row: [*models].index(row["candidate"]))
 
 

@@ -84,9 +84,7 @@ def measure(settings: Settings) -> Iterator[Found]:
     smoke = settings.form == "smoke"
     layers, width, heads = (2, 32, 4) if smoke else (2, 384, 12)
     for T in (24,) if smoke else (512, 4096):
-        title = (
-            f"Statistics of heads: {layers} layers, {heads} heads, width {width}, B1 T{T}, float32"
-        )
+        title = f"Statistics of heads: {layers} layers, {heads} heads, width {width}, B1 T{T}, float32"
         found = Found("reading", title, {
             "": "{way}",
             "ms": "{ms:,.0f}",

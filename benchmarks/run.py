@@ -83,9 +83,7 @@ def _check(chosen: list[Workload], known: dict[str, Workload], results: Results)
             continue
         results.checks.append(asdict(found))
         results.failures += [f"{name}: {failure}" for failure in found.failures]
-        results.failures += [
-            f"{name}: baseline {which}: {why}" for which, why in found.wrong.items()
-        ]
+        results.failures += [f"{name}: baseline {which}: {why}" for which, why in found.wrong.items()]
 
 
 def _time(chosen: list[Workload], known: dict[str, Workload], report: Report) -> None:
@@ -108,9 +106,7 @@ def _time(chosen: list[Workload], known: dict[str, Workload], report: Report) ->
                     left_out = checked[workload.name]["wrong"]
                     row, wrong = measure.speed(workload, dense, direction, settings, left_out)
                 results.speed += [row] if row else []
-                results.failures += [
-                    f"{workload.name} {direction}: {name}: {why}" for name, why in wrong.items()
-                ]
+                results.failures += [f"{workload.name} {direction}: {name}: {why}" for name, why in wrong.items()]
                 if wrong:
                     _must_work(settings)
         if not any(other.table == workload.table for other in left):

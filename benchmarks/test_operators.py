@@ -20,11 +20,7 @@ from benchmarks.settings import Settings
 from benchmarks.workloads import DIRECTIONS, Direction, table
 
 _ON_GPU = torch.cuda.is_available()
-SETTINGS = (
-    Settings("quick", "cuda", torch.bfloat16)
-    if _ON_GPU
-    else Settings("quick", "cpu", torch.float32)
-)
+SETTINGS = Settings("quick", "cuda", torch.bfloat16) if _ON_GPU else Settings("quick", "cpu", torch.float32)
 WORKLOADS = {workload.name: workload for workload in table(SETTINGS)}
 
 

@@ -193,9 +193,7 @@ class _Tuner:
 
 
 def _short(tiles: Tiles) -> str:
-    blocks = "x".join(
-        str(tiles[name]) for name in ("block_m", "block_n", "block_d") if tiles.get(name)
-    )
+    blocks = "x".join(str(tiles[name]) for name in ("block_m", "block_n", "block_d") if tiles.get(name))
     registers = f" r{tiles['maxnreg']}" if tiles.get("maxnreg") else ""
     return f"{blocks} w{tiles['num_warps']} s{tiles['num_stages']}{registers}"
 

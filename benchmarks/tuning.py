@@ -157,9 +157,7 @@ def _probe(job: Job) -> Row:
     the numbers of `tiles` that the launcher reads."""
     asked: dict[str, dict[str, Any]] = {}
 
-    def note(
-        original: Callable[..., Any], kernel: str, like: Tensor, D: int, Dv: int, *terms: bool
-    ) -> Any:
+    def note(original: Callable[..., Any], kernel: str, like: Tensor, D: int, Dv: int, *terms: bool) -> Any:
         tiles = original(kernel, like, D, Dv, *terms)
         found = {"kernel": kernel, "D": D, "Dv": Dv, "tiles": asdict(tiles), "used": []}
         return _watched(tiles, asked.setdefault(kernel, found)["used"])

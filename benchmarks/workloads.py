@@ -213,9 +213,7 @@ def real_padding(B: int = 8, T: int = 256) -> list[Workload]:
 def shared() -> list[Workload]:
     """Collaborative attention by its shared width, dense and ragged mixing, without what `standard` has."""
     result = []
-    for (model, B, T, Dv), Ds in product(
-        (("bert_base", 2, 512, 64), ("minilm", 8, 128, 32)), SHARED
-    ):
+    for (model, B, T, Dv), Ds in product((("bert_base", 2, 512, 64), ("minilm", 8, 128, 32)), SHARED):
         if (model, Ds) == ("bert_base", 256):
             continue
         dense, ragged = f"collaborative_{model}_{Ds}", f"collaborative_{model}_{Ds}_ragged"
@@ -266,9 +264,7 @@ def score_terms(part: int = 1) -> list[Workload]:
             gate_activation="sigmoid", bias="1HTS", bias_dtype=None, layout="transposed")  # fmt: skip
         result.append(Workload(f"pair_bias_H{H}", table, f"H{H}", drawn(case)))
     # Offsets -128 to 128, which T5's 32 buckets divide up.
-    t5 = GatedCase(
-        "t5_base_encoder", 8, 12, L, L, D=64, Dv=64, offsets=257, scale=1.0, layout="transposed"
-    )
+    t5 = GatedCase("t5_base_encoder", 8, 12, L, L, D=64, Dv=64, offsets=257, scale=1.0, layout="transposed")
     # Windows of a half and a quarter of the length: those of the models are longer than such calls, or as here.
     gemma = GatedCase("gemma_2", 1, 8, 2 * L, 2 * L, D=256, Dv=256, Hk=4, softcap=50.0, is_causal=True,
         mask=fixed(Mask(window=(L - 1, 0))), layout="transposed")  # fmt: skip
@@ -283,9 +279,7 @@ def score_terms(part: int = 1) -> list[Workload]:
         "head_windows": (f"window {L // 2} in every other head, B1 H8 T{8 * L} D64", heads),
     }
     table = "bias by offset, cap, sinks in the shapes of models"
-    result += [
-        Workload(name, table, label, drawn(case)) for name, (label, case) in of_models.items()
-    ]
+    result += [Workload(name, table, label, drawn(case)) for name, (label, case) in of_models.items()]
     dense = replace(find("gated_attention", "bert_base_512"), T=L, S=L)
     table = f"dense bool masks [B, 1, T, S], B{dense.B} H{dense.H} T{L} D64"
     half, blocks = (replace(dense, mask=mask) for mask in (random_pairs, block_sparse))
@@ -301,9 +295,7 @@ def entmax(part: int = 1) -> list[Workload]:
     result = []
     for (T, H), alpha in product(((512, 12), (2048, 3)), ((1.5, 1.5), (1.1, 1.9))):
         L, learned = T // part, alpha[0] != alpha[1]
-        case = EntmaxCase(
-            f"entmax_{T}_{alpha}", 1, H, L, L, D=64, Dv=64, alpha=alpha, layout="transposed"
-        )
+        case = EntmaxCase(f"entmax_{T}_{alpha}", 1, H, L, L, D=64, Dv=64, alpha=alpha, layout="transposed")
         words = f"alpha {alpha[0]} to {alpha[1]}" if learned else f"alpha {alpha[0]}"
         result.append(Workload(f"entmax_T{T}{'_learned' if learned else ''}",
             "entmax, B1 D64; eager is bisection", f"H{H} T{L}, {words}", drawn(case)))  # fmt: skip
@@ -324,10 +316,7 @@ def decoding(settings: Settings) -> list[Workload]:
     elif settings.form == "full":
         # On a CPU memory is the bound from batches of 8 on.
         batches = (1, 8) if settings.device == "cpu" else (1, 8, 64)
-        shapes = [
-            (B, *heads, S, D)
-            for heads, D, B, S in product(((12, 12), (16, 4)), (64, 128), batches, (512, 4096))
-        ]
+        shapes = [(B, *heads, S, D) for heads, D, B, S in product(((12, 12), (16, 4)), (64, 128), batches, (512, 4096))]
     result = []
     for B, H, Hk, S, D in shapes:
         sizes = f"B{B} H{H} Hk{Hk} S{S} D{D}"
@@ -391,9 +380,7 @@ def _long(
             found = [replace(one, flex=True) for one in found]
         result += found if varied else found[:2]
         if varied and wide:
-            grouped = replace(
-                case, H=2 * H, Hk=H // 2, gate="BHTD", gate_activation="sigmoid", is_causal=True
-            )
+            grouped = replace(case, H=2 * H, Hk=H // 2, gate="BHTD", gate_activation="sigmoid", is_causal=True)
             label = f"causal, H{2 * H} Hk{H // 2}, sigmoid gate"
             result.append(Workload(f"gated_D{D}_gqa_T{T}", found[0].table, label, drawn(grouped)))
     return result

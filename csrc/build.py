@@ -57,8 +57,7 @@ PTX = "compute_80"
 TOOLKIT = "/usr/local/cuda"  # the installer's default
 OLDEST_NVCC = (12, 8)  # knows sm_100 and -compress-mode
 NVCC = shlex.split(
-    "-std=c++17 -O3 -Icsrc --expt-relaxed-constexpr -compress-mode=size "
-    "-Xcompiler -fPIC,-fvisibility=hidden,-Wall"
+    "-std=c++17 -O3 -Icsrc --expt-relaxed-constexpr -compress-mode=size -Xcompiler -fPIC,-fvisibility=hidden,-Wall"
 )
 # The driver is loaded at the first launch, so the module imports on machines without one.
 LINK_CUDA = shlex.split("-shared -s -lcudart_static -lrt -ldl -lpthread -Wl,--exclude-libs,ALL")
@@ -83,14 +82,10 @@ class Unit(NamedTuple):
 
 def cxx() -> list[str]:
     if sys.platform != "linux":
-        raise PlatformError(
-            f"the kernels for the CPU compile on Linux, not on {sys.platform}. {NO_KERNELS}."
-        )
+        raise PlatformError(f"the kernels for the CPU compile on Linux, not on {sys.platform}. {NO_KERNELS}.")
     words = shlex.split(os.environ.get("CXX", "g++"))
     if shutil.which(words[0]) is None:
-        raise PlatformError(
-            f"no C++ compiler {words[0]!r}: install g++, or set CXX to another. {NO_KERNELS}."
-        )
+        raise PlatformError(f"no C++ compiler {words[0]!r}: install g++, or set CXX to another. {NO_KERNELS}.")
     return words
 
 
@@ -108,9 +103,7 @@ def output_of(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def build(
-    folder: Path, output: str, units: list[Unit], link: list[str], ready: Sequence[Path] = ()
-) -> Path:
+def build(folder: Path, output: str, units: list[Unit], link: list[str], ready: Sequence[Path] = ()) -> Path:
     """Compile `units` in `folder` and link them to `output` there, before the libraries that are `ready`.
 
     Only changed units are compiled again, so do not delete `folder` between builds; outputs in it share objects.
@@ -131,8 +124,7 @@ def build(
         f"  command = {shell([*cxx(), *cxx_flags()])} $in -o $out {shell(link)}",
         "  description = link $out",
         *(
-            f"build {folder}/{unit.name}.o: compile {unit.source}\n"
-            f"  compiler = {shell(unit.compiler)}"
+            f"build {folder}/{unit.name}.o: compile {unit.source}\n  compiler = {shell(unit.compiler)}"
             for unit in units
         ),
         f"build {folder}/{output}: link {objects}",
@@ -141,9 +133,7 @@ def build(
     (folder / f"{output}.ninja").write_text("\n".join(lines) + "\n")
     ninja = [sys.executable, "-m", "ninja", "-f", f"{folder}/{output}.ninja"]
     if subprocess.run(ninja).returncode != 0:
-        raise CompileError(
-            f"the kernels did not compile; the compiler's message is above. {NO_KERNELS}."
-        )
+        raise CompileError(f"the kernels did not compile; the compiler's message is above. {NO_KERNELS}.")
     return folder / output
 
 
@@ -329,6 +319,4 @@ def runtime_of(nvcc: Path) -> Path:
         for folder in sorted(Path(top[1]).glob(pattern)) if top else []:
             if (folder / "libcudart_static.a").exists():
                 return folder
-    raise PlatformError(
-        f"no libcudart_static.a belongs to {nvcc}: install the CUDA runtime's headers and libraries"
-    )
+    raise PlatformError(f"no libcudart_static.a belongs to {nvcc}: install the CUDA runtime's headers and libraries")

@@ -55,11 +55,7 @@ def relative(text: str, depth: int) -> str:
 def operators(text: str) -> str:
     """`__init__.py` of the package without the modules that it imports on first use."""
     body = ast.parse(text).body
-    imports = [
-        node
-        for node in body
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(f"{PACKAGE}.")
-    ]
+    imports = [node for node in body if isinstance(node, ast.ImportFrom) and str(node.module).startswith(f"{PACKAGE}.")]
     names = sorted(each.name for node in imports for each in node.names)
     lines = [ast.unparse(node) for node in imports]
     return relative("\n".join([*lines, "", f"__all__ = {names}", ""]), 1)
@@ -74,8 +70,7 @@ def write(into: Path, version: str, commit: str) -> None:
         for path, text in texts.items():
             _write(folder / path, text)
         digests = {
-            str(path): base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-            for path, text in texts.items()
+            str(path): base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for path, text in texts.items()
         }
         metadata = {
             "name": "heads-kernels",

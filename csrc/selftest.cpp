@@ -152,8 +152,7 @@ struct Call {
   const int threads;
   Results results = {};
 
-  Tensor make(const char* name, DType dtype, const std::vector<int64_t>& size,
-              const std::string& layout = "") {
+  Tensor make(const char* name, DType dtype, const std::vector<int64_t>& size, const std::string& layout = "") {
     return (results[name] = Array(dtype, size, layout)).tensor;
   }
   Tensor make_like(const char* name, const Array& a) {
@@ -186,13 +185,11 @@ struct Call {
     if (asked("dquery")) p.dquery = make_like("dquery", in.query);
     if (asked("dkey")) p.dkey = make_like("dkey", in.key);
     if (asked("dvalue")) p.dvalue = make_like("dvalue", in.value);
-    if (asked("dmixing") && in.mixing.tensor)
-      p.dmixing = make("dmixing", in.compute, {in.B, in.H, in.D});
+    if (asked("dmixing") && in.mixing.tensor) p.dmixing = make("dmixing", in.compute, {in.B, in.H, in.D});
     if (asked("dcontent_bias") && in.content_bias.tensor)
       p.dcontent_bias = make("dcontent_bias", in.compute, {in.B, in.H, in.S});
     if (asked("dgate") && !in.gated.empty())
-      p.dgate = in.elementwise() ? make("dgate", in.compute, {in.B, in.H, in.T, in.Dv})
-                                 : make_rows("dgate");
+      p.dgate = in.elementwise() ? make("dgate", in.compute, {in.B, in.H, in.T, in.Dv}) : make_rows("dgate");
     if (asked("dalpha") && in.alpha.tensor) p.dalpha = make_rows("dalpha");
     (in.collaborative ? run.collaborative_attention_backward : run.gated_attention_backward)(p);
   }
@@ -238,15 +235,13 @@ std::string compare(Array& got, const Expected& expected) {
   for (size_t n = 0; n < values.size(); ++n) {
     const double value = expected.value[n], error = std::abs(values[n] - value);
     if (expected.bound[n] == kInfinity) continue;
-    const double bound =
-        expected.bound[n] + (expected.bound[n] > 0 ? tiny : 0) + u * std::abs(value);
-    const bool right =
-        std::isnan(value) ? !std::isfinite(values[n]) : values[n] == value || error <= bound;
+    const double bound = expected.bound[n] + (expected.bound[n] > 0 ? tiny : 0) + u * std::abs(value);
+    const bool right = std::isnan(value) ? !std::isfinite(values[n]) : values[n] == value || error <= bound;
     const double ratio = std::isnan(error) ? kInfinity : error / bound;
     if (right || ratio < worst) continue;
     worst = ratio;
-    std::snprintf(text, sizeof text, "element %zu is %g, not %g: error %.2g, bound %.2g", n,
-                  values[n], value, error, bound);
+    std::snprintf(text, sizeof text, "element %zu is %g, not %g: error %.2g, bound %.2g", n, values[n], value, error,
+                  bound);
   }
   return text;
 }
@@ -256,8 +251,7 @@ struct Tally {
 
   void check(const std::string& where, const std::string& what, const std::string& wrong) {
     ++(wrong.empty() ? passed : failed);
-    if (!wrong.empty())
-      std::printf("FAIL %s, %s: %s\n", where.c_str(), what.c_str(), wrong.c_str());
+    if (!wrong.empty()) std::printf("FAIL %s, %s: %s\n", where.c_str(), what.c_str(), wrong.c_str());
   }
 };
 
@@ -282,8 +276,7 @@ void test(const Inputs& in, const std::vector<const Kernels*>& levels, Tally& ta
   for (const Kernels* level : levels) {
     const char* const dtypes[] = {"float32", "float64", "bfloat16", "float16"};
     const std::string where = std::string(level->name) + ", \"" + in.words.text + "\", " +
-                              (in.collaborative ? "collaborative " : "gated ") +
-                              dtypes[static_cast<int>(in.dtype)];
+                              (in.collaborative ? "collaborative " : "gated ") + dtypes[static_cast<int>(in.dtype)];
     Call one{*level, in, 1}, three{*level, in, 3}, again{*level, in, 3}, bare{*level, in, 1};
     one.all(), three.all(), again.all(), bare.forward(false);
     for (const auto& [name, expected] : reference.results()) {

@@ -88,9 +88,7 @@ class Block(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.attention = hk.nn.GatedMultiheadAttention(width, heads)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norms[0](x), is_causal=True)[0]
@@ -104,9 +102,7 @@ class CharLM(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(characters, settings.width)
         self.positions = nn.Embedding(settings.length, settings.width)
-        self.blocks = nn.Sequential(
-            *(Block(settings.width, settings.heads) for _ in range(settings.layers))
-        )
+        self.blocks = nn.Sequential(*(Block(settings.width, settings.heads) for _ in range(settings.layers)))
         self.norm = nn.LayerNorm(settings.width)
         self.logits = nn.Linear(settings.width, characters)
         for embedding in (self.characters, self.positions):
@@ -231,9 +227,7 @@ def experiment(settings: Settings, progress: Progress) -> Iterator[dict[str, Any
         yield row | by_both_rules(model, held_out, settings)
 
     model = copy_of_base(2.0)
-    schedule = hk.heads.GateSchedule(
-        model, open_heads=settings.open_heads, steps=math.ceil(short * 5 / 6)
-    )
+    schedule = hk.heads.GateSchedule(model, open_heads=settings.open_heads, steps=math.ceil(short * 5 / 6))
 
     def settle() -> None:
         schedule.step()

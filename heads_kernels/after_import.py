@@ -33,9 +33,7 @@ class _Finder:
     """Finds the modules in `_WAITING` through the other finders, and adds a step after their import."""
 
     @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in _WAITING:
             return None
         waiting = _WAITING.pop(name)

@@ -88,9 +88,7 @@ _IS_ON: Final = ("1", "true", "on", "yes", "y")
 TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in _IS_ON
 
 #: Backends whose kernels for GPUs run on CPU tensors in this process.
-SIMULATED: Final = {
-    name for name, is_on in (("triton", TRITON_INTERPRETED), ("cuda", CUDA_EMULATED)) if is_on
-}
+SIMULATED: Final = {name for name, is_on in (("triton", TRITON_INTERPRETED), ("cuda", CUDA_EMULATED)) if is_on}
 
 #: Limit of the stride between rows: offsets within 256 rows, the largest tile that tuning tries, fit into 32 bits.
 FARTHEST_ROW: Final = 1 << 23

@@ -22,9 +22,7 @@ GROUPED: Final = {"query": "H, T, D", "key": "Hk, S, D", "value": "Hk, S, Dv"}
 SHARED: Final = {"query": "T, Ds", "key": "S, Ds", "value": "Hv, S, Dv"}
 
 
-def flatten_operands(
-    layouts: dict[str, str], *operands: Tensor
-) -> tuple[Batch, tuple[Tensor, ...]]:
+def flatten_operands(layouts: dict[str, str], *operands: Tensor) -> tuple[Batch, tuple[Tensor, ...]]:
     """The batch of a call, and its operands (`query`, `key`, perhaps `value`) with one batch dimension of size B.
 
     Broadcasting gives views. With several batch dimensions, an operand is copied if they cannot be merged into one
@@ -51,9 +49,7 @@ def flatten_operands(
     )
 
 
-def flatten_companion(
-    argument: str, tensor: Companion, batch: tuple[int, ...], layout: str
-) -> Companion:
+def flatten_companion(argument: str, tensor: Companion, batch: tuple[int, ...], layout: str) -> Companion:
     """A gate, bias or mask `[*batch, layout]`, whose sizes of 1 broadcast, as `[B or 1, layout]`.
 
     A tensor of fewer than two dimensions has no batch dimensions. Whether it is a tensor is checked later.
@@ -72,9 +68,7 @@ def flatten_companion(
     return _flatten(tensor.expand(*batch, *rest), len(batch))
 
 
-def flatten_bias(
-    bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int], argument: str = "bias"
-) -> Tensor:
+def flatten_bias(bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int], argument: str = "bias") -> Tensor:
     """A bias broadcastable to `[*batch, H, T, S]` as `[B1, B2, H, T, S]`, each size 1 where it broadcasts.
 
     Batch b of the call reads entry `(b // I, b % I)`; I is B2, or B / B1 if B2 is 1. So a bias that all rows of a
@@ -101,9 +95,7 @@ def flatten_bias(
     return bias.reshape(*lead, *bias.shape[count:])
 
 
-def check_bias_shape(
-    bias: Tensor, sizes: tuple[int, ...], argument: str = "bias"
-) -> tuple[int, ...]:
+def check_bias_shape(bias: Tensor, sizes: tuple[int, ...], argument: str = "bias") -> tuple[int, ...]:
     """The shape of a bias, padded with ones to the rank of `sizes`, the shape of the scores.
 
     Raises ValueError if it does not broadcast to `sizes`.

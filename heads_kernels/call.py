@@ -46,17 +46,13 @@ class Call(NamedTuple):
     offset_bias: Annotated[Tensor | None, "H|1 offsets"] = None  # offsets j - i from -(T - 1)
     sinks: Annotated[Tensor | None, "H"] = None
     alpha: Annotated[Any, "H"] = None  # in the compute dtype
-    k_lo: Annotated[Tensor | None, "B|1 H|1 T"] = (
-        None  # from here to dense_mask, and the band: `Intervals`
-    )
+    k_lo: Annotated[Tensor | None, "B|1 H|1 T"] = None  # from here to dense_mask, and the band: `Intervals`
     k_hi: Annotated[Tensor | None, "B|1 H|1 T"] = None
     first_keys: Annotated[Tensor | None, "H|1"] = None
     key_visible: Annotated[Tensor | None, "B|1 S"] = None
     dense_mask: Annotated[Tensor | None, "B|1 H|1 T|1 S|1"] = None
     exclude_keys: Annotated[Tensor | None, "B|1 S"] = None  # bool; of statistics
-    row_weights: Annotated[Tensor | None, "B|1 H|1 T|1"] = (
-        None  # in the compute dtype; of statistics
-    )
+    row_weights: Annotated[Tensor | None, "B|1 H|1 T|1"] = None  # in the compute dtype; of statistics
     seed: Tensor | None = None  # int64 [SEED_LENGTH]
     band_lo: int = -UNBOUNDED
     band_hi: int = UNBOUNDED
@@ -147,9 +143,7 @@ class Call(NamedTuple):
         Those that broadcast along it are left out.
         """
         size = getattr(self, dimension)
-        found = {
-            n: each.index(dimension) for n, each in self.dimensions().items() if dimension in each
-        }
+        found = {n: each.index(dimension) for n, each in self.dimensions().items() if dimension in each}
         return {name: dim for name, dim in found.items() if getattr(self, name).shape[dim] == size}
 
     # ------------------------------------------------------------------ work counts
@@ -228,8 +222,7 @@ Layouts = dict[int, tuple[Dimension, ...]]
 def layouts_of(*forms: str) -> Layouts:
     """Layouts from text as in the fields of `Call`."""
     layouts = [
-        tuple(Dimension(name.removesuffix("|1"), name.endswith("|1")) for name in form.split())
-        for form in forms
+        tuple(Dimension(name.removesuffix("|1"), name.endswith("|1")) for name in form.split()) for form in forms
     ]
     return {len(layout): layout for layout in layouts}
 

@@ -124,9 +124,7 @@ def check_device(argument: str, tensor: Tensor, device: torch.device | str) -> N
 
 def broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether a tensor of as many dimensions has these sizes, or 1."""
-    return len(shape) == len(sizes) and all(
-        got in (1, want) for got, want in zip(shape, sizes, strict=True)
-    )
+    return len(shape) == len(sizes) and all(got in (1, want) for got, want in zip(shape, sizes, strict=True))
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -215,9 +213,7 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
     are_int = type(T) is type(S) is type(H) is type(B) is int
     if are_int and T <= MAX_LENGTH and S <= MAX_LENGTH and H <= _MAX_COUNT and B <= _MAX_COUNT:
         return
-    for name, letter, size in zip(
-        ("query", "key", "query", "query"), "TSHB", (T, S, H, B), strict=True
-    ):
+    for name, letter, size in zip(("query", "key", "query", "query"), "TSHB", (T, S, H, B), strict=True):
         most = MAX_LENGTH if letter in "TS" else _MAX_COUNT
         if is_int(size) and size > most:  # symbolic sizes are checked when the op runs
             refuse(name, f"has {letter} = {size}", f"split the call: {letter} is at most {most}")
@@ -254,9 +250,7 @@ def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
 
 
 #: Half of the largest float: kernels multiply the scale by log2(e) = 1.44.
-_LARGEST_SCALE: Final = {
-    dtype: torch.finfo(dtype).max / 2 for dtype in (torch.float32, torch.float64)
-}
+_LARGEST_SCALE: Final = {dtype: torch.finfo(dtype).max / 2 for dtype in (torch.float32, torch.float64)}
 
 
 def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.float64) -> float:
@@ -336,9 +330,7 @@ def check_row_weights(
     return received.detach().reshape(shape).to(dtype)
 
 
-def check_excluded(
-    exclude_keys: Tensor | None, query: Tensor, sizes: tuple[int, int]
-) -> Tensor | None:
+def check_excluded(exclude_keys: Tensor | None, query: Tensor, sizes: tuple[int, int]) -> Tensor | None:
     """`exclude_keys` for sizes (B, S) as a contiguous `[B or 1, S]`."""
     if exclude_keys is None:
         return None

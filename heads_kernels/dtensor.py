@@ -18,9 +18,7 @@ def is_sharded(tensor: object) -> bool:
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` has split the parameters of the module or of one of its submodules."""
-    return any(
-        kind.__name__ == "FSDPModule" for part in module.modules() for kind in type(part).__mro__
-    )
+    return any(kind.__name__ == "FSDPModule" for part in module.modules() for kind in type(part).__mro__)
 
 
 def whole(tensor: Tensor) -> Tensor:

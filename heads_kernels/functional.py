@@ -56,9 +56,7 @@ def gated_attention(
 
 
 @overload
-def gated_attention(
-    *args: Any, return_lse: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
+def gated_attention(*args: Any, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
 
 
 def gated_attention(  # type: ignore[misc]  # whose second signature is open
@@ -171,9 +169,7 @@ def collaborative_attention(
 
 
 @overload
-def collaborative_attention(
-    *args: Any, return_lse: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
+def collaborative_attention(*args: Any, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
 
 
 def collaborative_attention(  # type: ignore[misc]  # whose second signature is open
@@ -377,9 +373,7 @@ def attention_statistics(
     return AttentionStatistics(*results)  # type: ignore[arg-type]
 
 
-def _attend(
-    call: Call, batch: Batch, backend: str | None, return_lse: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
+def _attend(call: Call, batch: Batch, backend: str | None, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Run an unchecked call from `form`; if it has DTensors, the part of it that belongs to this process."""
     if return_lse is False:
         found = direct.attend(call, backend)
@@ -415,8 +409,7 @@ def _part_of(call: Call) -> Part | None:
 
 # ---------------------------------------------------------------------- which backend, and why
 _OPERATORS: Final = {
-    each.__name__: each
-    for each in (gated_attention, collaborative_attention, entmax_attention, attention_statistics)
+    each.__name__: each for each in (gated_attention, collaborative_attention, entmax_attention, attention_statistics)
 }
 
 

@@ -102,11 +102,7 @@ class OffsetBias:
         count = max(T + S - 1, 1)
         first, columns = 1 - T - self.start, self.values.shape[1]
         # In compiled code the comparison would specialize the program to these lengths.
-        if (
-            self.kind == "table"
-            and not torch.compiler.is_compiling()
-            and (self.first, columns) == (first, count)
-        ):
+        if self.kind == "table" and not torch.compiler.is_compiling() and (self.first, columns) == (first, count):
             return self.values
         offsets = torch.arange(count, device=self.values.device) + first
         values = _at_least_float32(self.values)

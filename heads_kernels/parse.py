@@ -104,9 +104,7 @@ def form(
             and (len(of_value) == 4 or len(operands) == 2)
             and rows[0] == columns[0] == of_value[0]
         ):
-            batch, (query, key, *values) = flatten_operands(
-                SHARED if shared else GROUPED, *operands
-            )
+            batch, (query, key, *values) = flatten_operands(SHARED if shared else GROUPED, *operands)
             value = values[0] if values else None
             rows, columns = query.shape, key.shape
             if batch is not None:
@@ -178,9 +176,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     float64 is not cast, as in PyTorch's own operators.
     """
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(
-        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
-    )
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
 def _flatten_gate(gate: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
@@ -235,11 +231,7 @@ def _mask(
     batch: Batch,
 ) -> Intervals:
     """The mask of a call of `shape` = (B, H, T, S)."""
-    if (
-        batch is not None
-        and isinstance(attn_mask, Tensor)
-        and 3 < attn_mask.dim() <= len(batch) + 3
-    ):
+    if batch is not None and isinstance(attn_mask, Tensor) and 3 < attn_mask.dim() <= len(batch) + 3:
         missing = len(batch) + 3 - attn_mask.dim()
         flat = flatten_companion("attn_mask", attn_mask[(None,) * missing], batch, "H, T, S")
         mask = as_mask(flat, shape)

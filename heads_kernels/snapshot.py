@@ -36,10 +36,7 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             refuse_type("model", model, "pass a torch.nn.Module")
-        self._modules = {
-            module: (type(module), dict(vars(module)), _registries(module))
-            for module in model.modules()
-        }
+        self._modules = {module: (type(module), dict(vars(module)), _registries(module)) for module in model.modules()}
 
     def restore(self) -> None:
         """Restore the model. Registries stay the same objects, which handles of hooks refer to."""
@@ -106,11 +103,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _registries(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    return {
-        name: dict(value)
-        for name, value in vars(module).items()
-        if type(value) in (dict, OrderedDict)
-    }
+    return {name: dict(value) for name, value in vars(module).items() if type(value) in (dict, OrderedDict)}
 
 
 def _undo(now: dict[Any, Any], before: dict[Any, Any], after: dict[Any, Any]) -> None:

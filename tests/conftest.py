@@ -69,9 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", help="where tests of operators run: cuda, or cpu")
     parser.addoption("--threads", type=int, help="of PyTorch and the CPU kernels")
     parser.addoption("--level", help="instruction-set level of the CPU kernels: avx2, ...")
-    parser.addoption(
-        "--seed", type=int, default=0, help="other random numbers, in another order of tests"
-    )
+    parser.addoption("--seed", type=int, default=0, help="other random numbers, in another order of tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

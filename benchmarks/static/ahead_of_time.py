@@ -383,9 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not works:
         parser.error(f"--only {options.only!r} matches none of {', '.join(w.name for w in WORKS)}")
     found = compile_all(options.target or TARGETS, works, options.dtype or tuple(_DTYPES))
-    print(
-        "target  dtype     kernel, options; registers, bytes spilled, shared memory; instructions"
-    )
+    print("target  dtype     kernel, options; registers, bytes spilled, shared memory; instructions")
     failures = []
     for one in found:
         print(_line(one))

@@ -72,9 +72,7 @@ class Kernel:
     registers: int = 0
     spilled: int = 0  # bytes a thread, stored and loaded; on AMD the scratch memory of a thread
     shared: int = 0  # bytes a program
-    matrix: tuple[
-        tuple[str, int], ...
-    ] = ()  # matrix instructions and how often each occurs in the code
+    matrix: tuple[tuple[str, int], ...] = ()  # matrix instructions and how often each occurs in the code
     narrow_products: bool = False  # whether it multiplies tiles of 16 bits
     serialized: int = 0  # matrix instructions, where ptxas reports that they wait for one another
     warps: int = 0

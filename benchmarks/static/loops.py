@@ -182,9 +182,7 @@ def keep(rows: Iterable[Row], headings: dict[str, dict[str, str | None]]) -> Non
     for backend, part in sorted(numbers.items()):
         heading = {name: value for name, value in part.items() if name != "rows"}
         written = ",\n".join(f"  {json.dumps(row)}" for row in part["rows"])
-        parts.append(
-            f'{json.dumps(backend)}: {json.dumps(heading)[:-1]}, "rows": [\n{written}\n]}}'
-        )
+        parts.append(f'{json.dumps(backend)}: {json.dumps(heading)[:-1]}, "rows": [\n{written}\n]}}')
     write_text(KEPT, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
@@ -200,9 +198,7 @@ def heavier(rows: Iterable[Row], kept_rows: Iterable[dict[str, Any]]) -> list[st
         if len(now) != len(then):
             words.append(f"{now[0]}: {len(now)} loops in place of {len(then)}")
             continue
-        words += [
-            f"{new}: {what}" for new, old in zip(now, then, strict=True) for what in _more(new, old)
-        ]
+        words += [f"{new}: {what}" for new, old in zip(now, then, strict=True) for what in _more(new, old)]
     return words
 
 
@@ -271,9 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         in_module = of_cuda(module, tool, wanted, pattern)
         missing = set(wanted) - {row.target for row in in_module}
         if missing and not options.only:
-            parser.error(
-                f"{module} has no kernels for {', '.join(sorted(missing))}: build for them"
-            )
+            parser.error(f"{module} has no kernels for {', '.join(sorted(missing))}: build for them")
     targets = options.target or TARGETS["triton"]
     rows = [*(of_triton(targets, works) if "triton" in backends else ()), *in_module]
     if not rows:

@@ -235,9 +235,7 @@ def loops(code: Code) -> list[Loop]:
     return [result[head] for head in sorted(result)]
 
 
-def _hot_path(
-    graph: Any, head: int, bodies: dict[int, set[int]], direct: list[int], paths: dict[int, _Path]
-) -> _Path:
+def _hot_path(graph: Any, head: int, bodies: dict[int, set[int]], direct: list[int], paths: dict[int, _Path]) -> _Path:
     """The hot path round the loop at `head`; the loops right inside it, `direct`, are one step each."""
     step_of = {block: block for block in bodies[head]}
     step_of |= {block: each for each in direct for block in bodies[each]}

@@ -15,8 +15,7 @@
 namespace hk::bindings {
 
 [[noreturn]] inline void refuse(const char* name, const std::string& was) {
-  throw std::invalid_argument(std::string(name) + " " + was +
-                              ", which does not fit the call of the kernels");
+  throw std::invalid_argument(std::string(name) + " " + was + ", which does not fit the call of the kernels");
 }
 
 inline void require(bool holds, const char* name, const char* was = "has another shape or dtype") {
@@ -147,8 +146,8 @@ inline void broadcast(Tensor& t, std::initializer_list<int64_t> full, const char
 
 // A contiguous tensor of integers or bools, all dimensions of which may broadcast but the last, of
 // `length`; absent ones stay absent.
-inline Tensor vectors(const Given& given, const char* name, Element element,
-                      std::initializer_list<int64_t> full, int64_t length) {
+inline Tensor vectors(const Given& given, const char* name, Element element, std::initializer_list<int64_t> full,
+                      int64_t length) {
   if (!given) return {};
   Tensor t = given.tensor;
   require(given.element == element && is_dense(t), name);
@@ -178,8 +177,7 @@ struct Sizes {
     D = p.query.size[rank - 1];
     S = p.key.size[rank - 2];
     const int64_t Hk = shared ? 1 : p.key.size[1];
-    require(p.key.size[0] == B && p.key.size[rank - 1] == D && (Hk == 0 ? H == 0 : H % Hk == 0),
-            "key");
+    require(p.key.size[0] == B && p.key.size[rank - 1] == D && (Hk == 0 ? H == 0 : H % Hk == 0), "key");
     require(p.query.dtype == p.key.dtype, "key");
     require(!shared || is(p.mixing, {H, D}), "mixing");
     require(!p.content_bias || (shared && is(p.content_bias, {B, H, S})), "content_bias");
@@ -211,8 +209,7 @@ inline void set_mask(MaskParams& mask, const CallArguments& call, const Sizes& n
   mask.interval_head_stride = lo.stride[1];
   if (call.first_keys) {
     require(static_cast<bool>(lo), "first_keys", "comes without k_lo and k_hi");
-    const Tensor first = vectors(call.first_keys, "first_keys", Element::kInt32, {n.H},
-                                 call.first_keys.tensor.size[0]);
+    const Tensor first = vectors(call.first_keys, "first_keys", Element::kInt32, {n.H}, call.first_keys.tensor.size[0]);
     mask.first_keys = static_cast<const int32_t*>(first.data);
     mask.first_stride = first.stride[0];
   }
@@ -237,8 +234,7 @@ inline bool is_elementwise(const Tensor& gate) { return gate.rank == 4 && gate.s
 
 // Checks that a tensor has the sizes of another; absent ones pass.
 inline void check_like(const Tensor& t, const Tensor& other, const char* name) {
-  require(!t || (t.rank == other.rank && std::equal(t.size, t.size + t.rank, other.size) &&
-                 t.dtype == other.dtype),
+  require(!t || (t.rank == other.rank && std::equal(t.size, t.size + t.rank, other.size) && t.dtype == other.dtype),
           name);
 }
 
@@ -264,9 +260,7 @@ inline void set_terms(ScoreTerms& terms, const CallArguments& given, const Sizes
     Tensor& bias = terms.bias;
     require(bias.rank == 5, "bias");
     const int64_t outer = bias.size[0], inner = bias.size[1];
-    terms.bias_inner = std::max<int64_t>(1, inner != 1            ? inner
-                                            : outer != 1 && outer ? n.B / outer
-                                                                  : 1);
+    terms.bias_inner = std::max<int64_t>(1, inner != 1 ? inner : outer != 1 && outer ? n.B / outer : 1);
     require(n.B % terms.bias_inner == 0, "bias");
     broadcast(bias, {n.B / terms.bias_inner, terms.bias_inner, n.H, n.T, n.S}, "bias");
   }
@@ -289,8 +283,7 @@ inline void set_gate(AttentionParams& p, const CallArguments& call, const Sizes&
   require(p.gate.rank <= 4, "gate");
   const int64_t full[4] = {n.B, n.H, n.T, p.value.size[3]};
   const int first = p.gate.rank == 1 ? 1 : 0;
-  for (int d = 0; d < p.gate.rank; ++d)
-    require(p.gate.size[d] == 1 || p.gate.size[d] == full[first + d], "gate");
+  for (int d = 0; d < p.gate.rank; ++d) require(p.gate.size[d] == 1 || p.gate.size[d] == full[first + d], "gate");
 }
 
 // Sets the value, in every pass but statistics, which have none.
@@ -298,9 +291,7 @@ inline void set_value(AttentionParams& p, const Given& value, const Sizes& n) {
   p.value = needed(value, "value");
   require(p.value.rank == 4, "value");
   const int64_t heads = p.mixing ? p.value.size[1] : p.key.size[1];
-  require(
-      is(p.value, {n.B, heads, n.S, p.value.size[3]}) && (heads == 0 ? n.H == 0 : n.H % heads == 0),
-      "value");
+  require(is(p.value, {n.B, heads, n.S, p.value.size[3]}) && (heads == 0 ? n.H == 0 : n.H % heads == 0), "value");
   require(p.value.dtype == p.query.dtype, "value");
   require(has_rows(p.value), "value", "has rows that are not contiguous");
 }
@@ -370,19 +361,15 @@ inline void check_gradients(BackwardParams& p, const Sizes& n) {
 }
 
 // The keys that statistics exclude from the maximum, the weights of rows, and the outputs.
-inline void set_statistics(StatisticsParams& params, const CallArguments& call, const Sizes& n,
-                           const Given& argmax) {
-  const Tensor excluded =
-      vectors(call.exclude_keys, "exclude_keys", Element::kBool, {n.B, n.S}, n.S);
+inline void set_statistics(StatisticsParams& params, const CallArguments& call, const Sizes& n, const Given& argmax) {
+  const Tensor excluded = vectors(call.exclude_keys, "exclude_keys", Element::kBool, {n.B, n.S}, n.S);
   params.excluded = static_cast<const uint8_t*>(excluded.data);
   params.excluded_stride = excluded.stride[0];
   n.check_rows(params.lse, "lse");
   n.check_rows(params.max_score, "max_score");
   n.check_rows(params.max_prob, "max_prob");
   n.check_rows(params.entropy, "entropy");
-  require(is(argmax.tensor, {n.B, n.H, n.T}) && is_dense(argmax.tensor) &&
-              argmax.element == Element::kInt64,
-          "argmax");
+  require(is(argmax.tensor, {n.B, n.H, n.T}) && is_dense(argmax.tensor) && argmax.element == Element::kInt64, "argmax");
   params.argmax = static_cast<int64_t*>(argmax.tensor.data);
   if ((params.row_weights = floating(call.row_weights, "row_weights"))) {
     broadcast(params.row_weights, {n.B, n.H, n.T}, "row_weights");
@@ -390,8 +377,7 @@ inline void set_statistics(StatisticsParams& params, const CallArguments& call, 
   }
   n.check(params.received, {n.B, n.H, n.S}, "received");
   const bool asked = params.row_weights && n.B && n.H && n.S;
-  require(asked == static_cast<bool>(params.received), "received",
-          asked ? "is empty" : "comes without row_weights");
+  require(asked == static_cast<bool>(params.received), "received", asked ? "is empty" : "comes without row_weights");
 }
 
 // Checks lse, or with entmax the two numbers per row.
@@ -406,9 +392,7 @@ inline void check_lse(const AttentionParams& params, const Tensor& lse, const Si
 inline void check_outputs(const ForwardParams& params, const Sizes& n) {
   const int64_t Dv = params.value.size[3];
   const bool empty = n.B == 0 || n.H == 0 || n.T == 0 || Dv == 0;
-  require(params.out ? is(params.out, {n.B, n.H, n.T, Dv}) && params.out.dtype == params.query.dtype
-                     : empty,
-          "out");
+  require(params.out ? is(params.out, {n.B, n.H, n.T, Dv}) && params.out.dtype == params.query.dtype : empty, "out");
   check_like(params.attended, params.out, "attended");
   check_lse(params, params.lse, n);
 }

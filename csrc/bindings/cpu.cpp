@@ -15,8 +15,7 @@ int checked_threads(int threads) {
 Sizes set_attention(hk::AttentionParams& params, const CallArguments& call) {
   const Sizes n = set_call(params, call);
   check_alpha(params.alpha);
-  require(params.gate || params.activation == hk::Activation::kIdentity, "gate_activation",
-          "comes without gate");
+  require(params.gate || params.activation == hk::Activation::kIdentity, "gate_activation", "comes without gate");
   return n;
 }
 
@@ -53,8 +52,7 @@ py::object empty_like(py::handle tensor) {
 }
 
 // An empty tensor of this dtype, or null for that of the query, whose method makes it.
-py::object empty(py::handle query, const py::object& sizes, const py::object& strides,
-                 PyObject* dtype = nullptr) {
+py::object empty(py::handle query, const py::object& sizes, const py::object& strides, PyObject* dtype = nullptr) {
   const Torch& torch = Torch::get();
   PyObject* const arguments[] = {query.ptr(), sizes.ptr(), strides.ptr(), dtype};
   return checked(PyObject_VectorcallMethod(torch.new_empty_strided.ptr(), arguments, 3,
@@ -80,8 +78,7 @@ py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, const 
   const bool tokens_first = like.stride[1] < like.stride[2];
   const int64_t Dv = params.value.size[3];
   const Numbers sizes = {n.B, n.H, n.T, Dv};
-  const Numbers strides = {n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv,
-                           tokens_first ? n.H * Dv : Dv, 1};
+  const Numbers strides = {n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv, tokens_first ? n.H * Dv : Dv, 1};
   if (is(like, sizes) && std::equal(strides.begin(), strides.end(), like.stride))
     return empty_like(call[params.mixing ? 2 : 0]);  // in half of the time
   return empty(call[0], tuple_of(sizes), tuple_of(strides));
@@ -89,16 +86,14 @@ py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, const 
 
 // Whether every tensor of a tuple is plain.
 bool are_plain(const py::tuple& tuple) {
-  return std::all_of(tuple.begin(), tuple.end(),
-                     [](py::handle entry) { return !is_tensor(entry) || is_plain(entry); });
+  return std::all_of(tuple.begin(), tuple.end(), [](py::handle entry) { return !is_tensor(entry) || is_plain(entry); });
 }
 
 // Whether a tensor of a tuple requires a gradient.
 bool requires_grad(const py::tuple& tuple) {
   const py::str& name = Torch::get().requires_grad;
-  return std::any_of(tuple.begin(), tuple.end(), [&](py::handle entry) {
-    return is_tensor(entry) && attribute(entry, name).ptr() == Py_True;
-  });
+  return std::any_of(tuple.begin(), tuple.end(),
+                     [&](py::handle entry) { return is_tensor(entry) && attribute(entry, name).ptr() == Py_True; });
 }
 
 // Runs a call without dropout and without an op: returns `out`, or (out, attended, lse) if
@@ -117,8 +112,8 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
     return out;
   }
   const py::object attended = params.gate ? empty_heads(params, n, call) : py::none();
-  const py::object lse = params.alpha ? empty_sums(call[0], n, {2, n.B, n.H, n.T})
-                                      : empty_sums(call[0], n, {n.B, n.H, n.T});
+  const py::object lse =
+      params.alpha ? empty_sums(call[0], n, {2, n.B, n.H, n.T}) : empty_sums(call[0], n, {n.B, n.H, n.T});
   params.attended = floating(given(attended, dlpack::kCpu, "attended"), "attended");
   params.lse = needed(given(lse, dlpack::kCpu, "lse"), "lse");
   run(params, threads);
@@ -149,13 +144,11 @@ void run(hk::BackwardParams& params, const Sizes& n, int threads) {
 }
 
 // `gradients` are those of the operands, empty if not requested.
-void attention_backward(const py::tuple& call, const py::tuple& saved, const py::tuple& gradients,
-                        int threads) {
+void attention_backward(const py::tuple& call, const py::tuple& saved, const py::tuple& gradients, int threads) {
   hk::BackwardParams params;
   const Sizes n = set_backward(params, call, saved);
   Entries written(gradients, dlpack::kCpu, "gradients", 10);
-  each_gradient(params,
-                [&](const char* name, hk::Tensor& gradient) { gradient = written.output(name); });
+  each_gradient(params, [&](const char* name, hk::Tensor& gradient) { gradient = written.output(name); });
   run(params, n, threads);
 }
 
@@ -169,8 +162,7 @@ py::object empty_gradient(py::handle tensor) {
 
 // Runs a backward pass without an op: returns what the op does, the gradients of the operands that
 // `needs` names, or partial sums of them. None if a tensor is not plain.
-py::object backward(const py::tuple& call, const py::tuple& saved, const py::tuple& needs,
-                    int threads) {
+py::object backward(const py::tuple& call, const py::tuple& saved, const py::tuple& needs, int threads) {
   if (!are_plain(call) || !are_plain(saved)) return py::none();
   require(needs.size() == 10, "needs", "does not have one entry for each operand");
   hk::BackwardParams params;
@@ -203,8 +195,7 @@ void attention_statistics(const py::tuple& call, const py::tuple& results, int t
 }
 
 // Returns the number of multiply-adds (`products`) or powers computed.
-int64_t run_peak(int64_t (*peak)(hk::DType, int64_t, int), py::handle dtype, int64_t steps,
-                 int threads) {
+int64_t run_peak(int64_t (*peak)(hk::DType, int64_t, int), py::handle dtype, int64_t steps, int threads) {
   const hk::DType of = dtype_of(dtype);
   require(steps >= 0, "steps", "is negative");
   checked_threads(threads);
@@ -214,8 +205,7 @@ int64_t run_peak(int64_t (*peak)(hk::DType, int64_t, int), py::handle dtype, int
 
 py::list available_levels() {
   py::list names;
-  for (const hk::Kernels* const* level = hk::available_levels(); *level; ++level)
-    names.append((*level)->name);
+  for (const hk::Kernels* const* level = hk::available_levels(); *level; ++level) names.append((*level)->name);
   return names;
 }
 
@@ -248,8 +238,7 @@ PYBIND11_MODULE(_cpu, m) {
         return run_peak(hk::kernels().powers, dtype, steps, threads);
       },
       "The same for powers of 2.");
-  m.def("available_levels", &available_levels,
-        "ISA levels that this processor supports, best first.");
+  m.def("available_levels", &available_levels, "ISA levels that this processor supports, best first.");
   m.def("level", [] { return hk::kernels().name; }, "The ISA level in use.");
   m.def("use_level", &use_level, "Select an ISA level (for tests and benchmarks).");
 }

@@ -17,8 +17,7 @@
 
 #ifdef HK_CHECKS
 namespace hk::cuda {  // selftest/wrapper_checks.cu
-void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors,
-                   const LaunchTarget& target);
+void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors, const LaunchTarget& target);
 std::vector<std::string> wrapper_names();
 }  // namespace hk::cuda
 #endif
@@ -31,9 +30,7 @@ namespace cuda = hk::cuda;
 // The device of all tensors of a call, and its stream as an integer.
 using Target = std::pair<int, uintptr_t>;
 
-cuda::LaunchTarget target_of(const Target& target) {
-  return {target.first, reinterpret_cast<void*>(target.second)};
-}
+cuda::LaunchTarget target_of(const Target& target) { return {target.first, reinterpret_cast<void*>(target.second)}; }
 
 dlpack::Device device_of([[maybe_unused]] const Target& target) {
 #ifdef HK_EMULATED
@@ -57,8 +54,7 @@ hk::Tensor cells_of(py::handle cells, dlpack::Device device) {
   return result.tensor;
 }
 
-Sizes set_single_call(hk::AttentionParams& params, const CallArguments& call,
-                      bool has_value = true) {
+Sizes set_single_call(hk::AttentionParams& params, const CallArguments& call, bool has_value = true) {
   const Sizes n = set_call(params, call, has_value);
   check_single(params.query, "query");
   check_single(params.gate, "gate");
@@ -88,8 +84,7 @@ void set_cells(Params& params, const Sizes& n, py::handle given, dlpack::Device 
 
 // The parameters of every pass but the first of the backward.
 template <typename Params>
-Sizes set_tiled_call(Params& params, const CallArguments& call, py::handle cells,
-                     dlpack::Device device) {
+Sizes set_tiled_call(Params& params, const CallArguments& call, py::handle cells, dlpack::Device device) {
   const Sizes n = set_single_call(params, call);
   set_cells(params, n, cells, device);
   return n;
@@ -97,17 +92,14 @@ Sizes set_tiled_call(Params& params, const CallArguments& call, py::handle cells
 
 // Checks a gradient, or its parts: rows of the operands' dtype, or of float; with several `splits`,
 // which are to be summed, they are consecutive and float.
-void check_gradient(const hk::AttentionParams& p, const hk::Tensor& t, int splits,
-                    std::initializer_list<int64_t> sizes, const char* name) {
+void check_gradient(const hk::AttentionParams& p, const hk::Tensor& t, int splits, std::initializer_list<int64_t> sizes,
+                    const char* name) {
   const bool single = t.dtype == hk::DType::kFloat32;
-  require(
-      !t || (is(t, sizes) && has_rows(t) && (single || (splits == 1 && t.dtype == p.query.dtype))),
-      name);
+  require(!t || (is(t, sizes) && has_rows(t) && (single || (splits == 1 && t.dtype == p.query.dtype))), name);
 }
 
 void check_dout(const hk::AttentionParams& p, const Sizes& n, const hk::Tensor& t) {
-  require(is(t, {n.B, n.H, n.T, p.value.size[3]}) && has_rows(t) && t.dtype == p.query.dtype,
-          "dout");
+  require(is(t, {n.B, n.H, n.T, p.value.size[3]}) && has_rows(t) && t.dtype == p.query.dtype, "dout");
 }
 
 // Absent outputs pass.
@@ -124,8 +116,7 @@ void launch(const hk::AttentionParams& params, const Target& target, F&& f) {
 }
 
 // (acc, row_max, row_sum) of the splits of the keys.
-void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& parts,
-                dlpack::Device device) {
+void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& parts, dlpack::Device device) {
   Entries entries(parts, device, "parts", 3);
   const hk::Tensor acc = entries.needed("acc"), row_max = entries.needed("row_max"),
                    row_sum = entries.needed("row_sum");
@@ -135,13 +126,13 @@ void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& part
   n.check(acc, {count, n.B, n.H, n.T, params.value.size[3]}, "acc");
   n.check(row_max, {count, n.B, n.H, n.T}, "row_max");
   n.check(row_sum, {count, n.B, n.H, n.T}, "row_sum");
-  params.splits = {static_cast<int>(count), static_cast<float*>(acc.data),
-                   static_cast<float*>(row_max.data), static_cast<float*>(row_sum.data)};
+  params.splits = {static_cast<int>(count), static_cast<float*>(acc.data), static_cast<float*>(row_max.data),
+                   static_cast<float*>(row_sum.data)};
 }
 
 // `results` is (out, attended, lse); `parts` is None if one pass computes them.
-void attention_forward(const py::tuple& call, const py::tuple& results, py::handle parts,
-                       py::handle cells, const Target& target) {
+void attention_forward(const py::tuple& call, const py::tuple& results, py::handle parts, py::handle cells,
+                       const Target& target) {
   cuda::SplitParams params;
   const dlpack::Device device = device_of(target);
   const Sizes n = set_tiled_call(params, read_call(call, device), cells, device);
@@ -152,12 +143,10 @@ void attention_forward(const py::tuple& call, const py::tuple& results, py::hand
   if (splits) set_splits(params, n, py::cast<py::tuple>(parts), device);
   launch(params, target, [&](auto kernels, auto& to) {
     if (!splits) {
-      params.mixing ? kernels.collaborative_attention_forward(params, to)
-                    : kernels.gated_attention_forward(params, to);
+      params.mixing ? kernels.collaborative_attention_forward(params, to) : kernels.gated_attention_forward(params, to);
       return;
     }
-    params.mixing ? kernels.collaborative_attention_split(params, to)
-                  : kernels.gated_attention_decode(params, to);
+    params.mixing ? kernels.collaborative_attention_split(params, to) : kernels.gated_attention_decode(params, to);
     kernels.attention_combine(params, to);
   });
 }
@@ -175,16 +164,14 @@ void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, 
   for (int d = 2; d < params.gate.rank; ++d) require(params.gate.size[d] == 1, "gate");
   n.check_rows(params.dgate, "dgate");
   launch(params, target, [&](auto kernels, auto& to) {
-    params.mixing ? kernels.collaborative_attention_closed(params, to)
-                  : kernels.gated_attention_closed(params, to);
+    params.mixing ? kernels.collaborative_attention_closed(params, to) : kernels.gated_attention_closed(params, to);
   });
 }
 
 // `read` is (dout, attended, lse, dlse), of which dlse may be None; `written` is (delta, dgate,
 // dattended, dsinks), of which dgate and dsinks are empty if not requested, and dattended is None
 // unless the gate is elementwise.
-void attention_rows(const py::tuple& call, const py::tuple& read, const py::tuple& written,
-                    const Target& target) {
+void attention_rows(const py::tuple& call, const py::tuple& read, const py::tuple& written, const Target& target) {
   cuda::RowsParams params;
   const dlpack::Device device = device_of(target);
   const Sizes n = set_single_call(params, read_call(call, device));
@@ -214,9 +201,8 @@ void attention_rows(const py::tuple& call, const py::tuple& read, const py::tupl
 }
 
 // Sets the inputs of the last passes of the backward: a call, (dattended, lse, delta) and splits.
-Sizes set_gradient_call(cuda::GradientParams& params, const CallArguments& call,
-                        const py::tuple& read, int splits, py::handle cells,
-                        dlpack::Device device) {
+Sizes set_gradient_call(cuda::GradientParams& params, const CallArguments& call, const py::tuple& read, int splits,
+                        py::handle cells, dlpack::Device device) {
   const Sizes n = set_tiled_call(params, call, cells, device);
   Entries entries(read, device, "read", 3);
   params.dattended = entries.needed("dattended");
@@ -231,8 +217,8 @@ Sizes set_gradient_call(cuda::GradientParams& params, const CallArguments& call,
 }
 
 // `gradients` is (dkey, dvalue, dcontent_bias); None and empty ones are not computed.
-void attention_keys(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
-                    int splits, py::handle cells, const Target& target) {
+void attention_keys(const py::tuple& call, const py::tuple& read, const py::tuple& gradients, int splits,
+                    py::handle cells, const Target& target) {
   cuda::KeysParams params;
   const dlpack::Device device = device_of(target);
   const Sizes n = set_gradient_call(params, read_call(call, device), read, splits, cells, device);
@@ -253,14 +239,13 @@ void attention_keys(const py::tuple& call, const py::tuple& read, const py::tupl
   require(params.mixing || !params.dcontent_bias, "dcontent_bias", "comes without mixing");
   n.check(params.dcontent_bias, {n.B, n.H, n.S}, "dcontent_bias");
   launch(params, target, [&](auto kernels, auto& to) {
-    params.mixing ? kernels.collaborative_attention_keys(params, to)
-                  : kernels.gated_attention_keys(params, to);
+    params.mixing ? kernels.collaborative_attention_keys(params, to) : kernels.gated_attention_keys(params, to);
   });
 }
 
 // `gradients` is (dquery, dmixing); None and empty ones are not computed.
-void attention_queries(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
-                       int splits, py::handle cells, const Target& target) {
+void attention_queries(const py::tuple& call, const py::tuple& read, const py::tuple& gradients, int splits,
+                       py::handle cells, const Target& target) {
   cuda::QueriesParams params;
   const dlpack::Device device = device_of(target);
   const CallArguments arguments = read_call(call, device);
@@ -270,13 +255,12 @@ void attention_queries(const py::tuple& call, const py::tuple& read, const py::t
   params.dquery = written.output("dquery");
   params.dmixing = written.output("dmixing");
   if (params.mixing) {
-    const int block_m = cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D,
-                                       params.value.size[3], cuda::has_terms(params), target.first)
+    const int block_m = cuda::tiles_of("collaborative_attention.queries", params.query.dtype, n.D, params.value.size[3],
+                                       cuda::has_terms(params), target.first)
                             .block_m;
     const int64_t tiles = (n.T + block_m - 1) / block_m;
     check_gradient(params, params.dquery, splits, {n.B * splits, n.T, n.D}, "dquery");
-    require(!params.dquery || params.dquery.dtype == hk::DType::kFloat32, "dquery",
-            "is not float32");
+    require(!params.dquery || params.dquery.dtype == hk::DType::kFloat32, "dquery", "is not float32");
     n.check(params.dmixing, {n.B, tiles, n.H, n.D}, "dmixing");
   } else {
     require(splits == 1, "splits", "is not 1");
@@ -284,15 +268,14 @@ void attention_queries(const py::tuple& call, const py::tuple& read, const py::t
     check_gradient(params, params.dquery, 1, {n.B, n.H, n.T, n.D}, "dquery");
   }
   launch(params, target, [&](auto kernels, auto& to) {
-    params.mixing ? kernels.collaborative_attention_queries(params, to)
-                  : kernels.gated_attention_queries(params, to);
+    params.mixing ? kernels.collaborative_attention_queries(params, to) : kernels.gated_attention_queries(params, to);
   });
 }
 
 // `gradients` is (dbias, doffset_bias), one of which is present: `splits` consecutive parts of a
 // bias, float, or two parts of the diagonals of every head.
-void attention_bias(const py::tuple& call, const py::tuple& read, const py::tuple& gradients,
-                    int splits, py::handle cells, const Target& target) {
+void attention_bias(const py::tuple& call, const py::tuple& read, const py::tuple& gradients, int splits,
+                    py::handle cells, const Target& target) {
   cuda::BiasParams params;
   const dlpack::Device device = device_of(target);
   const Sizes n = set_gradient_call(params, read_call(call, device), read, splits, cells, device);
@@ -300,13 +283,11 @@ void attention_bias(const py::tuple& call, const py::tuple& read, const py::tupl
   params.dbias = written.output("dbias");
   params.doffset_bias = written.output("doffset_bias");
   require(params.terms.bias || !params.dbias, "dbias", "comes without bias");
-  require(params.terms.offset_bias || !params.doffset_bias, "doffset_bias",
-          "comes without offset_bias");
+  require(params.terms.offset_bias || !params.doffset_bias, "doffset_bias", "comes without offset_bias");
   const hk::DType dtype = params.query.dtype;
   const int64_t* const size = params.terms.bias.size;
   n.check(params.dbias, {splits * size[0], size[1], size[2], size[3], size[4]}, "dbias");
-  const int tile =
-      cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true, target.first).block_m;
+  const int tile = cuda::tiles_of("gated_attention.bias", dtype, n.D, 0, true, target.first).block_m;
   const int64_t blocks = (n.T + tile - 1) / tile + (n.S + tile - 1) / tile;
   n.check(params.doffset_bias, {2, n.B, n.H, blocks * tile}, "doffset_bias");
   if (!params.dbias && !params.doffset_bias) return;
@@ -317,8 +298,8 @@ void attention_bias(const py::tuple& call, const py::tuple& read, const py::tupl
 // `results` is that of set_statistics.
 // `rows` is float [2, B, H, T] contiguous if `received` is requested, for the results of the pass
 // by rows that the pass by keys reads, else None.
-void attention_statistics(const py::tuple& call, const py::tuple& results, py::handle rows,
-                          py::handle cells, const Target& target) {
+void attention_statistics(const py::tuple& call, const py::tuple& results, py::handle rows, py::handle cells,
+                          const Target& target) {
   cuda::StatisticsPass params;
   const dlpack::Device device = device_of(target);
   const CallArguments arguments = read_call(call, device);
@@ -345,15 +326,13 @@ void dense_cells(py::handle mask, py::handle cells, const Target& target) {
   params.mask = dense.tensor;
   params.cells = cells_of(cells, device);
   const int64_t* const size = params.mask.size;
-  require(is(params.cells, {size[0], size[1], cells_along(size[2]), cells_along(size[3])}) &&
-              is_dense(params.cells),
+  require(is(params.cells, {size[0], size[1], cells_along(size[2]), cells_along(size[3])}) && is_dense(params.cells),
           "dense_cells");
   hk::bindings::launch(cuda::dense_cells, params, target_of(target));
 }
 
 // (query rows, keys, features of a slice) of one block of threads.
-py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv, bool terms,
-                   int device) {
+py::tuple tiles_of(const std::string& kernel, py::handle dtype, int64_t D, int64_t Dv, bool terms, int device) {
   const cuda::Tiles tiles = cuda::tiles_of(kernel, dtype_of(dtype), D, Dv, terms, device);
   return py::make_tuple(tiles.block_m, tiles.block_n, tiles.slice);
 }
@@ -382,8 +361,7 @@ PYBIND11_MODULE(HK_MODULE, m) {
   m.def("attention_statistics", &attention_statistics);
   m.def("dense_cells", &dense_cells);
   m.def("tiles_of", &tiles_of);
-  m.def("unsupported_device", &cuda::unsupported_device,
-        "Why the kernels cannot run on a device; empty if they can.");
+  m.def("unsupported_device", &cuda::unsupported_device, "Why the kernels cannot run on a device; empty if they can.");
 #ifdef HK_CHECKS
   m.def("wrapper_names", &cuda::wrapper_names);
   m.def("check_wrapper", &check_wrapper, "Run the kernel of one wrapper (for tests).");

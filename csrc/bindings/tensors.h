@@ -106,8 +106,7 @@ struct Torch {
     const char* names[4] = {"float32", "float64", "bfloat16", "float16"};
     for (int i = 0; i < 4; ++i) dtypes[i] = torch.attr(names[i]);
     describe = dlpack::describe_of(tensor.attr("__dlpack_c_exchange_api__").ptr());
-    if (!describe)
-      throw py::import_error("torch has another version of DLPack; install torch>=2.11");
+    if (!describe) throw py::import_error("torch has another version of DLPack; install torch>=2.11");
   }
 
   static const Torch& get() {
@@ -126,8 +125,8 @@ inline py::object attribute(py::handle object, const py::str& name) {
 }
 
 inline bool is_tensor(py::handle object) {
-  return !object.is_none() && PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(
-                                                                   Torch::get().tensor.ptr()));
+  return !object.is_none() &&
+         PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(Torch::get().tensor.ptr()));
 }
 
 // A tensor on `device`: pointer, sizes, strides and dtype.
@@ -142,14 +141,11 @@ inline Given tensor_of(py::handle tensor, dlpack::Device device, const char* nam
     refuse(name, "has no dense memory (" + why + ")");
   }
   if (!(seen.device == device))
-    refuse(name, "is on " + std::string(py::str(attribute(tensor, torch.device))) +
-                     ", not where the call runs");
-  if (seen.rank < 1 || seen.rank > kMaxRank)
-    refuse(name, "has " + std::to_string(seen.rank) + " dimensions");
+    refuse(name, "is on " + std::string(py::str(attribute(tensor, torch.device))) + ", not where the call runs");
+  if (seen.rank < 1 || seen.rank > kMaxRank) refuse(name, "has " + std::to_string(seen.rank) + " dimensions");
   Given result;
   result.element = seen.element();
-  if (result.element == Element::kOther)
-    refuse(name, "is " + std::string(py::str(attribute(tensor, torch.dtype))));
+  if (result.element == Element::kOther) refuse(name, "is " + std::string(py::str(attribute(tensor, torch.dtype))));
   result.tensor.rank = seen.rank;
   result.tensor.data = seen.begin();
   int64_t count = 1;
@@ -188,8 +184,7 @@ class Entries {
   Entries(const py::tuple& tuple, dlpack::Device device, const char* name, Py_ssize_t count)
       : tuple_(tuple), device_(device) {
     const Py_ssize_t found = PyTuple_GET_SIZE(tuple.ptr());
-    if (found != count)
-      refuse(name, "has " + std::to_string(found) + " entries, not " + std::to_string(count));
+    if (found != count) refuse(name, "has " + std::to_string(found) + " entries, not " + std::to_string(count));
   }
 
   py::handle next() { return PyTuple_GET_ITEM(tuple_.ptr(), next_++); }
@@ -239,8 +234,7 @@ inline void set_statistics(StatisticsParams& params, const CallArguments& call, 
 }
 
 // (out, attended, lse), the last two of which are optional.
-inline void set_outputs(ForwardParams& params, const Sizes& n, const py::tuple& results,
-                        dlpack::Device device) {
+inline void set_outputs(ForwardParams& params, const Sizes& n, const py::tuple& results, dlpack::Device device) {
   Entries entries(results, device, "results", 3);
   params.out = entries.floating("out");
   params.attended = entries.output("attended");

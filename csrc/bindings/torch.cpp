@@ -41,9 +41,8 @@ struct Delete {
 using Handle = std::unique_ptr<AtenTensorOpaque, Delete>;
 
 int32_t number_of(Element element) {
-  static const int32_t numbers[] = {aoti_torch_dtype_float32(),  aoti_torch_dtype_float64(),
-                                    aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
-                                    aoti_torch_dtype_int32(),    aoti_torch_dtype_int64(),
+  static const int32_t numbers[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float64(), aoti_torch_dtype_bfloat16(),
+                                    aoti_torch_dtype_float16(), aoti_torch_dtype_int32(),   aoti_torch_dtype_int64(),
                                     aoti_torch_dtype_bool()};
   return numbers[static_cast<int>(element)];
 }
@@ -88,8 +87,7 @@ struct Output {
   Handle handle;
   Given given;
 
-  Output(std::initializer_list<int64_t> sizes, Element element,
-         std::initializer_list<int> order = {}) {
+  Output(std::initializer_list<int64_t> sizes, Element element, std::initializer_list<int> order = {}) {
     hk::Tensor& t = given.tensor;
     given.element = element;
     t.rank = static_cast<int>(sizes.size());
@@ -101,21 +99,18 @@ struct Output {
       step *= std::max<int64_t>(t.size[d], 1);
     }
     AtenTensorHandle made;
-    check(aoti_torch_empty_strided(t.rank, t.size, t.stride, number_of(element),
-                                   aoti_torch_device_type_cpu(), 0, &made));
+    check(
+        aoti_torch_empty_strided(t.rank, t.size, t.stride, number_of(element), aoti_torch_device_type_cpu(), 0, &made));
     handle.reset(made);
     check(torch_get_mutable_data_ptr(made, &t.data));
   }
 };
 
-Element compute_dtype(Element element) {
-  return element == Element::kFloat64 ? Element::kFloat64 : Element::kFloat32;
-}
+Element compute_dtype(Element element) { return element == Element::kFloat64 ? Element::kFloat64 : Element::kFloat32; }
 
 // An output [B, H, T, Dv] in the memory order of `like`.
 Output heads_as(const Given& like, int64_t B, int64_t H, int64_t T, int64_t Dv) {
-  if (like.tensor.stride[1] < like.tensor.stride[2])
-    return {{B, H, T, Dv}, like.element, {0, 2, 1, 3}};
+  if (like.tensor.stride[1] < like.tensor.stride[2]) return {{B, H, T, Dv}, like.element, {0, 2, 1, 3}};
   return {{B, H, T, Dv}, like.element};
 }
 
@@ -183,9 +178,7 @@ int threads() {
   return static_cast<int>(count);
 }
 
-StableIValue owned(Output& output) {
-  return reinterpret_cast<StableIValue>(output.handle.release());
-}
+StableIValue owned(Output& output) { return reinterpret_cast<StableIValue>(output.handle.release()); }
 
 // ---------------------------------------------------------------------- ops
 const std::string kAttention = "attention(" + call_fields() +
@@ -205,8 +198,7 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   const Given& like = params.mixing ? call.value : call.query;
   const Element compute = compute_dtype(like.element);
   Output out = heads_as(like, n.B, n.H, n.T, Dv);
-  Output attended =
-      save && params.gate ? heads_as(like, n.B, n.H, n.T, Dv) : Output({0}, like.element);
+  Output attended = save && params.gate ? heads_as(like, n.B, n.H, n.T, Dv) : Output({0}, like.element);
   Output lse = !save          ? Output({0}, compute)
                : params.alpha ? Output({2, n.B, n.H, n.T}, compute)
                               : Output({n.B, n.H, n.T}, compute);
@@ -268,8 +260,7 @@ const bool registered = [] {
   constexpr uint64_t kVersion = uint64_t{2} << 56 | uint64_t{10} << 48;  // of the ABI: PyTorch 2.10
   TorchLibraryHandle schemas, kernels;
   check(aoti_torch_library_init_def("heads_kernels", __FILE__, __LINE__, &schemas));
-  for (const std::string& schema : {kAttention, kStatistics})
-    check(aoti_torch_library_def(schemas, schema.c_str()));
+  for (const std::string& schema : {kAttention, kStatistics}) check(aoti_torch_library_def(schemas, schema.c_str()));
   check(aoti_torch_library_init_impl("heads_kernels", "CPU", __FILE__, __LINE__, &kernels));
   check(torch_library_impl(kernels, "attention", &attention, kVersion));
   check(torch_library_impl(kernels, "attention_statistics", &attention_statistics, kVersion));

@@ -40,9 +40,8 @@ AOTITorchError aoti_torch_get_device_type(AtenTensorHandle tensor, int32_t* devi
 AOTITorchError aoti_torch_get_layout(AtenTensorHandle tensor, int32_t* layout);
 AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** data);
 AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** data);
-AOTITorchError aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides,
-                                        int32_t dtype, int32_t device_type, int32_t device_index,
-                                        AtenTensorHandle* tensor);
+AOTITorchError aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                        int32_t device_type, int32_t device_index, AtenTensorHandle* tensor);
 
 AOTITorchError torch_string_length(StringHandle string, size_t* length);
 AOTITorchError torch_string_c_str(StringHandle string, const char** text);
@@ -51,10 +50,9 @@ AOTITorchError torch_get_num_threads(uint32_t* threads);
 
 AOTITorchError aoti_torch_library_init_def(const char* name, const char* file, uint32_t line,
                                            TorchLibraryHandle* library);
-AOTITorchError aoti_torch_library_init_impl(const char* name, const char* key, const char* file,
-                                            uint32_t line, TorchLibraryHandle* library);
+AOTITorchError aoti_torch_library_init_impl(const char* name, const char* key, const char* file, uint32_t line,
+                                            TorchLibraryHandle* library);
 AOTITorchError aoti_torch_library_def(TorchLibraryHandle library, const char* schema);
 AOTITorchError torch_library_impl(TorchLibraryHandle library, const char* name,
-                                  void (*kernel)(StableIValue*, uint64_t, uint64_t),
-                                  uint64_t abi_version);
+                                  void (*kernel)(StableIValue*, uint64_t, uint64_t), uint64_t abi_version);
 }

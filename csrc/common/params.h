@@ -62,7 +62,7 @@ struct MaskParams {
 
 // The cap, biases and sinks of scores. Strides are 0 where a tensor broadcasts.
 struct ScoreTerms {
-  Tensor bias;  // [B1, B2, H, T, S]: batch b reads entry (b / bias_inner, b % bias_inner)
+  Tensor bias;             // [B1, B2, H, T, S]: batch b reads entry (b / bias_inner, b % bias_inner)
   int64_t bias_inner = 1;  // at least 1
   Tensor offset_bias;      // [H or 1, T + S - 1]: pair (i, j) reads column j - i + T - 1
   Tensor sinks;            // [H, T or 1]
@@ -85,8 +85,8 @@ struct DropoutParams {
 struct AttentionParams {
   Tensor query, key, value;
   Tensor mixing, content_bias;  // absent for gated attention
-  Tensor gate;   // [H], [B, H], [B, H, T] or [B, H, T, Dv], size 1 broadcasts; absent: no gate
-  Tensor alpha;  // [H] in the compute type: entmax; absent: softmax. CPU kernels only
+  Tensor gate;                  // [H], [B, H], [B, H, T] or [B, H, T, Dv], size 1 broadcasts; absent: no gate
+  Tensor alpha;                 // [H] in the compute type: entmax; absent: softmax. CPU kernels only
   ScoreTerms terms;
   MaskParams mask;
   DropoutParams dropout;
@@ -107,9 +107,9 @@ struct ForwardParams : AttentionParams {
 // Absent gradients are not computed.
 struct BackwardParams : AttentionParams {
   bool closed_grad = true;
-  Tensor dout, attended;  // [B, H, T, Dv]
-  Tensor lse;             // as of the forward pass
-  Tensor dlse;  // [B, H, T] in the compute type; absent: 0. Comes without a gate that closes heads
+  Tensor dout, attended;        // [B, H, T, Dv]
+  Tensor lse;                   // as of the forward pass
+  Tensor dlse;                  // [B, H, T] in the compute type; absent: 0. Comes without a gate that closes heads
   Tensor dquery, dkey, dvalue;  // as query, key, value
   Tensor dmixing;               // [B, H, Ds] in the compute type, to be summed over B
   Tensor dcontent_bias;         // [B, H, S] in the compute type
@@ -123,8 +123,7 @@ struct BackwardParams : AttentionParams {
 };
 
 struct StatisticsParams : AttentionParams {
-  const uint8_t* excluded =
-      nullptr;  // [B or 1, S], nonzero: the key is not counted for max_score, max_prob and argmax
+  const uint8_t* excluded = nullptr;  // [B or 1, S], nonzero: the key is not counted for max_score, max_prob and argmax
   int64_t excluded_stride = 0;
   Tensor lse, max_score, max_prob, entropy;  // [B, H, T] in the compute type
   int64_t* argmax = nullptr;                 // [B, H, T] contiguous; of max_score

@@ -114,20 +114,18 @@ struct TileScratch {
   KeySpan* kept;      // [tiles of keys]
   Panel<Operand> key, value;
 
-  static constexpr int64_t kWeights =
-      kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
+  static constexpr int64_t kWeights = kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
   static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
   // `op` has D and, with entmax, the number of tiles of keys that a query tile keeps.
   template <typename Operator>
   static int64_t bytes(const Operator& op, int64_t Dv) {
     return buffer_bytes<Real>(BLOCK_M * width(op.D, Dv)) + buffer_bytes<Real>(width(op.D, Dv)) +
-           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
-           buffer_bytes<Real>(BLOCK_M * row_stride<Real>(BLOCK_N)) +
+           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) + buffer_bytes<Real>(BLOCK_M * row_stride<Real>(BLOCK_N)) +
            buffer_bytes<Operand>(kWeights) + buffer_bytes<Real>(op.kept_tiles * BLOCK_N * BLOCK_M) +
            buffer_bytes<Real>(op.kept_tiles * (BLOCK_N / kKeysPerMaximum) * BLOCK_M) +
            buffer_bytes<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>)) +
-           buffer_bytes<char>(op.kept_tiles * static_cast<int64_t>(sizeof(KeySpan))) +
-           Panel<Operand>::bytes(op.D) + Panel<Operand>::bytes(Dv);
+           buffer_bytes<char>(op.kept_tiles * static_cast<int64_t>(sizeof(KeySpan))) + Panel<Operand>::bytes(op.D) +
+           Panel<Operand>::bytes(Dv);
   }
   // `tiles`: how many query tiles may read a window.
   template <typename Operator>
@@ -150,8 +148,7 @@ struct TileScratch {
 // rows[m][0 .. round_up(width)) = the tile's rows in Real, zero where a row sees nothing and past
 // the width.
 template <typename Real>
-inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, int64_t width,
-                        Real* rows) {
+inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, int64_t width, Real* rows) {
   const int64_t padded = round_up(width, kLanes<Real>), stride = row_stride<Real>(width);
   for (int m = 0; m < visible.columns; ++m) {
     Real* row = rows + m * stride;
@@ -163,17 +160,16 @@ inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, in
 
 // query[d][m] = factor[d] * source[m][d] over the features, zero where a row sees nothing.
 template <typename Real>
-inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ranges features,
-                       const Real* factor, Real* rows, PackedQuery<Real>& query) {
+inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ranges features, const Real* factor,
+                       Real* rows, PackedQuery<Real>& query) {
   for (const Range& range : features) {
     const Rows columns = source.columns(range.begin);
     const int64_t width = range.end - range.begin, padded = round_up(width, kLanes<Real>);
     Real* packed = query.rows + range.begin * BLOCK_M;
     if (source.dtype == kDTypeOf<Real> && width == padded && visible.all_rows) {
-      for (int m = 0; m < visible.columns; ++m)
-        prefetch_next_head<false>(columns, visible.first + m, width);
-      transpose(reinterpret_cast<const Real*>(columns.at(visible.first)), source.stride, packed,
-                BLOCK_M, visible.columns, width);
+      for (int m = 0; m < visible.columns; ++m) prefetch_next_head<false>(columns, visible.first + m, width);
+      transpose(reinterpret_cast<const Real*>(columns.at(visible.first)), source.stride, packed, BLOCK_M,
+                visible.columns, width);
     } else {
       gather_rows(columns, visible, width, rows);
       transpose(rows, row_stride<Real>(width), packed, BLOCK_M, visible.columns, padded);
@@ -186,8 +182,7 @@ inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ran
 
 // words[m][0 .. packed(width)) = the tile's rows as pairs, from bfloat16; zero where a row sees
 // nothing and past the width.
-inline void gather_words(const Rows& source, const VisibleRows<float>& visible, int64_t width,
-                         Pair* words) {
+inline void gather_words(const Rows& source, const VisibleRows<float>& visible, int64_t width, Pair* words) {
   const int64_t stride = row_stride<float>(width);
   for (int m = 0; m < visible.columns; ++m) {
     const bool read = m < visible.count && visible.sees(m);
@@ -202,8 +197,8 @@ inline void gather_words(const Rows& source, const VisibleRows<float>& visible, 
 }
 
 // The same as pairs, rounded where a factor is not 1; includes the features between the ranges.
-inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ranges features,
-                       const float* factor, float* rows, PackedQuery<Pair>& query) {
+inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ranges features, const float* factor,
+                       float* rows, PackedQuery<Pair>& query) {
   if (features.empty()) return;
   const int64_t width = features.end()[-1].end, stride = row_stride<float>(width);
   if (!query.rest) {  // not mixed: all factors are 1
@@ -214,8 +209,7 @@ inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ra
   gather_rows(source, visible, width, rows);
   for (int m = 0; m < visible.columns; ++m)
     for (int64_t d = 0; d < width; ++d) rows[m * stride + d] *= factor[d];
-  if (!split_transposed(rows, stride, visible.columns, round_up(width, kLanes<float>), query.rows,
-                        query.rest, BLOCK_M))
+  if (!split_transposed(rows, stride, visible.columns, round_up(width, kLanes<float>), query.rows, query.rest, BLOCK_M))
     query.rest = nullptr;
 }
 
@@ -223,11 +217,10 @@ inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ra
 // leave visible; others are undefined.
 template <typename Real, typename Operand>
 inline void multiply_visible(const VisibleRows<Real>& visible, const KeySpan& tile, int64_t depth,
-                             const Left<Operand, false>& keys, const Operand* rows, Real* pairs,
-                             bool accumulate) {
+                             const Left<Operand, false>& keys, const Operand* rows, Real* pairs, bool accumulate) {
   visible.template for_keys<kProductUnit<Operand>>(tile, [&](Range n, Range m) {
-    multiply(n.end - n.begin, m.end - m.begin, depth, rows_of(keys.row(n.begin), keys.stride),
-             rows + m.begin, BLOCK_M, pairs + n.begin * BLOCK_M + m.begin, BLOCK_M, accumulate);
+    multiply(n.end - n.begin, m.end - m.begin, depth, rows_of(keys.row(n.begin), keys.stride), rows + m.begin, BLOCK_M,
+             pairs + n.begin * BLOCK_M + m.begin, BLOCK_M, accumulate);
   });
 }
 
@@ -246,8 +239,7 @@ struct Scored {
 // of pairs for a softmax leave a factor, which costs nothing in the exponent.
 template <typename Real, typename Operand>
 inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
-                               const VisibleRows<Real>& visible, const KeySpan& tile,
-                               const Left<Operand, false>& key,
+                               const VisibleRows<Real>& visible, const KeySpan& tile, const Left<Operand, false>& key,
                                const TileScratch<Real, Operand>& scratch, bool with_slope = false) {
   const int columns = visible.columns;
   const HeadTerms<Real>& terms = head.terms;
@@ -275,18 +267,15 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
     for (const Range& range : head.features) {
       const int64_t first = range.begin / kNumbers<Operand>;
       multiply_visible(visible, tile, ceil_div(range.end, kNumbers<Operand>) - first,
-                       rows_of(key.data + first, key.stride), rows + first * BLOCK_M, scores,
-                       started);
+                       rows_of(key.data + first, key.stride), rows + first * BLOCK_M, scores, started);
       started = true;
     }
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
   if (!terms.change_scores() && kScaledQuery<Operand>) return {true, nullptr, Real(1)};
-  if (!terms.change_scores() && head.order == Real(0) && head.scale > Real(0))
-    return {true, nullptr, head.scale};
-  const bool hides =
-      finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.scale, tile.count(), columns,
-                    bias, scores, with_slope ? scratch.slope : nullptr);
+  if (!terms.change_scores() && head.order == Real(0) && head.scale > Real(0)) return {true, nullptr, head.scale};
+  const bool hides = finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.scale, tile.count(), columns, bias,
+                                   scores, with_slope ? scratch.slope : nullptr);
   return {true, hides ? bias : nullptr, Real(1)};
 }
 
@@ -295,26 +284,24 @@ inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand
 // NaN and infinity included. `packed`: scratch.weights holds the weights already, and `weights` is
 // read only for keys with NaN or infinity.
 template <typename Real, typename Operand>
-inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeySpan& window,
-                              const KeySpan& keys, Range columns, const Head<Real>& head,
-                              const VisibleRows<Real>& visible, const Real* weights, bool packed,
-                              const TileScratch<Real, Operand>& scratch, Real* sum,
+inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeySpan& window, const KeySpan& keys,
+                              Range columns, const Head<Real>& head, const VisibleRows<Real>& visible,
+                              const Real* weights, bool packed, const TileScratch<Real, Operand>& scratch, Real* sum,
                               bool accumulate) {
   const int64_t width = columns.end - columns.begin;
   KeySpan checked = keys;
   checked.full = keys.full && head.order == Real(0);  // entmax gives visible keys a weight of 0 too
   const Summands<Operand> rows = panel.summands(source, window, checked, columns);
   const Operand* right =
-      packed ? scratch.weights
-             : right_operand(weights, rows.first, keys.count(), visible.columns, scratch.weights);
+      packed ? scratch.weights : right_operand(weights, rows.first, keys.count(), visible.columns, scratch.weights);
   sum += columns.begin * BLOCK_M;
   visible.template for_lanes<kProductUnit<Operand>>(keys, [&](Range m, Range n) {
     const int64_t first = (rows.first + n.begin) / kNumbers<Operand>;
     const int64_t end = ceil_div(rows.first + n.end, kNumbers<Operand>);
     Left<Operand, kNumbers<Operand> == 1> matrix = rows.matrix;
     matrix.data = matrix.depth(first);
-    multiply(width, m.end - m.begin, n.end > n.begin ? end - first : 0, matrix,
-             right + first * BLOCK_M + m.begin, BLOCK_M, sum + m.begin, BLOCK_M, accumulate);
+    multiply(width, m.end - m.begin, n.end > n.begin ? end - first : 0, matrix, right + first * BLOCK_M + m.begin,
+             BLOCK_M, sum + m.begin, BLOCK_M, accumulate);
   });
   for (int64_t key : *rows.aside) {
     const Rows row = source.columns(columns.begin);
@@ -334,42 +321,38 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
                    TileScratch<Real, Operand>& scratch) {
   const TileUnit<Operand> unit;
   const KeySpan all{0, std::numeric_limits<int64_t>::max()};
-  for_visible_pairs(
-      tiles, count, all, [&](QueryTile<Real, Operand>& tile, const KeySpan& window, KeySpan keys) {
-        const Head<Real>& head = tile.head;
-        const VisibleRows<Real>& visible = tile.visible;
-        Real* scores = scratch.scores;
-        const Scored<Real> scored = score_tile(head, tile.query, visible, keys,
-                                               scratch.key.rows(head.key, window, keys), scratch);
-        if (!scored.any) return;
-        if (scored.hiding) keys.full = false;
-        if (!keys.full) hide(scores, keys, visible, visible.columns);
-        bool moved;
-        if constexpr (kNumbers<Operand> == 2) {
-          const auto rows = scratch.value.summands(head.value, window, keys, {0, head.Dv});
-          moved = tile.softmax.step_packed(scores, static_cast<int>(rows.first), keys.count(),
-                                           visible.columns, scored.factor,
-                                           dropout.active || !rows.aside->empty(), scratch.weights);
-        } else {
-          moved = tile.softmax.step(scores, keys.count(), visible.columns);
+  for_visible_pairs(tiles, count, all, [&](QueryTile<Real, Operand>& tile, const KeySpan& window, KeySpan keys) {
+    const Head<Real>& head = tile.head;
+    const VisibleRows<Real>& visible = tile.visible;
+    Real* scores = scratch.scores;
+    const Scored<Real> scored =
+        score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys), scratch);
+    if (!scored.any) return;
+    if (scored.hiding) keys.full = false;
+    if (!keys.full) hide(scores, keys, visible, visible.columns);
+    bool moved;
+    if constexpr (kNumbers<Operand> == 2) {
+      const auto rows = scratch.value.summands(head.value, window, keys, {0, head.Dv});
+      moved = tile.softmax.step_packed(scores, static_cast<int>(rows.first), keys.count(), visible.columns,
+                                       scored.factor, dropout.active || !rows.aside->empty(), scratch.weights);
+    } else {
+      moved = tile.softmax.step(scores, keys.count(), visible.columns);
+    }
+    if (moved) {
+      for (int64_t w = 0; w < head.Dv; ++w) {
+        for (int m = 0; m < visible.columns; m += kLanes<Real>) {
+          Real* at = tile.out + w * BLOCK_M + m;
+          store<Real>(at, load(at) * load(tile.softmax.rescale + m));
         }
-        if (moved) {
-          for (int64_t w = 0; w < head.Dv; ++w) {
-            for (int m = 0; m < visible.columns; m += kLanes<Real>) {
-              Real* at = tile.out + w * BLOCK_M + m;
-              store<Real>(at, load(at) * load(tile.softmax.rescale + m));
-            }
-          }
-        }
-        // Not scaled: the largest weight of a row is 1, and in bfloat16 1 / (1 - p) is off by
-        // up to 0.2 % in every row. `Normalisation` has the factor.
-        if (dropout.active)
-          drop(dropout, head.b, head.h, keys, visible.first, visible.columns, Real(1), scores);
-        add_weighted_keys(scratch.value, head.value, window, keys, {0, head.Dv}, head, visible,
-                          scores, kNumbers<Operand> == 2 && !dropout.active, scratch, tile.out,
-                          tile.started);
-        tile.started = true;
-      });
+      }
+    }
+    // Not scaled: the largest weight of a row is 1, and in bfloat16 1 / (1 - p) is off by
+    // up to 0.2 % in every row. `Normalisation` has the factor.
+    if (dropout.active) drop(dropout, head.b, head.h, keys, visible.first, visible.columns, Real(1), scores);
+    add_weighted_keys(scratch.value, head.value, window, keys, {0, head.Dv}, head, visible, scores,
+                      kNumbers<Operand> == 2 && !dropout.active, scratch, tile.out, tile.started);
+    tile.started = true;
+  });
 }
 
 // The outputs of one head.
@@ -388,15 +371,14 @@ inline Outputs outputs_of(const Operator& op, const ForwardParams& p, int64_t b,
   const int64_t rows = p.out.size[0] * p.out.size[1] * p.out.size[2];
   return {head_rows(op, p.out, b, h), head_rows(op, p.attended, b, h),
           p.lse ? static_cast<Real*>(p.lse.data) + row : nullptr,
-          p.lse && p.alpha ? static_cast<Real*>(p.lse.data) + rows + row : nullptr,
-          p.dropout.keep_scale};
+          p.lse && p.alpha ? static_cast<Real*>(p.lse.data) + rows + row : nullptr, p.dropout.keep_scale};
 }
 
 // Stores the results of query rows [first, first + count) that see no key: 0, and the sink as lse;
 // absent outputs are left out.
 template <typename Real>
-inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& terms, int64_t first,
-                             int64_t count, int64_t Dv) {
+inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& terms, int64_t first, int64_t count,
+                             int64_t Dv) {
   if (outputs.out) store_zeros<Real>(outputs.out, first, count, Dv);
   if (outputs.attended) store_zeros<Real>(outputs.attended, first, count, Dv);
   if (outputs.lse)
@@ -413,10 +395,8 @@ struct Normalisation {
   Real factor;
   double lse;
 
-  Normalisation(Real reference, Real sum, double keep_scale, const HeadTerms<Real>& terms,
-                int64_t row)
-      : factor(static_cast<Real>(keep_scale) / sum),
-        lse(reference + std::log(static_cast<double>(sum))) {
+  Normalisation(Real reference, Real sum, double keep_scale, const HeadTerms<Real>& terms, int64_t row)
+      : factor(static_cast<Real>(keep_scale) / sum), lse(reference + std::log(static_cast<double>(sum))) {
     const double sink = terms.sink(row), top = std::max<double>(reference, sink);
     if (sink == kHidden<Real>) return;
     const double share = std::exp(reference - top);
@@ -430,18 +410,15 @@ struct Normalisation {
 // its weights relative to `reference`. `token` is its gate, unless that is elementwise. `row` and
 // `scratch` are whole vectors.
 template <typename Real>
-inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real token,
-                       const Outputs& outputs, int64_t i, Real reference, Real sum, Real* row,
-                       Real* scratch) {
+inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real token, const Outputs& outputs, int64_t i,
+                       Real reference, Real sum, Real* row, Real* scratch) {
   if (sum == Real(0)) return store_empty_rows(outputs, head.terms, i, 1, head.Dv);
   const Normalisation<Real> norm(reference, sum, outputs.keep_scale, head.terms, i);
-  for (int64_t w = 0; w < head.Dv; w += kLanes<Real>)
-    store<Real>(row + w, load(row + w) * norm.factor);
+  for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * norm.factor);
   if (outputs.attended) write_row(outputs.attended, i, head.Dv, row);
   if (gate.elementwise) {
     gate.elements(head.b, head.h, i, head.Dv, scratch);
-    for (int64_t w = 0; w < head.Dv; w += kLanes<Real>)
-      store<Real>(row + w, load(row + w) * load(scratch + w));
+    for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * load(scratch + w));
   } else if (gate && token == Real(0)) {
     std::fill_n(row, head.Dv, Real(0));  // as in a tile of such rows, which is not computed
   } else if (gate) {
@@ -463,11 +440,9 @@ inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& 
   alignas(64) Real tokens[BLOCK_M] = {};
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
   for (int m = 0; m < visible.count; ++m) {
-    if (outputs.threshold)
-      static_cast<Real*>(outputs.threshold)[visible.first + m] = tile.threshold[m];
+    if (outputs.threshold) static_cast<Real*>(outputs.threshold)[visible.first + m] = tile.threshold[m];
     finish_row(head, gate, tokens[m], outputs, visible.first + m, tile.softmax.reference[m],
-               visible.sees(m) ? tile.softmax.sum[m] : Real(0), scratch.rows + m * stride,
-               scratch.row);
+               visible.sees(m) ? tile.softmax.sum[m] : Real(0), scratch.rows + m * stride, scratch.row);
   }
 }
 

@@ -23,17 +23,16 @@ struct KeyGradients {
 // sum[n][w] += weights[n][m] * rows[m][w] over the query rows m, for the columns: dS times queries,
 // or P times dout; `left` is the packed weights. Matrix rows are row_stride(width) apart.
 template <typename Real, typename Operand>
-inline void add_weighted_queries(const Real* weights, const Left<Operand, false>& left,
-                                 const Operand* rows, const SetAside<Real>& aside, int64_t width,
-                                 Range columns, const KeySpan& keys, const Head<Real>& head,
-                                 const VisibleRows<Real>& visible, Real* sum) {
+inline void add_weighted_queries(const Real* weights, const Left<Operand, false>& left, const Operand* rows,
+                                 const SetAside<Real>& aside, int64_t width, Range columns, const KeySpan& keys,
+                                 const Head<Real>& head, const VisibleRows<Real>& visible, Real* sum) {
   const int64_t stride = row_stride<Real>(width);
   const int64_t end = round_up(columns.end, kLanes<Real>);
   visible.template for_keys<kProductUnit<Operand>>(keys, [&](Range n, Range m) {
     const int64_t first = m.begin / kNumbers<Operand>;
     multiply(n.end - n.begin, end - columns.begin, (m.end - m.begin) / kNumbers<Operand>,
-             rows_of(left.row(n.begin) + first, left.stride), rows + first * stride + columns.begin,
-             stride, sum + n.begin * stride + columns.begin, stride, true);
+             rows_of(left.row(n.begin) + first, left.stride), rows + first * stride + columns.begin, stride,
+             sum + n.begin * stride + columns.begin, stride, true);
   });
   for (int bad = 0; bad < aside.count; ++bad) {
     const int m = aside.index[bad];
@@ -48,8 +47,7 @@ inline void add_weighted_queries(const Real* weights, const Left<Operand, false>
 // 0, because the sums over query rows include all lanes. `hiding` is the bias of the tile if it
 // hides a pair, else null.
 template <typename Real, typename Operand>
-inline void probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan& keys,
-                          const Real* hiding, Real factor,
+inline void probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan& keys, const Real* hiding, Real factor,
                           BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
@@ -69,16 +67,14 @@ inline void probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan
 
 // dS times `scale` from dP, in place, after `probabilities`.
 template <typename Real, typename Operand>
-inline void score_gradients(const BackwardTile<Real, Operand>& tile, Real scale,
-                            const KeySpan& keys, const Real* hiding,
-                            BackwardScratch<Real, Operand>& scratch) {
+inline void score_gradients(const BackwardTile<Real, Operand>& tile, Real scale, const KeySpan& keys,
+                            const Real* hiding, BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const bool all_visible = keys.full && visible.all_rows;
   for (int n = 0; n < keys.count(); ++n) {
     for (int m = 0; m < visible.columns; m += kLanes<Real>) {
       const int at = n * BLOCK_M + m;
-      Vec<Real> ds =
-          load(scratch.scores + at) * (load(scratch.dprobs + at) - load(tile.delta + m)) * scale;
+      Vec<Real> ds = load(scratch.scores + at) * (load(scratch.dprobs + at) - load(tile.delta + m)) * scale;
       if (!all_visible) ds = visible.lanes_that_see(m, keys.begin + n) ? ds : Vec<Real>{};
       if (hiding) ds = load(hiding + at) != kHidden<Real> ? ds : Vec<Real>{};
       store<Real>(scratch.dprobs + at, ds);
@@ -105,9 +101,8 @@ inline void raw_gradients(int keys, int columns, Real scale, const Real* slope, 
 // after `first` keys of weight 0. kWhole: `first` is 0, the number of keys is even, no pair is
 // hidden, and the columns are whole vectors of pairs.
 template <bool kWhole>
-inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, float scale,
-                         const KeySpan& keys, int64_t first, const float* hiding, bool keep,
-                         const BackwardScratch<float, Pair>& scratch) {
+inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, float scale, const KeySpan& keys,
+                         int64_t first, const float* hiding, bool keep, const BackwardScratch<float, Pair>& scratch) {
   constexpr int L = kLanes<float>;
   const VisibleRows<float>& visible = tile.visible;
   const bool all_visible = keys.full && visible.all_rows && !hiding;
@@ -124,8 +119,7 @@ inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, fl
         for (int v = 0; v < 2; ++v) {
           const int64_t lane = m + v * L, at = n * BLOCK_M + lane;
           if (!kWhole && lane == columns) continue;
-          p[v] = exp_of_score<Pair>(rounded_product<float>(load(scratch.scores + at) * factor) -
-                                    load(tile.lse + lane));
+          p[v] = exp_of_score<Pair>(rounded_product<float>(load(scratch.scores + at) * factor) - load(tile.lse + lane));
           ds[v] = p[v] * (load(scratch.dprobs + at) - load(tile.delta + lane)) * scale;
           if (!kWhole && !all_visible) {
             IntVec<float> sees = visible.lanes_that_see(static_cast<int>(lane), keys.begin + n);
@@ -149,12 +143,11 @@ inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, fl
   }
 }
 
-inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, float scale,
-                         const KeySpan& keys, int64_t first, const float* hiding, bool keep,
-                         const BackwardScratch<float, Pair>& scratch) {
+inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, float scale, const KeySpan& keys,
+                         int64_t first, const float* hiding, bool keep, const BackwardScratch<float, Pair>& scratch) {
   const VisibleRows<float>& visible = tile.visible;
-  const bool whole = first == 0 && !hiding && keys.full && visible.all_rows &&
-                     keys.count() % 2 == 0 && visible.columns % (2 * kLanes<float>) == 0;
+  const bool whole = first == 0 && !hiding && keys.full && visible.all_rows && keys.count() % 2 == 0 &&
+                     visible.columns % (2 * kLanes<float>) == 0;
   whole ? pack_weights<true>(tile, factor, scale, keys, 0, nullptr, keep, scratch)
         : pack_weights<false>(tile, factor, scale, keys, first, hiding, keep, scratch);
 }
@@ -179,83 +172,71 @@ inline void add_row_sums(const Real* tile, int keys, int columns, Real* sums) {
 // Runs the backward loop of `count` tiles over the keys [range.begin, range.end): adds to the
 // gradients of the keys, and to `dquery` of the tiles for `dquery_features` (empty: no dquery).
 template <typename Real, typename Operand>
-inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
-                            const DropoutParams& dropout, Real scale, const KeySpan& range,
-                            Ranges dquery_features, const KeyGradients<Real>& gradients,
+inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count, const DropoutParams& dropout, Real scale,
+                            const KeySpan& range, Ranges dquery_features, const KeyGradients<Real>& gradients,
                             BackwardScratch<Real, Operand>& scratch) {
   const TileUnit<Operand> unit;
   const bool with_raw = gradients.dkey || gradients.dcontent_bias || !dquery_features.empty();
   const bool with_dscores = with_raw || gradients.bias;
-  for_visible_pairs(
-      tiles, count, range,
-      [&](BackwardTile<Real, Operand>& tile, const KeySpan& window, KeySpan keys) {
-        const Head<Real>& head = tile.head;
-        const int columns = tile.visible.columns;
-        const int64_t offset = keys.begin - gradients.begin;
-        const bool sloped = with_raw && head.terms.cap != Real(0);
-        const auto [any, hiding, factor] =
-            score_tile(head, tile.query, tile.visible, keys,
-                       scratch.key.rows(head.key, window, keys), scratch, sloped);
-        if (!any) return;
-        if (hiding) keys.full = false;
-        Left<Operand, false> probs = rows_of(scratch.probs_packed, BLOCK_M / 2);
-        Left<Operand, false> dscores = rows_of(scratch.dscores_packed, BLOCK_M / 2);
-        const auto multiply_values = [&] {
-          multiply_visible(tile.visible, keys, ceil_div(head.Dv, kNumbers<Operand>),
-                           scratch.value.rows(head.value, window, keys), tile.dout, scratch.dprobs,
-                           false);
-        };
-        const bool at_once =
-            kNumbers<Operand> == 2 && with_raw && !dropout.active && !sloped && !gradients.bias;
-        if constexpr (kNumbers<Operand> == 2) {
-          if (at_once) {
-            multiply_values();
-            bool keep = tile.bad_queries.count || tile.bad_douts.count || gradients.dcontent_bias;
-            int64_t first = 0;
-            if (!dquery_features.empty()) {
-              const auto summands =
-                  scratch.key.summands(head.key, window, keys, *dquery_features.begin());
-              first = summands.first;
-              keep = keep || !summands.aside->empty();
-            }
-            pack_weights(tile, factor, scale, keys, first, hiding, keep, scratch);
-          }
+  for_visible_pairs(tiles, count, range, [&](BackwardTile<Real, Operand>& tile, const KeySpan& window, KeySpan keys) {
+    const Head<Real>& head = tile.head;
+    const int columns = tile.visible.columns;
+    const int64_t offset = keys.begin - gradients.begin;
+    const bool sloped = with_raw && head.terms.cap != Real(0);
+    const auto [any, hiding, factor] =
+        score_tile(head, tile.query, tile.visible, keys, scratch.key.rows(head.key, window, keys), scratch, sloped);
+    if (!any) return;
+    if (hiding) keys.full = false;
+    Left<Operand, false> probs = rows_of(scratch.probs_packed, BLOCK_M / 2);
+    Left<Operand, false> dscores = rows_of(scratch.dscores_packed, BLOCK_M / 2);
+    const auto multiply_values = [&] {
+      multiply_visible(tile.visible, keys, ceil_div(head.Dv, kNumbers<Operand>),
+                       scratch.value.rows(head.value, window, keys), tile.dout, scratch.dprobs, false);
+    };
+    const bool at_once = kNumbers<Operand> == 2 && with_raw && !dropout.active && !sloped && !gradients.bias;
+    if constexpr (kNumbers<Operand> == 2) {
+      if (at_once) {
+        multiply_values();
+        bool keep = tile.bad_queries.count || tile.bad_douts.count || gradients.dcontent_bias;
+        int64_t first = 0;
+        if (!dquery_features.empty()) {
+          const auto summands = scratch.key.summands(head.key, window, keys, *dquery_features.begin());
+          first = summands.first;
+          keep = keep || !summands.aside->empty();
         }
-        if (!at_once) {
-          probabilities(tile, keys, hiding, factor, scratch);
-          if (with_dscores) multiply_values();
-          if (dropout.active) {
-            std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
-            drop(dropout, head.b, head.h, keys, tile.visible.first, columns,
-                 static_cast<Real>(dropout.keep_scale), scratch.dropped, scratch.dprobs);
-          }
-          if (with_dscores)
-            score_gradients(tile, gradients.bias ? Real(1) : scale, keys, hiding, scratch);
-          if (gradients.bias)
-            gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
-          if (sloped || (gradients.bias && with_raw))
-            raw_gradients(keys.count(), columns, gradients.bias ? scale : Real(1),
-                          sloped ? scratch.slope : nullptr, scratch.dprobs);
-          probs = left_operand(dropout.active ? scratch.dropped : scratch.scores, keys.count(),
-                               columns, scratch.probs_packed);
-          dscores = left_operand(scratch.dprobs, keys.count(), columns, scratch.dscores_packed);
-        }
-        if (gradients.dvalue)
-          add_weighted_queries(dropout.active ? scratch.dropped : scratch.scores, probs,
-                               tile.dout_rows, tile.bad_douts, head.Dv, Range{0, head.Dv}, keys,
-                               head, tile.visible,
-                               gradients.dvalue + offset * row_stride<Real>(head.Dv));
-        if (gradients.dkey)
-          for (const Range& features : head.features)
-            add_weighted_queries(scratch.dprobs, dscores, tile.query_rows, tile.bad_queries, head.D,
-                                 features, keys, head, tile.visible,
-                                 gradients.dkey + offset * row_stride<Real>(head.D));
-        if (gradients.dcontent_bias)
-          add_row_sums(scratch.dprobs, keys.count(), columns, gradients.dcontent_bias + offset);
-        for (const Range& features : dquery_features)
-          add_weighted_keys(scratch.key, head.key, window, keys, features, head, tile.visible,
-                            scratch.dprobs, at_once, scratch, tile.dquery, true);
-      });
+        pack_weights(tile, factor, scale, keys, first, hiding, keep, scratch);
+      }
+    }
+    if (!at_once) {
+      probabilities(tile, keys, hiding, factor, scratch);
+      if (with_dscores) multiply_values();
+      if (dropout.active) {
+        std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
+        drop(dropout, head.b, head.h, keys, tile.visible.first, columns, static_cast<Real>(dropout.keep_scale),
+             scratch.dropped, scratch.dprobs);
+      }
+      if (with_dscores) score_gradients(tile, gradients.bias ? Real(1) : scale, keys, hiding, scratch);
+      if (gradients.bias) gradients.bias.add(scratch.dprobs, tile.visible, keys, scratch.bias_rows);
+      if (sloped || (gradients.bias && with_raw))
+        raw_gradients(keys.count(), columns, gradients.bias ? scale : Real(1), sloped ? scratch.slope : nullptr,
+                      scratch.dprobs);
+      probs =
+          left_operand(dropout.active ? scratch.dropped : scratch.scores, keys.count(), columns, scratch.probs_packed);
+      dscores = left_operand(scratch.dprobs, keys.count(), columns, scratch.dscores_packed);
+    }
+    if (gradients.dvalue)
+      add_weighted_queries(dropout.active ? scratch.dropped : scratch.scores, probs, tile.dout_rows, tile.bad_douts,
+                           head.Dv, Range{0, head.Dv}, keys, head, tile.visible,
+                           gradients.dvalue + offset * row_stride<Real>(head.Dv));
+    if (gradients.dkey)
+      for (const Range& features : head.features)
+        add_weighted_queries(scratch.dprobs, dscores, tile.query_rows, tile.bad_queries, head.D, features, keys, head,
+                             tile.visible, gradients.dkey + offset * row_stride<Real>(head.D));
+    if (gradients.dcontent_bias) add_row_sums(scratch.dprobs, keys.count(), columns, gradients.dcontent_bias + offset);
+    for (const Range& features : dquery_features)
+      add_weighted_keys(scratch.key, head.key, window, keys, features, head, tile.visible, scratch.dprobs, at_once,
+                        scratch, tile.dquery, true);
+  });
 }
 
 }  // namespace hk::HK_LEVEL

@@ -27,8 +27,7 @@ struct RowStatistics {
   }
 
   // `scores` is read; `probabilities` is scratch of the same shape.
-  void step(const Real* scores, Real* probabilities, const KeySpan& keys, const uint8_t* excluded,
-            int columns) {
+  void step(const Real* scores, Real* probabilities, const KeySpan& keys, const uint8_t* excluded, int columns) {
     for (int n = 0; n < keys.count(); ++n) {
       if (excluded && excluded[keys.begin + n]) continue;
       for (int m = 0; m < columns; ++m) {
@@ -73,10 +72,8 @@ template <typename Real>
 struct RowShares {
   std::vector<Real> reference, share;  // [B, H, T]; empty if `received` is not requested
 
-  void set(const Tensor& weights, const Head<Real>& head, int64_t i, int64_t row, Real top,
-           double part) {
-    const int64_t at =
-        head.b * weights.stride[0] + head.h * weights.stride[1] + i * weights.stride[2];
+  void set(const Tensor& weights, const Head<Real>& head, int64_t i, int64_t row, Real top, double part) {
+    const int64_t at = head.b * weights.stride[0] + head.h * weights.stride[1] + i * weights.stride[2];
     const Real weight = static_cast<const Real*>(weights.data)[at];
     reference[row] = top;
     share[row] = weight == Real(0) ? Real(0) : static_cast<Real>(weight * part);
@@ -84,8 +81,8 @@ struct RowShares {
 };
 
 template <typename Real>
-inline void store_statistics(const StatisticsParams& params, const StatisticsTile<Real>& tile,
-                             int64_t row, RowShares<Real>& rows) {
+inline void store_statistics(const StatisticsParams& params, const StatisticsTile<Real>& tile, int64_t row,
+                             RowShares<Real>& rows) {
   const RowStatistics<Real>& statistics = tile.statistics;
   for (int m = 0; m < tile.visible.count; ++m) {
     const Real sum = statistics.softmax.sum[m], reference = statistics.softmax.reference[m];
@@ -148,57 +145,48 @@ struct SharesTile {
 // One thread sums what its keys receive, in the order of the query tiles: the result does not
 // depend bitwise on how the keys are split.
 template <typename Real, typename Operator>
-void received_by_keys(const StatisticsParams& params, const Operator& op,
-                      const RowShares<Real>& rows) {
+void received_by_keys(const StatisticsParams& params, const Operator& op, const RowShares<Real>& rows) {
   const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
-  const int64_t tile_bytes =
-      buffer_bytes<char>(sizeof(SharesTile<Real>)) + buffer_bytes<Real>(query_count);
+  const int64_t tile_bytes = buffer_bytes<char>(sizeof(SharesTile<Real>)) + buffer_bytes<Real>(query_count);
   const int64_t size = std::min(tiles_in_cache(tile_bytes), std::max<int64_t>(1, op.query_tiles));
   const int64_t heads = op.B * op.H, windows = ceil_div(op.S, BLOCK_N);
   const int64_t wanted = ceil_div(kItemsPerThread * params.threads, heads);
   const int64_t each = ceil_div(windows, std::min(windows, wanted)) * BLOCK_N;  // keys of an item
   const int64_t parts = ceil_div(op.S, each);
-  const int64_t bytes =
-      size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) + buffer_bytes<double>(each);
-  parallel_for(
-      heads * parts, params.threads, op.multiply_adds(), bytes,
-      [&](int64_t item, Workspace& workspace) {
-        const int64_t head = item / parts, b = head / op.H, h = head % op.H;
-        const KeySpan range{item % parts * each, std::min(op.S, (item % parts + 1) * each)};
-        TileScratch<Real, Real> scratch(workspace, op, 1, size);
-        double* const sum = workspace.take<double>(each);
-        std::fill_n(sum, each, 0.0);
-        const size_t mark = workspace.mark();
-        for (int64_t first = 0; first < op.query_tiles; first += size, workspace.rewind(mark)) {
-          auto* tiles = workspace.take_objects<SharesTile<Real>>(size);
-          int64_t count = 0;
-          for (int64_t i = first; i < std::min(op.query_tiles, first + size); ++i) {
-            const VisibleRows<Real> visible(params.mask, b, h, i * BLOCK_M, op.T, op.S);
-            if (!visible.meets(range)) continue;
-            const int64_t row = head * op.T + visible.first;
-            auto* tile = new (tiles + count++)
-                SharesTile<Real>{op.head(b, h),
-                                 visible,
-                                 rows.reference.data() + row,
-                                 rows.share.data() + row,
-                                 {workspace.take<Real>(query_count), nullptr}};
-            op.pack(b, h, tile->visible, scratch.rows, tile->query);
-          }
-          for_visible_pairs(
-              tiles, count, range,
-              [&](SharesTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
-                if (!score_tile(tile.head, tile.query, tile.visible, keys,
-                                scratch.key.rows(tile.head.key, window, keys), scratch)
-                         .any)
-                  return;
-                if (!keys.full) hide(scratch.scores, keys, tile.visible, tile.visible.columns);
-                tile.add(scratch.scores, keys.count(), sum + keys.begin - range.begin);
-              });
-        }
-        Real* const received = static_cast<Real*>(params.received.data) + head * op.S;
-        for (int64_t key = range.begin; key < range.end; ++key)
-          received[key] = static_cast<Real>(sum[key - range.begin]);
+  const int64_t bytes = size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) + buffer_bytes<double>(each);
+  parallel_for(heads * parts, params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
+    const int64_t head = item / parts, b = head / op.H, h = head % op.H;
+    const KeySpan range{item % parts * each, std::min(op.S, (item % parts + 1) * each)};
+    TileScratch<Real, Real> scratch(workspace, op, 1, size);
+    double* const sum = workspace.take<double>(each);
+    std::fill_n(sum, each, 0.0);
+    const size_t mark = workspace.mark();
+    for (int64_t first = 0; first < op.query_tiles; first += size, workspace.rewind(mark)) {
+      auto* tiles = workspace.take_objects<SharesTile<Real>>(size);
+      int64_t count = 0;
+      for (int64_t i = first; i < std::min(op.query_tiles, first + size); ++i) {
+        const VisibleRows<Real> visible(params.mask, b, h, i * BLOCK_M, op.T, op.S);
+        if (!visible.meets(range)) continue;
+        const int64_t row = head * op.T + visible.first;
+        auto* tile = new (tiles + count++) SharesTile<Real>{op.head(b, h),
+                                                            visible,
+                                                            rows.reference.data() + row,
+                                                            rows.share.data() + row,
+                                                            {workspace.take<Real>(query_count), nullptr}};
+        op.pack(b, h, tile->visible, scratch.rows, tile->query);
+      }
+      for_visible_pairs(tiles, count, range, [&](SharesTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
+        if (!score_tile(tile.head, tile.query, tile.visible, keys, scratch.key.rows(tile.head.key, window, keys),
+                        scratch)
+                 .any)
+          return;
+        if (!keys.full) hide(scratch.scores, keys, tile.visible, tile.visible.columns);
+        tile.add(scratch.scores, keys.count(), sum + keys.begin - range.begin);
       });
+    }
+    Real* const received = static_cast<Real*>(params.received.data) + head * op.S;
+    for (int64_t key = range.begin; key < range.end; ++key) received[key] = static_cast<Real>(sum[key - range.begin]);
+  });
 }
 
 // `Operator` is GatedAttention<Real, Real> or CollaborativeAttention<Real, Real>: it packs a query
@@ -212,47 +200,39 @@ void attention_statistics_of(const StatisticsParams& params) {
     rows.share.resize(op.B * op.H * op.T);
   }
   const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
-  const int64_t tile_bytes =
-      buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + buffer_bytes<Real>(query_count);
+  const int64_t tile_bytes = buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + buffer_bytes<Real>(query_count);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
-  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) +
-                        buffer_bytes<Real>(BLOCK_N * BLOCK_M);
-  parallel_for(items.count(), params.threads, op.multiply_adds(), bytes,
-               [&](int64_t item, Workspace& workspace) {
-                 TileScratch<Real, Real> scratch(workspace, op, 1, items.size);
-                 Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
-                 auto* tiles = workspace.take_objects<StatisticsTile<Real>>(items.size);
-                 int64_t count = 0;
-                 for (const TilePlace& at : items.tiles(item)) {
-                   StatisticsTile<Real>* tile = new (tiles + count++)
-                       StatisticsTile<Real>{op.head(at.b, at.h),
-                                            {params.mask, at.b, at.h, at.first_row, op.T, op.S},
-                                            {},
-                                            {workspace.take<Real>(query_count), nullptr}};
-                   if (tile->visible.any)
-                     op.pack(at.b, at.h, tile->visible, scratch.rows, tile->query);
-                 }
-                 const KeySpan all{0, op.S};
-                 for_visible_pairs(
-                     tiles, count, all,
-                     [&](StatisticsTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
-                       const int columns = tile.visible.columns;
-                       if (!score_tile(tile.head, tile.query, tile.visible, keys,
-                                       scratch.key.rows(tile.head.key, window, keys), scratch)
-                                .any)
-                         return;
-                       if (!keys.full) hide(scratch.scores, keys, tile.visible, columns);
-                       const uint8_t* excluded =
-                           params.excluded ? params.excluded + tile.head.b * params.excluded_stride
-                                           : nullptr;
-                       tile.statistics.step(scratch.scores, probabilities, keys, excluded, columns);
-                     });
-                 for (int64_t i = 0; i < count; ++i) {
-                   const StatisticsTile<Real>& tile = tiles[i];
-                   const int64_t head = tile.head.b * op.H + tile.head.h;
-                   store_statistics(params, tile, head * op.T + tile.visible.first, rows);
-                 }
-               });
+  const int64_t bytes =
+      items.size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) + buffer_bytes<Real>(BLOCK_N * BLOCK_M);
+  parallel_for(items.count(), params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
+    TileScratch<Real, Real> scratch(workspace, op, 1, items.size);
+    Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
+    auto* tiles = workspace.take_objects<StatisticsTile<Real>>(items.size);
+    int64_t count = 0;
+    for (const TilePlace& at : items.tiles(item)) {
+      StatisticsTile<Real>* tile =
+          new (tiles + count++) StatisticsTile<Real>{op.head(at.b, at.h),
+                                                     {params.mask, at.b, at.h, at.first_row, op.T, op.S},
+                                                     {},
+                                                     {workspace.take<Real>(query_count), nullptr}};
+      if (tile->visible.any) op.pack(at.b, at.h, tile->visible, scratch.rows, tile->query);
+    }
+    const KeySpan all{0, op.S};
+    for_visible_pairs(tiles, count, all, [&](StatisticsTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
+      const int columns = tile.visible.columns;
+      if (!score_tile(tile.head, tile.query, tile.visible, keys, scratch.key.rows(tile.head.key, window, keys), scratch)
+               .any)
+        return;
+      if (!keys.full) hide(scratch.scores, keys, tile.visible, columns);
+      const uint8_t* excluded = params.excluded ? params.excluded + tile.head.b * params.excluded_stride : nullptr;
+      tile.statistics.step(scratch.scores, probabilities, keys, excluded, columns);
+    });
+    for (int64_t i = 0; i < count; ++i) {
+      const StatisticsTile<Real>& tile = tiles[i];
+      const int64_t head = tile.head.b * op.H + tile.head.h;
+      store_statistics(params, tile, head * op.T + tile.visible.first, rows);
+    }
+  });
   if (params.received) received_by_keys(params, op, rows);
 }
 

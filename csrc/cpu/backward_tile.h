@@ -37,7 +37,7 @@ struct BackwardTile : QueryTile<Real, Operand> {
   Operand* dout;        // [Dv][64] the same transposed, in the memory of `out`
   Real* dquery;         // [D][64]
   SetAside<Real> bad_queries, bad_douts;
-  alignas(64) Real lse[BLOCK_M];  // +inf where a row sees nothing, so that its probabilities are 0
+  alignas(64) Real lse[BLOCK_M];    // +inf where a row sees nothing, so that its probabilities are 0
   alignas(64) Real delta[BLOCK_M];  // rowsum(dout * out)
 
   static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
@@ -55,8 +55,7 @@ struct BackwardTile : QueryTile<Real, Operand> {
            buffer_bytes<Real>(row_stride<Real>(op.Dv) * BLOCK_M);
   }
   template <typename Operator>
-  BackwardTile(Workspace& w, const Operator& op, int64_t b, int64_t h,
-               const VisibleRows<Real>& visible)
+  BackwardTile(Workspace& w, const Operator& op, int64_t b, int64_t h, const VisibleRows<Real>& visible)
       : QueryTile<Real, Operand>(w, op, b, h, visible),
         query_rows(w.take<Operand>(row_stride<Operand>(op.D) * kRows)),
         dout_rows(w.take<Operand>(row_stride<Operand>(op.Dv) * kRows)),
@@ -99,10 +98,8 @@ struct BackwardScratch : TileScratch<Real, Operand> {
   static int64_t bytes(const Operator& op, int64_t Dv) {
     return TileScratch<Real, Operand>::bytes(op, Dv) +
            buffer_bytes<Real>(BLOCK_M * TileScratch<Real, Operand>::width(op.D, Dv)) +
-           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) +
-           2 * buffer_bytes<Operand>(TileScratch<Real, Operand>::kWeights) +
-           buffer_bytes<NearTile<Real>>(op.kept_tiles) +
-           buffer_bytes<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M) +
+           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) + 2 * buffer_bytes<Operand>(TileScratch<Real, Operand>::kWeights) +
+           buffer_bytes<NearTile<Real>>(op.kept_tiles) + buffer_bytes<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M) +
            Panel<Operand>::bytes(near_width(op));
   }
   template <typename Operator>
@@ -141,8 +138,7 @@ struct HeadGradients {
 
 // The `HeadGradients` of head (b, h); dgate and dsinks are null unless `with_rows`.
 template <typename Real, typename Operator>
-inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p, int64_t b,
-                                    int64_t h, bool with_rows) {
+inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p, int64_t b, int64_t h, bool with_rows) {
   const int64_t row = (b * op.H + h) * op.T, width = op.gate.elementwise ? op.Dv : 1;
   return {head_rows(op, p.dout, b, h),
           head_rows(op, p.attended, b, h),
@@ -165,12 +161,10 @@ inline Real* zeros(Workspace& workspace, int64_t count) {
 // Stores rows [begin, end) of a gradient from its accumulator [end - begin][row_stride(width)];
 // does nothing without an accumulator.
 template <typename Real>
-inline void store_accumulator(const Rows& rows, int64_t begin, int64_t end, int64_t width,
-                              const Real* accumulator) {
+inline void store_accumulator(const Rows& rows, int64_t begin, int64_t end, int64_t width, const Real* accumulator) {
   if (!accumulator) return;
   const int64_t stride = row_stride<Real>(width);
-  for (int64_t r = begin; r < end; ++r)
-    write_row(rows, r, width, accumulator + (r - begin) * stride);
+  for (int64_t r = begin; r < end; ++r) write_row(rows, r, width, accumulator + (r - begin) * stride);
 }
 
 template <typename Real>
@@ -212,8 +206,7 @@ inline bool sees_a_key(const HeadTerms<Real>& terms, const VisibleRows<Real>& vi
 // products do, so that dP - delta of a row with one key is 0 and not a rounding error.
 template <typename Real, typename Operand>
 inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<Real>& gate,
-                                  const HeadGradients& gradients,
-                                  BackwardScratch<Real, Operand>& scratch) {
+                                  const HeadGradients& gradients, BackwardScratch<Real, Operand>& scratch) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
@@ -225,41 +218,32 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
   for (int m = 0; m < BLOCK_M; ++m) {
     const int64_t i = visible.first + m;
     const Real lse = visible.sees(m) ? static_cast<const Real*>(gradients.lse)[i] : kHidden<Real>;
-    const bool sees =
-        lse != kHidden<Real> &&  // masks or bias may hide all its keys
-        (lse != static_cast<Real>(head.terms.sink(i)) || sees_a_key(head.terms, visible, m));
+    const bool sees = lse != kHidden<Real> &&  // masks or bias may hide all its keys
+                      (lse != static_cast<Real>(head.terms.sink(i)) || sees_a_key(head.terms, visible, m));
     tile.lse[m] = sees ? lse : -kHidden<Real>;
-    tile.threshold[m] =
-        gradients.threshold && sees ? static_cast<const Real*>(gradients.threshold)[i] : Real(0);
+    tile.threshold[m] = gradients.threshold && sees ? static_cast<const Real*>(gradients.threshold)[i] : Real(0);
     const bool there = m < visible.count;
-    const Real dlse =
-        gradients.dlse && there ? static_cast<const Real*>(gradients.dlse)[i] : Real(0);
+    const Real dlse = gradients.dlse && there ? static_cast<const Real*>(gradients.dlse)[i] : Real(0);
     tile.delta[m] = 0;
     Real* dout = dout_rows + m * stride;
     const Real* attended = sees ? scratch.rows + m * stride : nullptr;
     if (gradients.dsinks && there)  // the lse of a row that sees nothing is the sink
-      static_cast<Real*>(gradients.dsinks)[i] =
-          head.terms.sink(i) == kHidden<Real> ? Real(0) : dlse;
-    if (gradients.dgate && there)
-      store_gate_row(gradients.dgate, gate.elementwise, i, head.Dv, dout, attended);
+      static_cast<Real*>(gradients.dsinks)[i] = head.terms.sink(i) == kHidden<Real> ? Real(0) : dlse;
+    if (gradients.dgate && there) store_gate_row(gradients.dgate, gate.elementwise, i, head.Dv, dout, attended);
     if (!sees) continue;
     if (gate.elementwise) {
       Real* values = scratch.row;
       gate.elements(head.b, head.h, i, head.Dv, values);
-      for (int64_t w = 0; w < padded; w += kLanes<Real>)
-        store<Real>(dout + w, load(dout + w) * load(values + w));
+      for (int64_t w = 0; w < padded; w += kLanes<Real>) store<Real>(dout + w, load(dout + w) * load(values + w));
     } else if (gate) {
-      for (int64_t w = 0; w < padded; w += kLanes<Real>)
-        store<Real>(dout + w, load(dout + w) * tokens[m]);
+      for (int64_t w = 0; w < padded; w += kLanes<Real>) store<Real>(dout + w, load(dout + w) * tokens[m]);
     }
     // The sink's probability times (0 - delta), before rounding.
     if (gradients.dsinks)
       static_cast<Real*>(gradients.dsinks)[i] =
-          -static_cast<Real>(std::exp(head.terms.sink(i) - tile.lse[m])) *
-          (dot(dout, attended, padded) - dlse);
+          -static_cast<Real>(std::exp(head.terms.sink(i) - tile.lse[m])) * (dot(dout, attended, padded) - dlse);
     if (gate) round_row<Operand>(dout, padded);
-    tile.delta[m] = gradients.delta ? static_cast<const Real*>(gradients.delta)[i]
-                                    : dot(dout, attended, padded) - dlse;
+    tile.delta[m] = gradients.delta ? static_cast<const Real*>(gradients.delta)[i] : dot(dout, attended, padded) - dlse;
   }
   pack_transposed(dout_rows, stride, visible.columns, padded, scratch.rows, tile.dout);
   tile.bad_douts.gather(dout_rows, visible.columns, padded, stride);
@@ -284,8 +268,7 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& 
 // The gate's gradient rows of a closed head, whose output the forward pass did not compute.
 template <typename Real, typename Operand>
 inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams& dropout,
-                             const HeadGradients& gradients,
-                             BackwardScratch<Real, Operand>& scratch) {
+                             const HeadGradients& gradients, BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int64_t Dv = tile.head.Dv, padded = round_up(Dv, kLanes<Real>);
   const int64_t stride = row_stride<Real>(Dv);
@@ -297,14 +280,12 @@ inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams
     const bool sees = visible.sees(m) && tile.softmax.sum[m] != Real(0);
     Real* row = scratch.rows + m * stride;
     if (sees) {
-      const Normalisation<Real> norm(tile.softmax.reference[m], tile.softmax.sum[m],
-                                     dropout.keep_scale, tile.head.terms, visible.first + m);
-      for (int64_t w = 0; w < padded; w += kLanes<Real>)
-        store<Real>(row + w, load(row + w) * norm.factor);
+      const Normalisation<Real> norm(tile.softmax.reference[m], tile.softmax.sum[m], dropout.keep_scale,
+                                     tile.head.terms, visible.first + m);
+      for (int64_t w = 0; w < padded; w += kLanes<Real>) store<Real>(row + w, load(row + w) * norm.factor);
       for (int64_t w = Dv; w < padded; ++w) row[w] = 0;
     }
-    store_gate_row<Real>(gradients.dgate, false, visible.first + m, Dv, dout_rows + m * stride,
-                         sees ? row : nullptr);
+    store_gate_row<Real>(gradients.dgate, false, visible.first + m, Dv, dout_rows + m * stride, sees ? row : nullptr);
   }
 }
 
@@ -336,14 +317,11 @@ inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, c
 // sees a key.
 template <typename Real, typename Operand, typename Operator, typename Pack>
 inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
-                         BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch,
-                         Pack pack) {
+                         BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch, Pack pack) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const bool closed = op.gate.closed(head.b, head.h);
-  const bool skipped =
-      closed ||
-      (op.skips_rows && op.gate.closed_rows(head.b, head.h, visible.first, visible.count));
+  const bool skipped = closed || (op.skips_rows && op.gate.closed_rows(head.b, head.h, visible.first, visible.count));
   if (skipped && gradients.dsinks)
     std::fill_n(static_cast<Real*>(gradients.dsinks) + visible.first, visible.count, Real(0));
   if (skipped && !gradients.dgate) return false;
@@ -363,11 +341,9 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
 
 template <typename Real, typename Operand, typename Operator>
 inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
-                         BackwardTile<Real, Operand>& tile,
-                         BackwardScratch<Real, Operand>& scratch) {
-  return prepare_tile(op, closed_grad, gradients, tile, scratch, [&] {
-    op.pack(tile.head.b, tile.head.h, tile.visible, scratch.rows, tile.query);
-  });
+                         BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch) {
+  return prepare_tile(op, closed_grad, gradients, tile, scratch,
+                      [&] { op.pack(tile.head.b, tile.head.h, tile.visible, scratch.rows, tile.query); });
 }
 
 }  // namespace hk::HK_LEVEL

@@ -49,14 +49,11 @@ struct CollaborativeAttention {
         image(p, B, H, T, S) {
     std::vector<double> own(D);  // the mixing of a head, compared with 0 before rounding to Real
     for (int64_t h = 0; h < H; ++h) {
-      load_row(
-          own.data(),
-          static_cast<char*>(p.mixing.data) + h * p.mixing.stride[0] * element_size(p.mixing.dtype),
-          p.mixing.dtype, D, p.mixing.stride[1]);
+      load_row(own.data(), static_cast<char*>(p.mixing.data) + h * p.mixing.stride[0] * element_size(p.mixing.dtype),
+               p.mixing.dtype, D, p.mixing.stride[1]);
       for (int64_t d = 0; d < D; ++d) {
         mixing[h * D + d] = static_cast<Real>(own[d]);
-        factors[h * D + d] =
-            mixing[h * D + d] * (kScaledQuery<Operand> ? static_cast<Real>(p.scale) : Real(1));
+        factors[h * D + d] = mixing[h * D + d] * (kScaledQuery<Operand> ? static_cast<Real>(p.scale) : Real(1));
       }
       for (int64_t begin = 0; begin < D; begin += kMixingChunk) {
         const int64_t end = std::min(D, begin + kMixingChunk);
@@ -76,9 +73,8 @@ struct CollaborativeAttention {
     Rows content_bias;
     if (params.content_bias) {
       const Tensor& t = params.content_bias;
-      content_bias = {
-          static_cast<char*>(t.data) + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype),
-          0, t.stride[2], t.dtype};
+      content_bias = {static_cast<char*>(t.data) + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype), 0,
+                      t.stride[2], t.dtype};
     }
     return {b,
             h,
@@ -92,16 +88,13 @@ struct CollaborativeAttention {
             image.terms(params.terms, b, h, T)};
   }
 
-  Ranges features_of(int64_t h) const {
-    return {features[h].data(), static_cast<int64_t>(features[h].size())};
-  }
+  Ranges features_of(int64_t h) const { return {features[h].data(), static_cast<int64_t>(features[h].size())}; }
 
   Rows query_rows(int64_t b, int64_t) const { return rows_at(params.query, b); }
   const Real* factors_of(int64_t h) const { return factors.data() + h * D; }
 
   // The mixed query tile of head h, skipped features left undefined; `rows` is scratch.
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows,
-            PackedQuery<Operand>& query) const {
+  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, PackedQuery<Operand>& query) const {
     pack_query(query_rows(b, h), visible, features_of(h), factors_of(h), rows, query);
   }
 
@@ -131,18 +124,17 @@ inline int64_t groups_of_heads(int64_t H, int64_t Hv, int64_t T, int64_t S) {
 // query[d][m] = factor[d] * queries[d][m] over the features, both transposed, and zero where a row
 // sees nothing.
 template <typename Real>
-inline void mix_queries(const Real* queries, const VisibleRows<Real>& visible, Ranges features,
-                        const Real* factor, int64_t, PackedQuery<Real>& query) {
+inline void mix_queries(const Real* queries, const VisibleRows<Real>& visible, Ranges features, const Real* factor,
+                        int64_t, PackedQuery<Real>& query) {
   for (const Range& range : features)
     for (int64_t d = range.begin; d < range.end; ++d)
       for (int m = 0; m < visible.columns; m += kLanes<Real>)
-        store<Real>(query.rows + d * BLOCK_M + m,
-                    visible.seeing(m, load(queries + d * BLOCK_M + m)) * factor[d]);
+        store<Real>(query.rows + d * BLOCK_M + m, visible.seeing(m, load(queries + d * BLOCK_M + m)) * factor[d]);
 }
 
 // The same in pairs of the D features. `query.rest` becomes null if no number is rounded.
-inline void mix_queries(const float* queries, const VisibleRows<float>& visible, Ranges features,
-                        const float* factor, int64_t D, PackedQuery<Pair>& query) {
+inline void mix_queries(const float* queries, const VisibleRows<float>& visible, Ranges features, const float* factor,
+                        int64_t D, PackedQuery<Pair>& query) {
   IntVec<float> is_rounded{};
   for (const Range& range : features) {
     for (int64_t d = range.begin; d < range.end; d += 2) {
@@ -177,9 +169,8 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
         Ds_stride(row_stride<Real>(this->D)),
         Dv_stride(row_stride<Real>(this->Dv)),
         Ds_padded(round_up(this->D, kLanes<Real>)),
-        tiles_together(
-            std::clamp<int64_t>(this->query_tiles, 1,
-                                tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(*this)))),
+        tiles_together(std::clamp<int64_t>(this->query_tiles, 1,
+                                           tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(*this)))),
         groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {
     this->skips_closed = !p.closed_grad;
     this->skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;
@@ -200,8 +191,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
     Real* dmixing;  // [Ds]
   };
   int64_t group_bytes() const {
-    return buffer_bytes<Real>(tiles_count()) + buffer_bytes<Real>(this->S * Dv_stride) +
-           buffer_bytes<Real>(Ds_stride);
+    return buffer_bytes<Real>(tiles_count()) + buffer_bytes<Real>(this->S * Dv_stride) + buffer_bytes<Real>(Ds_stride);
   }
 
   // All query tiles of head (b, h): adds to dquery (transposed tiles) and dkey [S][Ds_stride];
@@ -211,12 +201,10 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
     const BackwardParams& p = backward;
     const Head<Real> head = this->head(b, h);
     const int64_t bh = b * this->H + h, D = this->D;
-    Real* dcontent_bias =
-        p.dcontent_bias ? static_cast<Real*>(p.dcontent_bias.data) + bh * this->S : nullptr;
+    Real* dcontent_bias = p.dcontent_bias ? static_cast<Real*>(p.dcontent_bias.data) + bh * this->S : nullptr;
     if (dcontent_bias) std::memset(dcontent_bias, 0, sizeof(Real) * this->S);
     Real* dvalue = p.dvalue ? own.dvalue : nullptr;
-    if (dvalue && h % this->heads_per_value == 0)
-      std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
+    if (dvalue && h % this->heads_per_value == 0) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
     std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
     const HeadGradients gradients = head_gradients<Real>(*this, p, b, h, true);
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias, {}};
@@ -234,36 +222,31 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
       const size_t mark = workspace.mark();
       auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(tiles_together);
       int64_t count = 0;
-      for (int64_t row = first; row < std::min(this->T, first + tiles_together * BLOCK_M);
-           row += BLOCK_M) {
+      for (int64_t row = first; row < std::min(this->T, first + tiles_together * BLOCK_M); row += BLOCK_M) {
         const VisibleRows<Real> visible(p.mask, b, h, row, this->T, this->S);
         BackwardTile<Real, Operand>& tile =
             *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, b, h, visible);
         const auto pack = [&] {
-          mix_queries(own.queries + row * Ds_padded, visible, head.features, this->factors_of(h), D,
-                      tile.query);
+          mix_queries(own.queries + row * Ds_padded, visible, head.features, this->factors_of(h), D, tile.query);
         };
         if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch, pack) || !pairs) continue;
         load_queries(tile, rows_at(p.query, b), this->mixing.data() + h * D, scratch);
         ++count;
       }
-      attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), {0, this->S},
-                      dquery_features, keys, scratch);
+      attend_backward(tiles, count, p.dropout, static_cast<Real>(p.scale), {0, this->S}, dquery_features, keys,
+                      scratch);
       if (!dquery_features.empty())
         for (int64_t i = 0; i < count; ++i) add_tile(tiles[i], dquery_features, dquery, own);
       workspace.rewind(mark);
     }
     if ((h + 1) % this->heads_per_value == 0)
-      store_accumulator(rows_at(p.dvalue, b, h / this->heads_per_value), 0, this->S, this->Dv,
-                        dvalue);
-    if (p.dmixing)
-      std::memcpy(static_cast<Real*>(p.dmixing.data) + bh * D, own.dmixing, sizeof(Real) * D);
+      store_accumulator(rows_at(p.dvalue, b, h / this->heads_per_value), 0, this->S, this->Dv, dvalue);
+    if (p.dmixing) std::memcpy(static_cast<Real*>(p.dmixing.data) + bh * D, own.dmixing, sizeof(Real) * D);
   }
 
   // Adds a finished tile, whose `dquery` is dS K, to dquery and to the head's dmixing. The tile's
   // part of dmixing is summed from zero, so that a long sum rounds once per tile.
-  void add_tile(const BackwardTile<Real, Operand>& tile, Ranges features, Real* dquery,
-                const Group& own) const {
+  void add_tile(const BackwardTile<Real, Operand>& tile, Ranges features, Real* dquery, const Group& own) const {
     constexpr int L = kLanes<Real>;
     const Real* mixing = this->mixing.data() + tile.head.h * this->D;
     const int64_t first = tile.visible.first * Ds_padded;
@@ -308,12 +291,10 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
                     workspace.take<Real>(Ds_stride)};
     transpose_queries(b, own.queries, scratch.rows);
     std::memset(shared, 0, sizeof(Real) * shared_count());
-    const auto first_head = [&](int64_t n) {
-      return n * value_heads() / groups * this->heads_per_value;
-    };
+    const auto first_head = [&](int64_t n) { return n * value_heads() / groups * this->heads_per_value; };
     for (int64_t h = first_head(g); h < first_head(g + 1); ++h)
-      head_backward(b, h, backward.dquery ? shared : nullptr,
-                    backward.dkey ? shared + tiles_count() : nullptr, own, scratch, workspace);
+      head_backward(b, h, backward.dquery ? shared : nullptr, backward.dkey ? shared + tiles_count() : nullptr, own,
+                    scratch, workspace);
     workspace.rewind(mark);
   }
 
@@ -322,12 +303,10 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
     const Rows dquery = rows_at(backward.dquery, b);
     for (int64_t first = 0; dquery && first < this->T; first += BLOCK_M) {
       const int64_t count = std::min<int64_t>(BLOCK_M, this->T - first);
-      transpose(shared + first * Ds_padded, BLOCK_M, rows, Ds_stride, Ds_padded,
-                round_up(count, kLanes<Real>));
+      transpose(shared + first * Ds_padded, BLOCK_M, rows, Ds_stride, Ds_padded, round_up(count, kLanes<Real>));
       store_accumulator(dquery, first, first + count, this->D, rows);
     }
-    if (backward.dkey)
-      store_accumulator(rows_at(backward.dkey, b), 0, this->S, this->D, shared + tiles_count());
+    if (backward.dkey) store_accumulator(rows_at(backward.dkey, b), 0, this->S, this->D, shared + tiles_count());
   }
 };
 
@@ -347,8 +326,7 @@ void collaborative_attention_backward(const BackwardParams& params) {
   const CollaborativeAttentionBackward<Real, Operand> op(params);
   bias_backward<Real, Operand>(op, params);
   const BackwardParams& p = params;
-  if (!p.dquery && !p.dkey && !p.dvalue && !p.dmixing && !p.dcontent_bias && !p.dgate && !p.dsinks)
-    return;
+  if (!p.dquery && !p.dkey && !p.dvalue && !p.dmixing && !p.dcontent_bias && !p.dgate && !p.dsinks) return;
   const int64_t B = op.B, groups = op.groups, count = op.shared_count();
   const int64_t work = 5 * op.multiply_adds() / 2;
   const int64_t row_bytes = buffer_bytes<Real>(BLOCK_M * op.Ds_stride);
@@ -368,9 +346,8 @@ void collaborative_attention_backward(const BackwardParams& params) {
     return;
   }
   // Per batch element: the sum so far, then the sums of the next groups.
-  const int64_t slots =
-      std::min(groups, 1 + std::max<int64_t>(ceil_div(params.threads, B),
-                                             kGroupBytes / (B * buffer_bytes<Real>(count))));
+  const int64_t slots = std::min(
+      groups, 1 + std::max<int64_t>(ceil_div(params.threads, B), kGroupBytes / (B * buffer_bytes<Real>(count))));
   const std::unique_ptr<Real[]> sums(new Real[B * slots * count]);
   const auto slot = [&](int64_t b, int64_t n) { return sums.get() + (b * slots + n) * count; };
   constexpr int64_t kPart = 1 << 14;  // elements one thread adds at a time: 64 KiB of float
@@ -383,8 +360,7 @@ void collaborative_attention_backward(const BackwardParams& params) {
     });
     parallel_for(B * parts, params.threads, B * next * count, 64, [&](int64_t item, Workspace&) {
       const int64_t b = item / parts, begin = item % parts * kPart;
-      for (int64_t n = 1; n < before + next; ++n)
-        add(slot(b, n), begin, std::min(count, begin + kPart), slot(b, 0));
+      for (int64_t n = 1; n < before + next; ++n) add(slot(b, n), begin, std::min(count, begin + kPart), slot(b, 0));
     });
     first += next;
   }

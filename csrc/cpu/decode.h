@@ -40,23 +40,21 @@ class Decoder {
   void run() const {
     const int64_t heads = heads_of_task(), groups = ceil_div(key_heads_, heads);
     const int64_t each = groups * parts_;
-    const int64_t bytes =
-        std::max(task_.workspace_bytes(heads), 2 * buffer_bytes<Real>(task_.out_stride()));
+    const int64_t bytes = std::max(task_.workspace_bytes(heads), 2 * buffer_bytes<Real>(task_.out_stride()));
     // Consecutive items are neighbours in memory: the parts of a key head, or the heads of a part.
-    parallel_for(op_.B * each, p_.threads, op_.multiply_adds(), bytes,
-                 [&](int64_t item, Workspace& workspace) {
-                   const int64_t b = item / each, n = item % each;
-                   const int64_t part = tokens_first() ? n / groups : n % parts_;
-                   const int64_t group = tokens_first() ? n % groups : n / parts_;
-                   const int64_t first = group * heads, last = std::min(key_heads_, first + heads);
-                   const auto sums = [&](int64_t hk) { return sums_of(b, hk, part); };
-                   task_.run(b, first, last - first, part, sums, workspace);
-                   for (int64_t hk = first; hk < last; ++hk) {
-                     if (--parts_left_[b * key_heads_ + hk] > 0) continue;
-                     for (int64_t h = hk * heads_; h < (hk + 1) * heads_; ++h)
-                       for (int64_t i = 0; i < op_.T; ++i) combine(b, h, i, workspace);
-                   }
-                 });
+    parallel_for(op_.B * each, p_.threads, op_.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
+      const int64_t b = item / each, n = item % each;
+      const int64_t part = tokens_first() ? n / groups : n % parts_;
+      const int64_t group = tokens_first() ? n % groups : n / parts_;
+      const int64_t first = group * heads, last = std::min(key_heads_, first + heads);
+      const auto sums = [&](int64_t hk) { return sums_of(b, hk, part); };
+      task_.run(b, first, last - first, part, sums, workspace);
+      for (int64_t hk = first; hk < last; ++hk) {
+        if (--parts_left_[b * key_heads_ + hk] > 0) continue;
+        for (int64_t h = hk * heads_; h < (hk + 1) * heads_; ++h)
+          for (int64_t i = 0; i < op_.T; ++i) combine(b, h, i, workspace);
+      }
+    });
   }
 
  private:
@@ -107,8 +105,7 @@ class Decoder {
       const Real share = exp<Real>(splat<Real>(sums.references[slot] - reference))[0];
       sum += share * sums.weights[slot];
       const Real* row = sums.outputs + slot * width;
-      for (int64_t d = 0; d < width; d += L)
-        store<Real>(out + d, load(out + d) + load(row + d) * share);
+      for (int64_t d = 0; d < width; d += L) store<Real>(out + d, load(out + d) + load(row + d) * share);
     }
     const Head<Real> head = op_.head(b, h);
     alignas(64) Real token[L] = {};
@@ -124,19 +121,15 @@ class Decoder {
 // 0.9 to 1.5 times at 12, since a tile computes 16 rows at the price of one.
 constexpr int64_t kFewRows = 10;
 
-inline bool few_rows(const AttentionParams& p) {
-  return p.query.size[p.mixing ? 1 : 2] <= kFewRows;
-}
+inline bool few_rows(const AttentionParams& p) { return p.query.size[p.mixing ? 1 : 2] <= kFewRows; }
 
 template <typename Operand, typename Operator>
 void decode(const ForwardParams& params, const Operator& op) {
   if constexpr (kNumbers<Operand> == 2) {
     return Decoder<Operand, BFloat16, Operator>(params, op).run();
   } else if constexpr (sizeof(Operand) == 4) {
-    if (params.query.dtype == DType::kBFloat16)
-      return Decoder<Operand, BFloat16, Operator>(params, op).run();
-    if (params.query.dtype == DType::kFloat16)
-      return Decoder<Operand, Float16, Operator>(params, op).run();
+    if (params.query.dtype == DType::kBFloat16) return Decoder<Operand, BFloat16, Operator>(params, op).run();
+    if (params.query.dtype == DType::kFloat16) return Decoder<Operand, Float16, Operator>(params, op).run();
   }
   if constexpr (kNumbers<Operand> == 1) Decoder<Operand, Operand, Operator>(params, op).run();
 }

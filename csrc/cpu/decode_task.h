@@ -38,8 +38,7 @@ class DecodeTask {
   // For a task with `heads` key heads.
   int64_t workspace_bytes(int64_t heads) const {
     const int64_t each = buffer_bytes<Head<Real>>(op_.heads_per_key) + buffer_bytes<Row>(rows_) +
-                         buffer_bytes<Real>(rows_ * kPart) +
-                         buffer_bytes<Real>(rows_ * query_stride_) +
+                         buffer_bytes<Real>(rows_ * kPart) + buffer_bytes<Real>(rows_ * query_stride_) +
                          buffer_bytes<Real>(rows_ * out_stride_);
     return heads * each + buffer_bytes<KeyHead>(heads) + buffer_bytes<Values>(heads * rows_) +
            buffer_bytes<Number>(kWord * op_.Dv);
@@ -48,8 +47,7 @@ class DecodeTask {
   // Computes the sums of part `part` of the keys of key heads [first, first + heads); those of a
   // head are stored in sums_of(hk).
   template <typename SumsOf>
-  void run(int64_t b, int64_t first, int64_t heads, int64_t part, SumsOf sums_of,
-           Workspace& workspace) const {
+  void run(int64_t b, int64_t first, int64_t heads, int64_t part, SumsOf sums_of, Workspace& workspace) const {
     const int64_t begin = part * kPart, size = std::min(op_.S - begin, kPart);
     const size_t mark = workspace.mark();
     KeyHead* open = workspace.take_objects<KeyHead>(heads);
@@ -64,12 +62,7 @@ class DecodeTask {
       Real* queries = workspace.take<Real>(found * query_stride_);
       load_queries(rows, found, queries);
       KeyHead& head = open[count++];
-      head = {rows,
-              found,
-              reinterpret_cast<const Operand*>(queries),
-              workspace.take<Real>(found * kPart),
-              sums,
-              {}};
+      head = {rows, found, reinterpret_cast<const Operand*>(queries), workspace.take<Real>(found * kPart), sums, {}};
       for (int64_t r = 0; r < found; ++r)
         for (int64_t w = 0; w < kWords; ++w) head.seen[w] |= rows[r].seen[w];
     }
@@ -146,8 +139,7 @@ class DecodeTask {
         if (!(head.seen[n / kWord] >> n % kWord & ~uint64_t{0} >> (kWord - block))) continue;
         const Rows& keys = head.rows->head->key;
         const Number* first = row_of(keys, begin + n);
-        const Number* next = n + block < size ? row_of(keys, begin + n + block)
-                                              : row_of(head.rows->head->value, begin);
+        const Number* next = n + block < size ? row_of(keys, begin + n + block) : row_of(head.rows->head->value, begin);
         multiply_keys_of(head, n, {first, keys.stride, std::min(block, size - n), next - first});
       }
     }
@@ -183,18 +175,16 @@ class DecodeTask {
 
   // Blocks of R rows from r on, each times the keys.
   template <int R>
-  void multiply_rows(const KeyHead& head, int64_t r, int64_t blocks, int64_t n, const Keys& keys,
-                     int64_t ahead) const {
+  void multiply_rows(const KeyHead& head, int64_t r, int64_t blocks, int64_t n, const Keys& keys, int64_t ahead) const {
     constexpr int K = kSums / R;
     const Ranges& features = head.rows[r].head->features;
     for (int64_t k = 0; k < keys.count; k += K) {
       const int64_t left = keys.count - k;
-      const auto multiply = left < K ? multiply_keys<Operand, Number, R, K, true>
-                                     : multiply_keys<Operand, Number, R, K, false>;
+      const auto multiply =
+          left < K ? multiply_keys<Operand, Number, R, K, true> : multiply_keys<Operand, Number, R, K, false>;
       for (int64_t i = r; i < r + blocks * R; i += R)
-        multiply(keys.first + k * keys.stride, keys.stride, left, i == r ? ahead : 0,
-                 head.queries + i * query_stride_, query_stride_, features,
-                 head.weights + i * kPart + n + k);
+        multiply(keys.first + k * keys.stride, keys.stride, left, i == r ? ahead : 0, head.queries + i * query_stride_,
+                 query_stride_, features, head.weights + i * kPart + n + k);
     }
   }
 
@@ -205,9 +195,8 @@ class DecodeTask {
       Row& row = head.rows[r];
       Real* scores = head.weights + r * kPart;
       for (int64_t w = 0; w < words; ++w)
-        finish_word(*row.head, kScaledQuery<Operand> ? Real(1) : row.head->scale, row.i,
-                    begin + w * kWord, std::min(kWord, size - w * kWord), row.seen[w],
-                    scores + w * kWord);
+        finish_word(*row.head, kScaledQuery<Operand> ? Real(1) : row.head->scale, row.i, begin + w * kWord,
+                    std::min(kWord, size - w * kWord), row.seen[w], scores + w * kWord);
       const PartSoftmax<Real> softmax(scores, words);
       head.sums.weights[row.slot] = softmax.sum;
       head.sums.references[row.slot] = softmax.reference;
@@ -217,8 +206,7 @@ class DecodeTask {
   }
 
   // The sums of values, stored by slot.
-  void add_values(const KeyHead* heads, int64_t heads_count, int64_t begin, int64_t size,
-                  Workspace& workspace) const {
+  void add_values(const KeyHead* heads, int64_t heads_count, int64_t begin, int64_t size, Workspace& workspace) const {
     Values* sources = workspace.take_objects<Values>(heads_count * rows_);
     int64_t count = 0;
     for (int64_t i = 0; i < heads_count; ++i) {
@@ -230,8 +218,8 @@ class DecodeTask {
         if (r > 0 && head.rows[r].head->value.data == head.rows[r - 1].head->value.data) {
           ++sources[count - 1].count;
         } else {
-          sources[count++] = {head.rows + r, 1, reinterpret_cast<const Operand*>(weights),
-                              sums + r * out_stride_, head.sums.outputs};
+          sources[count++] = {head.rows + r, 1, reinterpret_cast<const Operand*>(weights), sums + r * out_stride_,
+                              head.sums.outputs};
         }
       }
     }
@@ -246,10 +234,9 @@ class DecodeTask {
       for (int64_t n = 0; n < size; n += block) {
         for (int64_t i = first; i < first + together; ++i) {
           const Rows& values = sources[i].values();
-          const Number* next = n + block < size ? row_of(values, begin + n + block)
-                               : i + together < count
-                                   ? row_of(sources[i + together].values(), begin)
-                                   : row_of(sources[i].rows->head->key, begin + size);
+          const Number* next = n + block < size       ? row_of(values, begin + n + block)
+                               : i + together < count ? row_of(sources[i + together].values(), begin)
+                                                      : row_of(sources[i].rows->head->key, begin + size);
           add_block_of_values(sources[i], begin, n, std::min(block, size - n),
                               in_order ? 0 : next - row_of(values, begin + n), finite);
         }
@@ -257,22 +244,21 @@ class DecodeTask {
     }
     for (int64_t i = 0; i < count; ++i)
       for (int64_t r = 0; r < sources[i].count; ++r)
-        std::memcpy(sources[i].out + sources[i].rows[r].slot * out_stride_,
-                    sources[i].sums + r * out_stride_, sizeof(Real) * out_stride_);
+        std::memcpy(sources[i].out + sources[i].rows[r].slot * out_stride_, sources[i].sums + r * out_stride_,
+                    sizeof(Real) * out_stride_);
   }
 
   // `count` values from begin + n on. A key that a row may not see adds nothing to it, NaN and
   // infinity included. `finite` is scratch [kWord][Dv].
-  void add_block_of_values(const Values& source, int64_t begin, int64_t n, int64_t count,
-                           int64_t ahead, Number* finite) const {
+  void add_block_of_values(const Values& source, int64_t begin, int64_t n, int64_t count, int64_t ahead,
+                           Number* finite) const {
     const auto [some, every] = seen_by(source.rows, source.count, n, count);
     if (!some) return;
     const Rows& values = source.values();
     begin += n;
     constexpr int kStep = kNumbers<Operand>;  // keys
     const int first = __builtin_ctzll(some) / kStep * kStep;
-    const int last =
-        static_cast<int>(std::min(count, round_up(kWord - __builtin_clzll(some), kStep)));
+    const int last = static_cast<int>(std::min(count, round_up(kWord - __builtin_clzll(some), kStep)));
     uint64_t aside = 0;  // keys with NaN or infinity that some row does not see
     for (int k = first; k < last; ++k)
       if (!(every >> k & 1) && !is_finite(row_of(values, begin + k))) aside |= uint64_t{1} << k;
@@ -280,9 +266,8 @@ class DecodeTask {
       for_rows(source.count, [&](auto R, int64_t row, int64_t blocks) {
         for (int64_t r = row; r < row + blocks * R; r += R) {
           const Prefetch next{count * r / source.count, count * (r + R) / source.count, ahead};
-          add_columns<Operand, Number, R>(source.weights + r * kPart + (n + first) / kStep,
-                                          last - first, data, stride, next, op_.Dv,
-                                          source.sums + r * out_stride_, out_stride_);
+          add_columns<Operand, Number, R>(source.weights + r * kPart + (n + first) / kStep, last - first, data, stride,
+                                          next, op_.Dv, source.sums + r * out_stride_, out_stride_);
         }
       });
     };
@@ -300,9 +285,7 @@ class DecodeTask {
       for (int64_t r = 0; r < source.count; ++r) {
         if (!(source.rows[r].seen[n / kWord] >> (n % kWord + k) & 1)) continue;
         Real weight = 0;
-        load_row(&weight,
-                 reinterpret_cast<const char*>(source.weights + r * kPart) +
-                     (n + k) * sizeof(Operand) / kStep,
+        load_row(&weight, reinterpret_cast<const char*>(source.weights + r * kPart) + (n + k) * sizeof(Operand) / kStep,
                  kStep == 1 ? kDTypeOf<Real> : DType::kBFloat16, 1);
         for (int64_t d = 0; d < op_.Dv; ++d) {
           Real value = 0;
@@ -313,15 +296,12 @@ class DecodeTask {
     }
   }
 
-  static const Number* row_of(const Rows& rows, int64_t row) {
-    return reinterpret_cast<const Number*>(rows.at(row));
-  }
+  static const Number* row_of(const Rows& rows, int64_t row) { return reinterpret_cast<const Number*>(rows.at(row)); }
 
   bool is_finite(const Number* row) const {
     Vec<Real> probe{};  // 0 times a finite number is 0, anything else becomes NaN
     const auto add = [&](auto numbers) {
-      for (int i = 0; i < kVectors<Real, Number>; ++i)
-        probe += widened(numbers, i, Real{}, Number{}) * Real(0);
+      for (int i = 0; i < kVectors<Real, Number>; ++i) probe += widened(numbers, i, Real{}, Number{}) * Real(0);
     };
     constexpr int W = kLoad<Real, Number>;
     int64_t d = 0;

@@ -33,9 +33,8 @@ struct Levels {
 #if defined(HK_X86_LEVELS)
     __builtin_cpu_init();
     const bool fma = __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx2");
-    const bool avx512 = fma && __builtin_cpu_supports("avx512f") &&
-                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vl");
+    const bool avx512 = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
     // VDPBF16PS does twice the work of a float multiply-add. From Zen 4 on it takes the same time;
     // on Intel's processors it takes four times as long (84 against 174 GFLOP/s on one core of

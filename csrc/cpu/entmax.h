@@ -25,8 +25,7 @@ inline Vec<Real> log1p(Vec<Real> y) {
   const Vec<Real> lost = (y - (u - Real(1))) / at_least<Real>(least, u);
   // u = 2^n (1 + f), with 1 + f between sqrt(1/2) and sqrt(2).
   const IntVec<Real> shifted = (IntVec<Real>)u + (kOne - kRootHalf);
-  const Vec<Real> n =
-      __builtin_convertvector((shifted >> kMantissaBits) - (kOne >> kMantissaBits), Vec<Real>);
+  const Vec<Real> n = __builtin_convertvector((shifted >> kMantissaBits) - (kOne >> kMantissaBits), Vec<Real>);
   const Vec<Real> f = (Vec<Real>)((shifted & kMantissa) + kRootHalf) - Real(1);
   const Vec<Real> s = f / (f + Real(2)), z = s * s, half = Real(0.5) * f * f;
   Vec<Real> r;
@@ -96,8 +95,7 @@ inline Vec<Real> above_threshold(Real order, Vec<Real> score, Vec<Real> threshol
 
 // Scores of a tile to probabilities, in place, and their slopes.
 template <typename Real>
-inline void entmax(Real order, const Real* threshold, int keys, int columns, Real* scores,
-                   Real* slopes) {
+inline void entmax(Real order, const Real* threshold, int keys, int columns, Real* scores, Real* slopes) {
   with_power(order, [&](auto power) {
     for (int n = 0; n < keys; ++n) {
       for (int m = 0; m < columns; m += kLanes<Real>) {
@@ -116,8 +114,7 @@ inline void entmax(Real order, const Real* threshold, int keys, int columns, Rea
 // so it is convex and decreasing, and thresholds only increase. From the largest score the first
 // step is exact for equal scores, and in the limit of softmax.
 template <typename Real>
-inline Vec<Real> find_threshold(Real order, Vec<Real> threshold, const Real* scores,
-                                int64_t count) {
+inline Vec<Real> find_threshold(Real order, Vec<Real> threshold, const Real* scores, int64_t count) {
   constexpr int kMostSteps = 32;  // about 4 are taken
   constexpr Real kLeast = 2 * std::numeric_limits<Real>::epsilon();
   for (int i = 0; i < kMostSteps; ++i) {
@@ -127,8 +124,7 @@ inline Vec<Real> find_threshold(Real order, Vec<Real> threshold, const Real* sco
       for (int64_t first = 0; first < count; first += BLOCK_N) {
         Vec<Real> block_sum{}, block_slopes{};
         for (int64_t n = first; n < std::min(first + BLOCK_N, count); ++n) {
-          const Powers<Real> result =
-              power(above_threshold(order, load(scores + n * BLOCK_M), threshold));
+          const Powers<Real> result = power(above_threshold(order, load(scores + n * BLOCK_M), threshold));
           block_sum += result.p;
           block_slopes += result.slope;
         }

@@ -23,21 +23,18 @@ struct NearKeys {
 // few, if probabilities are sparse. They move to the front of their column of kept_scores.
 template <typename Real, typename Operand>
 inline NearKeys<Real> find_near_keys(Vec<Real> reference, int m, int64_t count, int64_t maxima,
-                                     TileScratch<Real, Operand>& scratch,
-                                     QueryTile<Real, Operand>& tile) {
+                                     TileScratch<Real, Operand>& scratch, QueryTile<Real, Operand>& tile) {
   constexpr int L = kLanes<Real>;
   const Real order = tile.head.order;
   const KeySpan* const kept = scratch.kept;
   Real* const largest = scratch.kept_maxima + m;
-  for (int64_t i = 0; i < maxima; ++i)
-    store<Real>(largest + i * BLOCK_M, load(largest + i * BLOCK_M) - reference);
+  for (int64_t i = 0; i < maxima; ++i) store<Real>(largest + i * BLOCK_M, load(largest + i * BLOCK_M) - reference);
   const Vec<Real> bound = find_threshold<Real>(order, Vec<Real>{}, largest, maxima);
 
   Real* const scores = scratch.kept_scores + m;
   int32_t* const places = scratch.near + m / L * count * BLOCK_N;
   IntVec<Real> real{};  // rows that see a key: others have scores too where a tile is full
-  for (int lane = 0; lane < L; ++lane)
-    real[lane] = -static_cast<Int<Real>>(tile.visible.sees(m + lane));
+  for (int lane = 0; lane < L; ++lane) real[lane] = -static_cast<Int<Real>>(tile.visible.sees(m + lane));
   int64_t n = 0;
   for (int64_t at = 0; at < count; ++at) {
     for (int64_t place = at * BLOCK_N; place < at * BLOCK_N + kept[at].count(); ++place) {
@@ -61,9 +58,8 @@ inline NearKeys<Real> find_near_keys(Vec<Real> reference, int m, int64_t count, 
 // Adds the values of near keys of a tile, times their probabilities, to the output rows of a
 // vector, which starts at column m.
 template <typename Real, typename Operand>
-inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& keys, int m,
-                          const DropoutParams& dropout, TileScratch<Real, Operand>& scratch,
-                          QueryTile<Real, Operand>& tile) {
+inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& keys, int m, const DropoutParams& dropout,
+                          TileScratch<Real, Operand>& scratch, QueryTile<Real, Operand>& tile) {
   constexpr int L = kLanes<Real>;
   const Head<Real>& head = tile.head;
   const int64_t width = head.Dv, stride = row_stride<Real>(width), first = near.read;
@@ -78,8 +74,7 @@ inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& ke
   int64_t group = -1;
   for (int64_t i = first; dropout.active && i < near.read; ++i) {
     const int64_t key = key_of(i);
-    if (key / 4 != group)
-      dropout_words(dropout, head.b, head.h, tile.visible.first + m, L, group = key / 4, words);
+    if (key / 4 != group) dropout_words(dropout, head.b, head.h, tile.visible.first + m, L, group = key / 4, words);
     Real* const weights = near.p + i * BLOCK_M;
     for (int lane = 0; lane < L; ++lane)
       if (words[key % 4][lane] < dropout.threshold) weights[lane] = 0;
@@ -96,8 +91,7 @@ inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& ke
     const Real* const weights = near.p + i * BLOCK_M;
     for (int lane = 0; lane < L; ++lane)
       if (head.adds(tile.visible, m + lane, key_of(i), weights + lane))
-        for (int64_t w = 0; w < width; ++w)
-          out[w * BLOCK_M + lane] += scratch.row[w] * weights[lane];
+        for (int64_t w = 0; w < width; ++w) out[w * BLOCK_M + lane] += scratch.row[w] * weights[lane];
   }
 }
 
@@ -118,11 +112,10 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
   alignas(64) Real top[BLOCK_M];
   std::fill_n(top, BLOCK_M, kHidden<Real>);
   for_visible_pairs(
-      &tile, 1, KeySpan{0, std::numeric_limits<int64_t>::max()},
-      [&](auto&, const KeySpan& window, KeySpan keys) {
+      &tile, 1, KeySpan{0, std::numeric_limits<int64_t>::max()}, [&](auto&, const KeySpan& window, KeySpan keys) {
         Real* const scores = scratch.scores = scratch.kept_scores + count * BLOCK_N * BLOCK_M;
-        const Scored<Real> scored = score_tile(head, tile.query, visible, keys,
-                                               scratch.key.rows(head.key, window, keys), scratch);
+        const Scored<Real> scored =
+            score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys), scratch);
         if (!scored.any) return;
         if (scored.hiding || !keys.full) hide(scores, keys, visible, columns);
         for (int first = 0; first < keys.count(); first += kKeysPerMaximum) {
@@ -130,8 +123,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
           const int end = std::min<int>(first + kKeysPerMaximum, keys.count());
           for (int m = 0; m < columns; m += L) {
             Vec<Real> most = splat<Real>(kHidden<Real>);
-            for (int n = first; n < end; ++n)
-              most = at_least<Real>(most, load(scores + n * BLOCK_M + m));
+            for (int n = first; n < end; ++n) most = at_least<Real>(most, load(scores + n * BLOCK_M + m));
             store<Real>(at + m, most);
             store<Real>(top + m, at_least<Real>(load(top + m), most));
           }
@@ -150,8 +142,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
   }
 
   for (int64_t at = 0; at < count; ++at)
-    for (int m = 0; m < columns; m += L)
-      add_near_keys(near[m / L], at * BLOCK_N, kept[at], m, dropout, scratch, tile);
+    for (int m = 0; m < columns; m += L) add_near_keys(near[m / L], at * BLOCK_N, kept[at], m, dropout, scratch, tile);
   tile.started = true;
 }
 

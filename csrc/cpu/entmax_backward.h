@@ -24,8 +24,8 @@ inline void find_near_tile(const BackwardTile<Real, Operand>& tile, const KeySpa
   const KeySpan& keys = near.keys;
   const int columns = visible.columns;
   const bool capped = head.terms.cap != Real(0);
-  const Scored<Real> scored = score_tile(head, tile.query, visible, keys,
-                                         scratch.key.rows(head.key, window, keys), scratch, capped);
+  const Scored<Real> scored =
+      score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys), scratch, capped);
   if (!scored.any) return;
   if (!keys.full || !visible.all_rows) hide(scratch.scores, keys, visible, columns);
   for (int n = 0; n < keys.count(); ++n) {
@@ -36,17 +36,14 @@ inline void find_near_tile(const BackwardTile<Real, Operand>& tile, const KeySpa
       above |= !(above_threshold(head.order, score, load(tile.threshold + m)) <= Real(-1));
     }
     if (!any_lane<Real>(above)) continue;
-    if (capped)
-      std::memcpy(near.slopes + near.count * BLOCK_M, scratch.slope + n * BLOCK_M,
-                  sizeof(Real) * columns);
+    if (capped) std::memcpy(near.slopes + near.count * BLOCK_M, scratch.slope + n * BLOCK_M, sizeof(Real) * columns);
     near.places[near.count++] = static_cast<uint8_t>(n);
   }
 }
 
 // Rows of near keys side by side in `buffer`, as the window near.span().
 template <typename Real>
-inline Rows gather_near(const Rows& source, const NearTile<Real>& near, int64_t width,
-                        void* buffer) {
+inline Rows gather_near(const Rows& source, const NearTile<Real>& near, int64_t width, void* buffer) {
   const Rows rows{static_cast<char*>(buffer), width, 1, source.dtype};
   for (int i = 0; i < near.count; ++i)
     std::memcpy(rows.at(i), source.at(near.key(i)), width * element_size(source.dtype));
@@ -55,30 +52,28 @@ inline Rows gather_near(const Rows& source, const NearTile<Real>& near, int64_t 
 
 // scratch.dprobs = dP of near keys, before dropout.
 template <typename Real, typename Operand>
-inline void multiply_near_values(const BackwardTile<Real, Operand>& tile,
-                                 const NearTile<Real>& near,
+inline void multiply_near_values(const BackwardTile<Real, Operand>& tile, const NearTile<Real>& near,
                                  BackwardScratch<Real, Operand>& scratch) {
   const Head<Real>& head = tile.head;
   const Rows values = gather_near(head.value, near, head.Dv, scratch.rows);
   scratch.value.forget();
   multiply(near.count, tile.visible.columns, ceil_div(head.Dv, kNumbers<Operand>),
-           scratch.value.rows(values, near.span(), near.span()), tile.dout, BLOCK_M, scratch.dprobs,
-           BLOCK_M, false);
+           scratch.value.rows(values, near.span(), near.span()), tile.dout, BLOCK_M, scratch.dprobs, BLOCK_M, false);
 }
 
 // Dropout of near.scores, into scratch.dropped, and of scratch.dprobs, in place. While near.scores
 // are not probabilities yet, scratch.dropped is not read.
 template <typename Real, typename Operand>
-inline void drop_near(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
-                      const NearTile<Real>& near, BackwardScratch<Real, Operand>& scratch) {
+inline void drop_near(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout, const NearTile<Real>& near,
+                      BackwardScratch<Real, Operand>& scratch) {
   const Real scale = static_cast<Real>(dropout.keep_scale);
   DropoutWords words;
   int64_t group = -1;
   for (int i = 0; i < near.count; ++i) {
     const int64_t key = near.key(i);
     if (key / 4 != group)
-      dropout_words(dropout, tile.head.b, tile.head.h, tile.visible.first, tile.visible.columns,
-                    group = key / 4, words);
+      dropout_words(dropout, tile.head.b, tile.head.h, tile.visible.first, tile.visible.columns, group = key / 4,
+                    words);
     for (int m = 0; m < tile.visible.columns; ++m) {
       const bool keep = words[key % 4][m] >= dropout.threshold;
       const int at = i * BLOCK_M + m;
@@ -124,9 +119,8 @@ struct EntmaxSums {
     constexpr int kTerms = sizeof(Real) == 4 ? 7 : 14;
     Vec<Real> series = splat<Real>(1);  // (e^x - 1 - x) 2 / x^2
     for (int i = kTerms; i > 2; --i) series = Real(1) + x * series / static_cast<Real>(i);
-    const Vec<Real> p_second = x < Real(0.5)
-                                   ? p * (x * inverse) * (x * inverse) * series * Real(0.5)
-                                   : (p_first - p * x * inverse) * inverse;
+    const Vec<Real> p_second =
+        x < Real(0.5) ? p * (x * inverse) * (x * inverse) * series * Real(0.5) : (p_first - p * x * inverse) * inverse;
     const Vec<Real> p_log = p * -x * inverse;
     add_to(log + m, p_log);
     add_to(first + m, p_first);
@@ -138,8 +132,8 @@ struct EntmaxSums {
   }
 
   Real of_alpha(int m, Real order) const {
-    const Real sum = second[m] * p_difference[m] - second_difference[m] -
-                     first[m] * log_difference[m] + log[m] * first_difference[m];
+    const Real sum = second[m] * p_difference[m] - second_difference[m] - first[m] * log_difference[m] +
+                     log[m] * first_difference[m];
     return sum / (Real(1) + order * first[m]);
   }
 
@@ -150,8 +144,8 @@ struct EntmaxSums {
 // Adds the near keys of a pair of tiles; `with_alpha`: also for the gradient of alpha.
 template <typename Real, typename Operand>
 inline void add_near_tile(const BackwardTile<Real, Operand>& tile, const NearTile<Real>& near,
-                          const DropoutParams& dropout, bool with_alpha,
-                          BackwardScratch<Real, Operand>& scratch, EntmaxSums<Real>& sums) {
+                          const DropoutParams& dropout, bool with_alpha, BackwardScratch<Real, Operand>& scratch,
+                          EntmaxSums<Real>& sums) {
   const Real order = tile.head.order;
   multiply_near_values(tile, near, scratch);
   if (dropout.active) drop_near(tile, dropout, near, scratch);
@@ -159,12 +153,10 @@ inline void add_near_tile(const BackwardTile<Real, Operand>& tile, const NearTil
     for (int i = 0; i < near.count; ++i) {
       for (int m = 0; m < tile.visible.columns; m += kLanes<Real>) {
         const int at = i * BLOCK_M + m;
-        const Vec<Real> y =
-            above_threshold(order, load(near.scores + at), load(tile.threshold + m));
+        const Vec<Real> y = above_threshold(order, load(near.scores + at), load(tile.threshold + m));
         const Powers<Real> result = power(y);
-        const Vec<Real> difference = result.slope == Real(0)
-                                         ? Vec<Real>{}
-                                         : load(scratch.dprobs + at) - load(tile.delta + m);
+        const Vec<Real> difference =
+            result.slope == Real(0) ? Vec<Real>{} : load(scratch.dprobs + at) - load(tile.delta + m);
         sums.add(m, result, difference);
         if (with_alpha) sums.add_alpha(m, order, y, result, difference);
       }
@@ -196,10 +188,9 @@ inline void near_score_gradients(const BackwardTile<Real, Operand>& tile, Real s
 // `attend_backward` of one tile with entmax. `centered`: its delta are the centers already; else
 // `range` is all keys.
 template <typename Real, typename Operand>
-inline void attend_entmax_backward(BackwardTile<Real, Operand>& tile, const DropoutParams& dropout,
-                                   Real scale, const KeySpan& range, Ranges dquery_features,
-                                   const KeyGradients<Real>& gradients, bool centered,
-                                   const EntmaxRows<Real>& rows,
+inline void attend_entmax_backward(BackwardTile<Real, Operand>& tile, const DropoutParams& dropout, Real scale,
+                                   const KeySpan& range, Ranges dquery_features, const KeyGradients<Real>& gradients,
+                                   bool centered, const EntmaxRows<Real>& rows,
                                    BackwardScratch<Real, Operand>& scratch) {
   const TileUnit<Operand> unit;
   const Head<Real>& head = tile.head;
@@ -220,8 +211,7 @@ inline void attend_entmax_backward(BackwardTile<Real, Operand>& tile, const Drop
 
   if (!centered && (with_dscores || rows.center || rows.dalpha)) {
     EntmaxSums<Real> sums;
-    for (int64_t t = 0; t < count; ++t)
-      add_near_tile(tile, tiles[t], dropout, rows.dalpha != nullptr, scratch, sums);
+    for (int64_t t = 0; t < count; ++t) add_near_tile(tile, tiles[t], dropout, rows.dalpha != nullptr, scratch, sums);
     for (int m = 0; m < visible.count; ++m) {
       if (sums.slope[m] == Real(0)) continue;  // it sees nothing
       tile.delta[m] += sums.slope_difference[m] / sums.slope[m];
@@ -236,61 +226,51 @@ inline void attend_entmax_backward(BackwardTile<Real, Operand>& tile, const Drop
     entmax(head.order, tile.threshold, near.count, columns, near.scores, scratch.slopes);
     if (with_dscores) multiply_near_values(tile, near, scratch);
     if (dropout.active) drop_near(tile, dropout, near, scratch);
-    if (with_dscores)
-      near_score_gradients(tile, gradients.bias ? Real(1) : scale, near.count, scratch);
+    if (with_dscores) near_score_gradients(tile, gradients.bias ? Real(1) : scale, near.count, scratch);
     if (gradients.bias) {  // of all keys of the tile, in the place of the slopes
       std::memset(scratch.slopes, 0, sizeof(Real) * BLOCK_M * near.keys.count());
       for (int i = 0; i < near.count; ++i)
-        std::memcpy(scratch.slopes + near.places[i] * BLOCK_M, scratch.dprobs + i * BLOCK_M,
-                    sizeof(Real) * columns);
+        std::memcpy(scratch.slopes + near.places[i] * BLOCK_M, scratch.dprobs + i * BLOCK_M, sizeof(Real) * columns);
       gradients.bias.add(scratch.slopes, visible, near.keys, scratch.bias_rows);
     }
     const bool capped = head.terms.cap != Real(0);
     if (with_raw && (capped || gradients.bias))
-      raw_gradients(near.count, columns, gradients.bias ? scale : Real(1),
-                    capped ? near.slopes : nullptr, scratch.dprobs);
+      raw_gradients(near.count, columns, gradients.bias ? scale : Real(1), capped ? near.slopes : nullptr,
+                    scratch.dprobs);
     // Adds to the sums of near keys, which move to scratch.rows and back.
     const auto add_to_keys = [&](Real* sums, int64_t width, const Real* weights, Operand* buffer,
                                  const Operand* queries, const SetAside<Real>& aside) {
       const int64_t stride = row_stride<Real>(width);
       const auto sum_of = [&](int i) { return sums + (near.key(i) - gradients.begin) * stride; };
-      for (int i = 0; i < near.count; ++i)
-        std::memcpy(scratch.rows + i * stride, sum_of(i), sizeof(Real) * stride);
-      add_weighted_queries(weights, left_operand(weights, near.count, columns, buffer), queries,
-                           aside, width, Range{0, width}, near.span(), head, visible, scratch.rows);
-      for (int i = 0; i < near.count; ++i)
-        std::memcpy(sum_of(i), scratch.rows + i * stride, sizeof(Real) * stride);
+      for (int i = 0; i < near.count; ++i) std::memcpy(scratch.rows + i * stride, sum_of(i), sizeof(Real) * stride);
+      add_weighted_queries(weights, left_operand(weights, near.count, columns, buffer), queries, aside, width,
+                           Range{0, width}, near.span(), head, visible, scratch.rows);
+      for (int i = 0; i < near.count; ++i) std::memcpy(sum_of(i), scratch.rows + i * stride, sizeof(Real) * stride);
     };
     if (gradients.dvalue)
-      add_to_keys(gradients.dvalue, head.Dv, dropout.active ? scratch.dropped : near.scores,
-                  scratch.probs_packed, tile.dout_rows, tile.bad_douts);
+      add_to_keys(gradients.dvalue, head.Dv, dropout.active ? scratch.dropped : near.scores, scratch.probs_packed,
+                  tile.dout_rows, tile.bad_douts);
     if (gradients.dkey)
-      add_to_keys(gradients.dkey, head.D, scratch.dprobs, scratch.dscores_packed, tile.query_rows,
-                  tile.bad_queries);
+      add_to_keys(gradients.dkey, head.D, scratch.dprobs, scratch.dscores_packed, tile.query_rows, tile.bad_queries);
     if (dquery_features.empty()) continue;
     const Rows near_keys = gather_near(head.key, near, head.D, scratch.more_rows);
     scratch.near_keys.forget();
-    add_weighted_keys(scratch.near_keys, near_keys, near.span(), near.span(), Range{0, head.D},
-                      head, visible, scratch.dprobs, false, scratch, tile.dquery, true);
+    add_weighted_keys(scratch.near_keys, near_keys, near.span(), near.span(), Range{0, head.D}, head, visible,
+                      scratch.dprobs, false, scratch, tile.dquery, true);
   }
 }
 
 // `attend_backward` of tiles of either kind. `p` are the parameters of the pass, which stores
 // `centers` and dalpha, [B, H, T], unless they are null.
 template <typename Real, typename Operand>
-inline void attend_all_backward(BackwardTile<Real, Operand>* tiles, int64_t count,
-                                const BackwardParams& p, Real scale, const KeySpan& range,
-                                Ranges dquery_features, const KeyGradients<Real>& gradients,
-                                Real* centers, Real* dalpha,
-                                BackwardScratch<Real, Operand>& scratch) {
-  if (!p.alpha)
-    return attend_backward(tiles, count, p.dropout, scale, range, dquery_features, gradients,
-                           scratch);
+inline void attend_all_backward(BackwardTile<Real, Operand>* tiles, int64_t count, const BackwardParams& p, Real scale,
+                                const KeySpan& range, Ranges dquery_features, const KeyGradients<Real>& gradients,
+                                Real* centers, Real* dalpha, BackwardScratch<Real, Operand>& scratch) {
+  if (!p.alpha) return attend_backward(tiles, count, p.dropout, scale, range, dquery_features, gradients, scratch);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t row = (tiles[i].head.b * p.query.size[1] + tiles[i].head.h) * p.query.size[2];
-    attend_entmax_backward(
-        tiles[i], p.dropout, scale, range, dquery_features, gradients, p.delta != nullptr,
-        {centers ? centers + row : nullptr, dalpha ? dalpha + row : nullptr}, scratch);
+    attend_entmax_backward(tiles[i], p.dropout, scale, range, dquery_features, gradients, p.delta != nullptr,
+                           {centers ? centers + row : nullptr, dalpha ? dalpha + row : nullptr}, scratch);
   }
 }
 

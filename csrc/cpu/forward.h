@@ -50,44 +50,37 @@ void store_closed_heads(const ForwardParams& params, const Operator& op) {
 // `Operator` describes a head (`head`), packs a query tile of it (`pack`) and has sizes and gate.
 template <typename Real, typename Operand, typename Operator>
 void attention_forward(const ForwardParams& params, const Operator& op) {
-  const int64_t tile_bytes =
-      buffer_bytes<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
+  const int64_t tile_bytes = buffer_bytes<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
   store_closed_heads<Real>(params, op);
   const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op, op.Dv);
-  parallel_for(
-      items.count(), params.threads, op.multiply_adds(), bytes,
-      [&](int64_t item, Workspace& workspace) {
-        TileScratch<Real, Operand> scratch(workspace, op, op.Dv, items.size);
-        QueryTile<Real, Operand>* tiles =
-            workspace.take_objects<QueryTile<Real, Operand>>(items.size);
-        int64_t count = 0;
-        for (const TilePlace& at : items.tiles(item)) {
-          Outputs empty = outputs_of<Real>(op, params, at.b, at.h);
-          if (op.gate.closed(at.b, at.h)) {
-            empty.out = {};  // stored above
-            store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,
-                             std::min<int64_t>(BLOCK_M, op.T - at.first_row), op.Dv);
-            continue;
-          }
-          const VisibleRows<Real> visible(params.mask, at.b, at.h, at.first_row, op.T, op.S);
-          // The gradient of their gate needs `attended`.
-          const bool skips_rows = !(params.attended && params.closed_grad);
-          if (!visible.any ||
-              (skips_rows && op.gate.closed_rows(at.b, at.h, at.first_row, visible.count))) {
-            store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,
-                             visible.count, op.Dv);
-            continue;
-          }
-          QueryTile<Real, Operand>* tile =
-              new (tiles + count++) QueryTile<Real, Operand>(workspace, op, at.b, at.h, visible);
-          op.pack(at.b, at.h, visible, scratch.rows, tile->query);
-        }
-        attend_all(tiles, count, params.dropout, scratch);
-        for (int64_t i = 0; i < count; ++i)
-          finish_tile(tiles[i], op.gate, scratch,
-                      outputs_of<Real>(op, params, tiles[i].head.b, tiles[i].head.h));
-      });
+  parallel_for(items.count(), params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
+    TileScratch<Real, Operand> scratch(workspace, op, op.Dv, items.size);
+    QueryTile<Real, Operand>* tiles = workspace.take_objects<QueryTile<Real, Operand>>(items.size);
+    int64_t count = 0;
+    for (const TilePlace& at : items.tiles(item)) {
+      Outputs empty = outputs_of<Real>(op, params, at.b, at.h);
+      if (op.gate.closed(at.b, at.h)) {
+        empty.out = {};  // stored above
+        store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,
+                         std::min<int64_t>(BLOCK_M, op.T - at.first_row), op.Dv);
+        continue;
+      }
+      const VisibleRows<Real> visible(params.mask, at.b, at.h, at.first_row, op.T, op.S);
+      // The gradient of their gate needs `attended`.
+      const bool skips_rows = !(params.attended && params.closed_grad);
+      if (!visible.any || (skips_rows && op.gate.closed_rows(at.b, at.h, at.first_row, visible.count))) {
+        store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row, visible.count, op.Dv);
+        continue;
+      }
+      QueryTile<Real, Operand>* tile =
+          new (tiles + count++) QueryTile<Real, Operand>(workspace, op, at.b, at.h, visible);
+      op.pack(at.b, at.h, visible, scratch.rows, tile->query);
+    }
+    attend_all(tiles, count, params.dropout, scratch);
+    for (int64_t i = 0; i < count; ++i)
+      finish_tile(tiles[i], op.gate, scratch, outputs_of<Real>(op, params, tiles[i].head.b, tiles[i].head.h));
+  });
 }
 
 }  // namespace hk::HK_LEVEL

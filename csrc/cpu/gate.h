@@ -20,8 +20,7 @@ inline Vec<Real> sigmoid(Vec<Real> x) {
 template <typename Real>
 inline void activate(Activation activation, Real* values, int64_t count) {
   if (activation == Activation::kSigmoid) {
-    for (int64_t i = 0; i < count; i += kLanes<Real>)
-      store(values + i, sigmoid<Real>(load(values + i)));
+    for (int64_t i = 0; i < count; i += kLanes<Real>) store(values + i, sigmoid<Real>(load(values + i)));
   } else if (activation == Activation::kSoftplus) {
     for (int64_t i = 0; i < count; ++i)
       values[i] = std::max(values[i], Real(0)) + std::log1p(std::exp(-std::abs(values[i])));
@@ -37,8 +36,7 @@ struct Gate {
   bool elementwise = false;
   bool per_head = true;
 
-  Gate(const Tensor& t, Activation act)
-      : data(static_cast<char*>(t.data)), dtype(t.dtype), activation(act) {
+  Gate(const Tensor& t, Activation act) : data(static_cast<char*>(t.data)), dtype(t.dtype), activation(act) {
     if (!data) return;
     for (int d = 0; d < t.rank; ++d) {
       const int dim = t.rank == 1 ? 1 : d;  // [H], else [B, H, ...]
@@ -88,18 +86,15 @@ struct Gate {
 // [rows, width] at (b, h / group), and the distance to those of the next head that is computed, of
 // the same batch element or a later one: `group` query heads share a head of the tensor.
 template <typename Operator>
-inline Rows head_rows(const Operator& op, const Tensor& t, int64_t b, int64_t h,
-                      int64_t group = 1) {
+inline Rows head_rows(const Operator& op, const Tensor& t, int64_t b, int64_t h, int64_t group = 1) {
   Rows rows = rows_at(t, b, h / group);
   if (!rows) return rows;
   const int64_t last = op.B * op.H;
   int64_t next = b * op.H + (h / group + 1) * group;
   while (next < last && op.skips_closed && op.gate.closed(next / op.H, next % op.H)) ++next;
-  rows.next =
-      next == last
-          ? 0
-          : ((next / op.H - b) * t.stride[0] + (next % op.H / group - h / group) * t.stride[1]) *
-                element_size(t.dtype);
+  rows.next = next == last ? 0
+                           : ((next / op.H - b) * t.stride[0] + (next % op.H / group - h / group) * t.stride[1]) *
+                                 element_size(t.dtype);
   return rows;
 }
 

@@ -64,8 +64,7 @@ struct GatedAttention {
   const Real* factors_of(int64_t) const { return factors.data(); }
 
   // The query tile of head h; `rows` is scratch.
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows,
-            PackedQuery<Operand>& query) const {
+  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, PackedQuery<Operand>& query) const {
     pack_query(query_rows(b, h), visible, {&features, 1}, factors_of(h), rows, query);
   }
 
@@ -83,8 +82,7 @@ template <typename Real, typename Operand>
 struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   const BackwardParams& backward;
 
-  explicit GatedAttentionBackward(const BackwardParams& p)
-      : GatedAttention<Real, Operand>(p), backward(p) {
+  explicit GatedAttentionBackward(const BackwardParams& p) : GatedAttention<Real, Operand>(p), backward(p) {
     this->skips_closed = !p.closed_grad;
     this->skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;
   }
@@ -97,15 +95,14 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
 
   // Accumulators of dK and dV of `keys` keys.
   int64_t accumulator_bytes(int64_t keys) const {
-    return buffer_bytes<Real>(keys * row_stride<Real>(this->D)) +
-           buffer_bytes<Real>(keys * row_stride<Real>(this->Dv));
+    return buffer_bytes<Real>(keys * row_stride<Real>(this->D)) + buffer_bytes<Real>(keys * row_stride<Real>(this->Dv));
   }
 
   // Query tiles against keys `range`. `with_rows`: also computes dQ, dgate, dsinks and dalpha of
   // the tiles, and `centers` of entmax unless they are null; `range` is then all keys.
   void tiles_backward(const WorkItems::Tiles& places, const KeySpan& range, bool with_rows,
-                      const KeyGradients<Real>& keys, Real* centers,
-                      BackwardScratch<Real, Operand>& scratch, Workspace& workspace) const {
+                      const KeyGradients<Real>& keys, Real* centers, BackwardScratch<Real, Operand>& scratch,
+                      Workspace& workspace) const {
     const BackwardParams& p = backward;
     const bool with_dquery = with_rows && p.dquery;
     Real* const dalpha = with_rows ? static_cast<Real*>(p.dalpha.data) : nullptr;
@@ -125,12 +122,11 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
       load_queries<Real>(tile, this->query_rows(at.b, at.h), nullptr, scratch);
       ++count;
     }
-    attend_all_backward(tiles, count, p, static_cast<Real>(p.scale), range,
-                        Ranges{&this->features, with_dquery}, keys, centers, dalpha, scratch);
+    attend_all_backward(tiles, count, p, static_cast<Real>(p.scale), range, Ranges{&this->features, with_dquery}, keys,
+                        centers, dalpha, scratch);
     if (with_dquery)
       for (int64_t i = 0; i < count; ++i)
-        store_dquery(head_rows(*this, p.dquery, tiles[i].head.b, tiles[i].head.h), tiles[i],
-                     scratch.rows);
+        store_dquery(head_rows(*this, p.dquery, tiles[i].head.b, tiles[i].head.h), tiles[i], scratch.rows);
     workspace.rewind(mark);
   }
 
@@ -140,25 +136,19 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
                 const BiasGradient<Real>& bias, Workspace& workspace) const {
     BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, items.size);
     KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, bias};
-    if (backward.dkey)
-      keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
-    if (backward.dvalue)
-      keys.dvalue = zeros<Real>(workspace, range.count() * row_stride<Real>(this->Dv));
+    if (backward.dkey) keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
+    if (backward.dvalue) keys.dvalue = zeros<Real>(workspace, range.count() * row_stride<Real>(this->Dv));
     for (int64_t part = 0; part < items.parts; ++part)
-      tiles_backward(items.tiles(index * items.parts + part), range, with_rows, keys, nullptr,
-                     scratch, workspace);
+      tiles_backward(items.tiles(index * items.parts + part), range, with_rows, keys, nullptr, scratch, workspace);
     const int64_t b = index / this->Hk, hk = index % this->Hk;
     store_accumulator(rows_at(backward.dkey, b, hk), range.begin, range.end, this->D, keys.dkey);
-    store_accumulator(rows_at(backward.dvalue, b, hk), range.begin, range.end, this->Dv,
-                      keys.dvalue);
+    store_accumulator(rows_at(backward.dvalue, b, hk), range.begin, range.end, this->Dv, keys.dvalue);
   }
 };
 
 // Whether `items` divide well among the threads: the idle time costs no more than the seven
 // products per pair of tiles that split items need instead of five.
-inline bool divide_well(int64_t items, int threads) {
-  return 5 * round_up(items, threads) <= 7 * items;
-}
+inline bool divide_well(int64_t items, int threads) { return 5 * round_up(items, threads) <= 7 * items; }
 
 // If key heads divide well among the threads, one thread processes a whole key head: five products
 // per pair of tiles. Otherwise the keys of a head are split for dK and dV, and a separate pass over
@@ -177,8 +167,7 @@ void gated_attention_backward(const BackwardParams& given) {
   const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + whole.size * tile_bytes;
   const BiasEntries bias(params);
   // Not if it broadcasts over rows: the order of its sums would depend on the tiles of a work item.
-  const bool on_the_way =
-      params.dbias && params.dbias.size[3] != 1 && op.heads_per_key == 1 && op.S > 0;
+  const bool on_the_way = params.dbias && params.dbias.size[3] != 1 && op.heads_per_key == 1 && op.S > 0;
   if (on_the_way && divide_well(bias.count(), params.threads)) {
     parallel_for(bias.count(), params.threads, work, bytes + op.accumulator_bytes(op.S),
                  [&](int64_t entry, Workspace& w) {
@@ -196,9 +185,8 @@ void gated_attention_backward(const BackwardParams& given) {
   const bool of_rows = params.dquery || params.dgate || params.dsinks || params.dalpha;
   if (!of_keys && !of_rows) return;
   if (op.S == 0 || divide_well(heads, params.threads)) {
-    parallel_for(
-        heads, params.threads, work, bytes + op.accumulator_bytes(op.S),
-        [&](int64_t item, Workspace& w) { op.key_head(whole, item, {0, op.S}, true, {}, w); });
+    parallel_for(heads, params.threads, work, bytes + op.accumulator_bytes(op.S),
+                 [&](int64_t item, Workspace& w) { op.key_head(whole, item, {0, op.S}, true, {}, w); });
     return;
   }
   // A part of the keys does not suffice for the centers of entmax.
@@ -208,8 +196,7 @@ void gated_attention_backward(const BackwardParams& given) {
                           kItemsPerThread * params.threads);
     parallel_for(items.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
       BackwardScratch<Real, Operand> scratch(w, op, op.Dv, items.size);
-      op.tiles_backward(items.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, centers.get(),
-                        scratch, w);
+      op.tiles_backward(items.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, centers.get(), scratch, w);
     });
   }
   if (!of_keys) return;
@@ -220,8 +207,7 @@ void gated_attention_backward(const BackwardParams& given) {
   parallel_for(heads * parts, params.threads, work, bytes + op.accumulator_bytes(keys),
                [&](int64_t item, Workspace& w) {
                  const int64_t begin = std::min(op.S, item % parts * keys);
-                 op.key_head(whole, item / parts, {begin, std::min(op.S, begin + keys)}, false, {},
-                             w);
+                 op.key_head(whole, item / parts, {begin, std::min(op.S, begin + keys)}, false, {}, w);
                });
 }
 

@@ -35,9 +35,8 @@ inline Left<Operand, true> columns_of(const Operand* data, int64_t stride) {
 // C[R][V * lanes] (+)= A[R][depth] B[depth][V * lanes]; one register tile. The product is summed
 // from zero and then added to C: a long sum over many tiles rounds once per tile.
 template <typename Operand, int R, int V, bool kDown>
-__attribute__((always_inline)) inline void multiply_block(Left<Operand, kDown> a, const Operand* b,
-                                                          int64_t ldb, RealOf<Operand>* c,
-                                                          int64_t ldc, int64_t depth,
+__attribute__((always_inline)) inline void multiply_block(Left<Operand, kDown> a, const Operand* b, int64_t ldb,
+                                                          RealOf<Operand>* c, int64_t ldc, int64_t depth,
                                                           bool accumulate) {
   using Real = RealOf<Operand>;
   constexpr int L = kLanes<Operand>;
@@ -55,8 +54,7 @@ __attribute__((always_inline)) inline void multiply_block(Left<Operand, kDown> a
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
       for (int k = 0; k < K; ++k) {
-        const Vec<Operand> x =
-            splat<Operand>(kDown ? left[k * a.stride + r] : left[r * a.stride + k]);
+        const Vec<Operand> x = splat<Operand>(kDown ? left[k * a.stride + r] : left[r * a.stride + k]);
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) sum[r][v] = add_product<Operand>(x, right[k][v], sum[r][v]);
       }
@@ -98,8 +96,8 @@ __attribute__((always_inline)) inline void multiply_block(Left<Operand, kDown> a
 // columns of B and one broadcast of A (32 registers: 6 x 4 + 4 + 1; 16 registers: 6 x 2 + 2 + 1).
 // With pairs 4 x 4 + 2 x 4 + 1: two steps at the end, and tiles of 64 rows leave no remainder.
 template <typename Operand, int V, bool kDown>
-inline void multiply_columns(int64_t rows, Left<Operand, kDown> a, const Operand* b, int64_t ldb,
-                             RealOf<Operand>* c, int64_t ldc, int64_t depth, bool accumulate) {
+inline void multiply_columns(int64_t rows, Left<Operand, kDown> a, const Operand* b, int64_t ldb, RealOf<Operand>* c,
+                             int64_t ldc, int64_t depth, bool accumulate) {
   constexpr int kWidest = kNumbers<Operand> == 2 && V == 4 ? 4 : 6;
   constexpr int R = V == 1 || (HK_VECTOR_REGISTERS == 32 && V == 2) ? 12 : V == 3 ? 8 : kWidest;
   int64_t r = 0;
@@ -123,9 +121,8 @@ constexpr int64_t kPanelDepth = 64;
 
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns] by vectors; `columns` in whole ones.
 template <typename Operand, bool kDown>
-void multiply_vectors(int64_t rows, int64_t columns, int64_t depth, Left<Operand, kDown> a,
-                      const Operand* b, int64_t ldb, RealOf<Operand>* c, int64_t ldc,
-                      bool accumulate) {
+void multiply_vectors(int64_t rows, int64_t columns, int64_t depth, Left<Operand, kDown> a, const Operand* b,
+                      int64_t ldb, RealOf<Operand>* c, int64_t ldc, bool accumulate) {
   constexpr int L = kLanes<Operand>;
   constexpr int kWidest = HK_VECTOR_REGISTERS == 32 ? 4 : 2;
   if (depth == 0 && !accumulate)
@@ -150,18 +147,16 @@ void multiply_vectors(int64_t rows, int64_t columns, int64_t depth, Left<Operand
 
 // The same; a tile unit, if there is one, computes whole tiles and vectors the remainder.
 template <typename Operand, bool kDown>
-void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Operand, kDown> a,
-              const Operand* b, int64_t ldb, RealOf<Operand>* c, int64_t ldc, bool accumulate) {
+void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Operand, kDown> a, const Operand* b, int64_t ldb,
+              RealOf<Operand>* c, int64_t ldc, bool accumulate) {
   if constexpr (kTiled<Operand>) {
     static_assert(!kDown, "the rows of a tile are rows in memory");
     const int64_t r = whole_tiles(rows), v = whole_tiles(columns), k = whole_tiles(depth);
     if (r && v && k) {
       multiply_tiles(r, v, k, a.data, a.stride, b, ldb, c, ldc, accumulate);
-      multiply_vectors(r, v, depth - k, rows_of(a.depth(k), a.stride), b + k * ldb, ldb, c, ldc,
-                       true);
+      multiply_vectors(r, v, depth - k, rows_of(a.depth(k), a.stride), b + k * ldb, ldb, c, ldc, true);
       multiply_vectors(r, columns - v, depth, a, b + v, ldb, c + v, ldc, accumulate);
-      multiply_vectors(rows - r, columns, depth, rows_of(a.row(r), a.stride), b, ldb, c + r * ldc,
-                       ldc, accumulate);
+      multiply_vectors(rows - r, columns, depth, rows_of(a.row(r), a.stride), b, ldb, c + r * ldc, ldc, accumulate);
       return;
     }
   }

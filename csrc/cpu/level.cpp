@@ -12,8 +12,7 @@ namespace {
 
 #ifdef HK_PLAIN
 constexpr bool kPairs = true;
-#define HK_KERNEL(kernel, p) \
-  p.query.dtype == DType::kBFloat16 ? kernel<float, Pair>(p) : HK_PLAIN::kKernels.kernel(p)
+#define HK_KERNEL(kernel, p) p.query.dtype == DType::kBFloat16 ? kernel<float, Pair>(p) : HK_PLAIN::kKernels.kernel(p)
 
 void statistics(const StatisticsParams& p) { HK_PLAIN::kKernels.attention_statistics(p); }
 int64_t products(DType dtype, int64_t steps, int threads) {
@@ -27,37 +26,32 @@ int64_t powers(DType dtype, int64_t steps, int threads) {
 #else
 constexpr bool kPairs = false;
 // float64 tensors are computed in double, all others in float.
-#define HK_KERNEL(kernel, p) \
-  p.query.dtype == DType::kFloat64 ? kernel<double, double>(p) : kernel<float, float>(p)
+#define HK_KERNEL(kernel, p) p.query.dtype == DType::kFloat64 ? kernel<double, double>(p) : kernel<float, float>(p)
 
 void statistics(const StatisticsParams& p) {
-  p.query.dtype == DType::kFloat64 ? attention_statistics<double>(p)
-                                   : attention_statistics<float>(p);
+  p.query.dtype == DType::kFloat64 ? attention_statistics<double>(p) : attention_statistics<float>(p);
 }
 int64_t products(DType dtype, int64_t steps, int threads) {
-  return on_threads(threads, [=] {
-    return dtype == DType::kFloat64 ? chain_products<double>(steps) : chain_products<float>(steps);
-  });
+  return on_threads(
+      threads, [=] { return dtype == DType::kFloat64 ? chain_products<double>(steps) : chain_products<float>(steps); });
 }
 int64_t powers(DType dtype, int64_t steps, int threads) {
-  return on_threads(threads, [=] {
-    return dtype == DType::kFloat64 ? chain_powers<double>(steps) : chain_powers<float>(steps);
-  });
+  return on_threads(
+      threads, [=] { return dtype == DType::kFloat64 ? chain_powers<double>(steps) : chain_powers<float>(steps); });
 }
 #endif
 
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels = {
-    HK_STRING(HK_LEVEL),
-    kPairs,
-    [](const ForwardParams& p) { HK_KERNEL(gated_attention_forward, p); },
-    [](const BackwardParams& p) { HK_KERNEL(gated_attention_backward, p); },
-    [](const ForwardParams& p) { HK_KERNEL(collaborative_attention_forward, p); },
-    [](const BackwardParams& p) { HK_KERNEL(collaborative_attention_backward, p); },
-    statistics,
-    products,
-    powers};
+const Kernels kKernels = {HK_STRING(HK_LEVEL),
+                          kPairs,
+                          [](const ForwardParams& p) { HK_KERNEL(gated_attention_forward, p); },
+                          [](const BackwardParams& p) { HK_KERNEL(gated_attention_backward, p); },
+                          [](const ForwardParams& p) { HK_KERNEL(collaborative_attention_forward, p); },
+                          [](const BackwardParams& p) { HK_KERNEL(collaborative_attention_backward, p); },
+                          statistics,
+                          products,
+                          powers};
 
 }  // namespace hk::HK_LEVEL

@@ -19,8 +19,7 @@ template <typename Real>
 inline Left<Real, false> left_operand(const Real* weights, int64_t, int64_t, Real*) {
   return rows_of(weights, BLOCK_M);
 }
-inline Left<Pair, false> left_operand(const float* weights, int64_t keys, int64_t columns,
-                                      Pair* buffer) {
+inline Left<Pair, false> left_operand(const float* weights, int64_t keys, int64_t columns, Pair* buffer) {
   pair_columns(weights, BLOCK_M, keys, columns, buffer, BLOCK_M / 2);
   return rows_of<Pair>(buffer, BLOCK_M / 2);
 }
@@ -30,8 +29,7 @@ template <typename Real>
 inline const Real* right_operand(const Real* weights, int64_t, int64_t, int64_t, Real*) {
   return weights;
 }
-inline const Pair* right_operand(const float* weights, int64_t first, int64_t keys, int64_t columns,
-                                 Pair* buffer) {
+inline const Pair* right_operand(const float* weights, int64_t first, int64_t keys, int64_t columns, Pair* buffer) {
   pair_rows(weights, BLOCK_M, first, keys, columns, buffer, BLOCK_M);
   return buffer;
 }
@@ -54,18 +52,15 @@ inline float* staging(Pair*, float* rows) { return rows; }
 // rows [count][stride] as the factor that is read by vectors; `width` in whole vectors.
 template <typename Real>
 inline void pack_rows(const Real*, int64_t, int64_t, int64_t, Real*) {}
-inline void pack_rows(const float* rows, int64_t stride, int64_t count, int64_t width,
-                      Pair* operand) {
+inline void pack_rows(const float* rows, int64_t stride, int64_t count, int64_t width, Pair* operand) {
   pair_rows(rows, stride, 0, count, width, operand, stride);
 }
 
 // The same of rows that are pairs already, in whole vectors of them; false if a number is not
 // finite.
-inline bool couple_rows(const Pair* rows, int64_t stride, int64_t count, int64_t width,
-                        Pair* operand) {
+inline bool couple_rows(const Pair* rows, int64_t stride, int64_t count, int64_t width, Pair* operand) {
   bool finite = true;
-  for (int64_t r = 0; r < count; ++r)
-    finite = finite && all_finite(rows + r * stride, packed<Pair>(width));
+  for (int64_t r = 0; r < count; ++r) finite = finite && all_finite(rows + r * stride, packed<Pair>(width));
   for (int64_t r = 0; finite && r < count; r += 2) {
     for (int64_t c = 0; c < width; c += 2 * kLanes<Pair>) {
       const Vec<Pair> a = load(rows + r * stride + c / 2);
@@ -81,12 +76,11 @@ inline bool couple_rows(const Pair* rows, int64_t stride, int64_t count, int64_t
 // rows [count][stride] transposed, [width][64], as the factor that is read by vectors; both sizes
 // in whole vectors. `scratch` is as large as the rows, and may be the rows.
 template <typename Real>
-inline void pack_transposed(const Real* rows, int64_t stride, int64_t count, int64_t width, Real*,
-                            Real* operand) {
+inline void pack_transposed(const Real* rows, int64_t stride, int64_t count, int64_t width, Real*, Real* operand) {
   transpose(rows, stride, operand, BLOCK_M, count, width);
 }
-inline void pack_transposed(const float* rows, int64_t stride, int64_t count, int64_t width,
-                            float* scratch, Pair* operand) {
+inline void pack_transposed(const float* rows, int64_t stride, int64_t count, int64_t width, float* scratch,
+                            Pair* operand) {
   Pair* words = reinterpret_cast<Pair*>(scratch);
   pair_columns(rows, stride, count, width, words, stride);
   transpose(words, stride, operand, BLOCK_M, count, packed<Pair>(width));

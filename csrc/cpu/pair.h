@@ -63,8 +63,7 @@ inline Vec<float> rounding_error(Vec<float> x) {
 template <int half, size_t... I>
 inline Vec<Pair> halves_of(Vec<Pair> a, Vec<Pair> b, std::index_sequence<I...>) {
   using Halves = Simd<Pair>::Halves;
-  return (Vec<Pair>)__builtin_shufflevector((Halves)a, (Halves)b,
-                                            (2 * static_cast<int>(I) + half)...);
+  return (Vec<Pair>)__builtin_shufflevector((Halves)a, (Halves)b, (2 * static_cast<int>(I) + half)...);
 }
 
 template <int half>
@@ -87,8 +86,7 @@ inline Vec<Pair> couple(Vec<Pair> a, Vec<Pair> b, std::index_sequence<I...>) {
   using Halves = Simd<Pair>::Halves;
   constexpr int kCount = 2 * kLanes<Pair>;
   return (Vec<Pair>)__builtin_shufflevector(
-      (Halves)a, (Halves)b,
-      (half * kLanes<Pair> + static_cast<int>(I) / 2 + static_cast<int>(I) % 2 * kCount)...);
+      (Halves)a, (Halves)b, (half * kLanes<Pair> + static_cast<int>(I) / 2 + static_cast<int>(I) % 2 * kCount)...);
 }
 
 template <int half>
@@ -100,9 +98,8 @@ inline Vec<Pair> couple(Vec<Pair> a, Vec<Pair> b) {
 inline Vec<Pair> narrow_couples(Vec<float> a, Vec<float> b) {
 #if defined(__AVX512BF16__)
   const auto both = (Simd<Pair>::Halves)narrow_neighbours(a, b);
-  return (Vec<Pair>)__builtin_shufflevector(both, both, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
-                                            22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29,
-                                            14, 30, 15, 31);
+  return (Vec<Pair>)__builtin_shufflevector(both, both, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24,
+                                            9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 #else
   return narrow_lanes(a) | narrow_lanes(b) << 16;
 #endif
@@ -135,8 +132,7 @@ __attribute__((always_inline)) inline Vec<float> exp_of_score<Pair>(Vec<float> x
 
 // Rows of numbers as a factor that is broadcast: words [rows][columns / 2] from data
 // [rows][columns]; in place is allowed. `columns` in whole vectors.
-inline void pair_columns(const float* data, int64_t lds, int64_t rows, int64_t columns, Pair* words,
-                         int64_t ldw) {
+inline void pair_columns(const float* data, int64_t lds, int64_t rows, int64_t columns, Pair* words, int64_t ldw) {
   constexpr int L = kLanes<float>;
   for (int64_t r = 0; r < rows; ++r) {
     const float* row = data + r * lds;
@@ -149,8 +145,8 @@ inline void pair_columns(const float* data, int64_t lds, int64_t rows, int64_t c
 // Rows of numbers as two transposed factors that are read by vectors: words [columns / 2][rows] of
 // the rounded numbers, and of the rounding errors, also rounded. Returns whether any error is not
 // 0. Both sizes in whole vectors.
-inline bool split_transposed(const float* data, int64_t lds, int64_t rows, int64_t columns,
-                             Pair* words, Pair* rest, int64_t ldw) {
+inline bool split_transposed(const float* data, int64_t lds, int64_t rows, int64_t columns, Pair* words, Pair* rest,
+                             int64_t ldw) {
   constexpr int L = kLanes<Pair>;
   Vec<Pair> any{};
   for (int64_t r = 0; r < rows; r += L) {
@@ -173,23 +169,22 @@ inline bool split_transposed(const float* data, int64_t lds, int64_t rows, int64
 
 // Rows of numbers as a factor that is read by vectors: words [(first + rows) / 2][columns] of
 // rows `first` (0 or 1) and later; a half that has no row is 0. `columns` in whole vectors.
-inline void pair_rows(const float* data, int64_t lds, int64_t first, int64_t rows, int64_t columns,
-                      Pair* words, int64_t ldw) {
+inline void pair_rows(const float* data, int64_t lds, int64_t first, int64_t rows, int64_t columns, Pair* words,
+                      int64_t ldw) {
   const Vec<float> none{};
   for (int64_t r = -first; r < rows; r += 2) {
     const float* upper = data + r * lds;
     Pair* row = words + (r + first) / 2 * ldw;
     const bool before = r < 0, behind = r + 1 == rows;
     for (int64_t c = 0; c < columns; c += kLanes<float>)
-      store(row + c,
-            narrow_couples(before ? none : load(upper + c), behind ? none : load(upper + lds + c)));
+      store(row + c, narrow_couples(before ? none : load(upper + c), behind ? none : load(upper + lds + c)));
   }
 }
 
 // words [columns][rows / 2] from source [rows][columns / 2]: the numbers transposed. Both sizes in
 // pairs of whole vectors; `turned` is scratch [columns / 2][rows].
-inline void transpose_pairs(const Pair* source, int64_t lds, Pair* words, int64_t ldw, int64_t rows,
-                            int64_t columns, Pair* turned) {
+inline void transpose_pairs(const Pair* source, int64_t lds, Pair* words, int64_t ldw, int64_t rows, int64_t columns,
+                            Pair* turned) {
   constexpr int L = kLanes<Pair>;
   transpose(source, lds, turned, rows, rows, columns / 2);
   for (int64_t c = 0; c < columns / 2; ++c) {

@@ -23,8 +23,7 @@ class Held {
  public:
   // Records these rows as held; returns whether they already were.
   bool replace(const Rows& source, const KeySpan& window) {
-    const bool same = data_ == source.data && stride_ == source.stride && begin_ == window.begin &&
-                      end_ == window.end;
+    const bool same = data_ == source.data && stride_ == source.stride && begin_ == window.begin && end_ == window.end;
     data_ = source.data;
     stride_ = source.stride;
     begin_ = window.begin;
@@ -43,9 +42,7 @@ class Held {
 template <typename Real>
 class Panel {
  public:
-  static int64_t bytes(int64_t width) {
-    return 2 * buffer_bytes<Real>(BLOCK_N * row_stride<Real>(width));
-  }
+  static int64_t bytes(int64_t width) { return 2 * buffer_bytes<Real>(BLOCK_N * row_stride<Real>(width)); }
 
   // `shared`: more than one query tile reads a window.
   Panel(Workspace& workspace, int64_t width, bool shared)
@@ -66,15 +63,13 @@ class Panel {
       return rows_of(reinterpret_cast<const Real*>(source.at(tile.begin)), source.stride);
     }
     if (!held_.replace(source, window))
-      for (int64_t r = 0; r < window.count(); ++r)
-        read_row(source, window.begin + r, width_, buffer_ + r * stride_);
+      for (int64_t r = 0; r < window.count(); ++r) read_row(source, window.begin + r, width_, buffer_ + r * stride_);
     return rows_of<Real>(buffer_ + (tile.begin - window.begin) * stride_, stride_);
   }
 
   // The same rows as summands, limited to `columns`. A full tile keeps its nonfinite rows, since
   // all of it is visible.
-  Summands<Real> summands(const Rows& source, const KeySpan& window, const KeySpan& tile,
-                          Range columns) {
+  Summands<Real> summands(const Rows& source, const KeySpan& window, const KeySpan& tile, Range columns) {
     Left<Real, false> matrix = rows(source, window, tile);
     matrix.data += columns.begin;
     const int64_t width = columns.end - columns.begin;
@@ -108,8 +103,7 @@ template <>
 class Panel<Pair> {
  public:
   static int64_t bytes(int64_t width) {
-    return buffer_bytes<Pair>(BLOCK_N * stride(width)) +
-           2 * buffer_bytes<Pair>(packed<Pair>(width) * BLOCK_N);
+    return buffer_bytes<Pair>(BLOCK_N * stride(width)) + 2 * buffer_bytes<Pair>(packed<Pair>(width) * BLOCK_N);
   }
 
   Panel(Workspace& workspace, int64_t width, bool)
@@ -128,8 +122,7 @@ class Panel<Pair> {
         prefetch_next_head<false>(source, window.begin + r, width_);
         // The next window arrives from memory while tiles read this one.
         const char* next = source.at(window.end + r);
-        for (int64_t at = 0; contiguous && at < 2 * width_; at += 64)
-          __builtin_prefetch(next + at, 0, 2);
+        for (int64_t at = 0; contiguous && at < 2 * width_; at += 64) __builtin_prefetch(next + at, 0, 2);
         std::memcpy(row, source.at(window.begin + r), 2 * width_);
         std::memset(row + 2 * width_, 0, 4 * packed<Pair>(width_) - 2 * width_);
       }
@@ -138,8 +131,7 @@ class Panel<Pair> {
     return rows_of<Pair>(rows_ + (tile.begin - window.begin) * stride(width_), stride(width_));
   }
 
-  Summands<Pair> summands(const Rows& source, const KeySpan& window, const KeySpan& tile,
-                          Range columns) {
+  Summands<Pair> summands(const Rows& source, const KeySpan& window, const KeySpan& tile, Range columns) {
     rows(source, window, tile);
     if (!turned_) transpose_window(window);
     turned_ = true;
@@ -163,8 +155,7 @@ class Panel<Pair> {
     const int64_t count = round_up(window.count(), 2 * kLanes<Pair>);
     for (int64_t r = window.count(); r < count; ++r)
       std::memset(rows_ + r * stride(width_), 0, 4 * packed<Pair>(width_));
-    transpose_pairs(rows_, stride(width_), transposed_, BLOCK_N / 2, count,
-                    2 * packed<Pair>(width_), scratch_);
+    transpose_pairs(rows_, stride(width_), transposed_, BLOCK_N / 2, count, 2 * packed<Pair>(width_), scratch_);
     aside_.clear();
     for (int64_t r = 0; r < window.count(); ++r) {
       if (all_finite(rows_ + r * stride(width_), packed<Pair>(width_))) continue;

@@ -21,8 +21,8 @@ struct PartRow {
 
 // Which keys of [first, first + kWord) row i sees, one bit each: those of its interval [lo, hi),
 // and those before `front`, which is at most hi.
-inline uint64_t seen_keys(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t lo,
-                          int64_t hi, int64_t front, int64_t first) {
+inline uint64_t seen_keys(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t lo, int64_t hi,
+                          int64_t front, int64_t first) {
   const auto below = [&](int64_t key) {  // the bits of keys before `key`
     const int64_t n = key - first;
     return n <= 0 ? 0 : n >= kWord ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
@@ -30,26 +30,24 @@ inline uint64_t seen_keys(const MaskParams& mask, int64_t b, int64_t h, int64_t 
   uint64_t seen = below(hi) & (~below(lo) | below(front));
   if (!seen) return 0;
   const int count = static_cast<int>(std::min(kWord, hi - first));
-  if (mask.key_visible)
-    seen &= DenseMask{mask.key_visible + b * mask.visible_stride, 0, 1}.bits(0, first, count);
+  if (mask.key_visible) seen &= DenseMask{mask.key_visible + b * mask.visible_stride, 0, 1}.bits(0, first, count);
   if (mask.dense)
-    seen &= DenseMask{mask.dense + b * mask.dense_stride[0] + h * mask.dense_stride[1],
-                      mask.dense_stride[2], mask.dense_stride[3]}
+    seen &= DenseMask{mask.dense + b * mask.dense_stride[0] + h * mask.dense_stride[1], mask.dense_stride[2],
+                      mask.dense_stride[3]}
                 .bits(i, first, count);
   return seen;
 }
 
 inline bool same(Ranges a, Ranges b) {
-  return a.count == b.count &&
-         (a.first == b.first || std::equal(a.begin(), a.end(), b.begin(), [](Range x, Range y) {
-            return x.begin == y.begin && x.end == y.end;
-          }));
+  return a.count == b.count && (a.first == b.first || std::equal(a.begin(), a.end(), b.begin(), [](Range x, Range y) {
+                                  return x.begin == y.begin && x.end == y.end;
+                                }));
 }
 
 // The rows of open heads that see keys of [begin, end); constructs these heads.
 template <typename Real, typename Operator>
-inline int64_t find_rows(const Operator& op, const MaskParams& mask, int64_t b, int64_t hk,
-                         int64_t begin, int64_t end, Head<Real>* heads, PartRow<Real>* rows) {
+inline int64_t find_rows(const Operator& op, const MaskParams& mask, int64_t b, int64_t hk, int64_t begin, int64_t end,
+                         Head<Real>* heads, PartRow<Real>* rows) {
   int64_t count = 0;
   for (int64_t g = 0; g < op.heads_per_key; ++g) {
     const int64_t h = hk * op.heads_per_key + g;
@@ -83,8 +81,8 @@ inline int64_t find_rows(const Operator& op, const MaskParams& mask, int64_t b, 
 // place. Those of hidden keys become -inf; the bits in `seen` of keys
 // that the bias hides are cleared.
 template <typename Real>
-inline void finish_word(const Head<Real>& head, Real factor, int64_t i, int64_t begin,
-                        int64_t count, uint64_t& seen, Real* scores) {
+inline void finish_word(const Head<Real>& head, Real factor, int64_t i, int64_t begin, int64_t count, uint64_t& seen,
+                        Real* scores) {
   constexpr int L = kLanes<Real>;
   const HeadTerms<Real>& terms = head.terms;
   alignas(64) Real row[kWord] = {};
@@ -140,8 +138,8 @@ struct PartSoftmax {
 // Dropout of a row's weights of keys [begin, begin + count), not scaled; `begin` is a multiple
 // of 4.
 template <typename Real>
-inline void drop_row(const DropoutParams& dropout, const Head<Real>& head, int64_t i, int64_t begin,
-                     int64_t count, Real* weights) {
+inline void drop_row(const DropoutParams& dropout, const Head<Real>& head, int64_t i, int64_t begin, int64_t count,
+                     Real* weights) {
   Philox4 random{};
   for (int64_t n = 0; n < count; ++n) {
     if (n % 4 == 0) random = dropout_words(dropout, head.b, head.h, i, (begin + n) / 4);

@@ -42,9 +42,8 @@ inline void prepare_query(RealOf<Operand>* row, int64_t width) {
 // the width. Prefetches the numbers `ahead` of the keys. kLast: there are only `count` keys, at
 // least 1; the other products are undefined.
 template <typename Operand, typename Number, int R, int K, bool kLast>
-inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count, int64_t ahead,
-                          const Operand* query, int64_t query_stride, const Ranges& features,
-                          RealOf<Operand>* products) {
+inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count, int64_t ahead, const Operand* query,
+                          int64_t query_stride, const Ranges& features, RealOf<Operand>* products) {
   using Real = RealOf<Operand>;
   constexpr int L = kLanes<Real>;
   static_assert(R * K == kSums && kSums % L == 0);
@@ -65,8 +64,7 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int v = 0; v < C * V; ++v)
-          q[r][v] = load(query + r * query_stride + d / kNumbers<Operand> +
-                         (first + v) * kLanes<Operand>);
+          q[r][v] = load(query + r * query_stride + d / kNumbers<Operand> + (first + v) * kLanes<Operand>);
       const Number* row = keys + d;
 #pragma GCC unroll 16
       for (int k = 0; k < K; ++k) {
@@ -78,8 +76,7 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
           for (int v = 0; v < V; ++v) {
             const Vec<Operand> x = widened(numbers, first + v, Operand{}, Number{});
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r)
-              sum[r * K + k] = add_product<Operand>(x, q[r][c * V + v], sum[r * K + k]);
+            for (int r = 0; r < R; ++r) sum[r * K + k] = add_product<Operand>(x, q[r][c * V + v], sum[r * K + k]);
           }
         }
         row += !kLast || k + 1 < count ? key_stride : 0;
@@ -89,8 +86,7 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
   };
   const auto whole = [](const Number* p) { return load_numbers<Operand>(p); };
   // Long chunks: the hardware prefetches whole rows better than parts of them.
-  constexpr int kChunk =
-      kLast || V < kVectors<Operand, Number> ? 1 : std::max(1, kSums / (2 * R * V));
+  constexpr int kChunk = kLast || V < kVectors<Operand, Number> ? 1 : std::max(1, kSums / (2 * R * V));
   for (const Range& range : features) {
     int64_t d = range.begin;
     const auto add_chunks = [&](auto chunk) __attribute__((always_inline)) {
@@ -102,8 +98,7 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
     add_chunks(std::integral_constant<int, 2>{});
     add_chunks(std::integral_constant<int, 1>{});
     if (const int64_t rest = range.end - d)
-      add(d, std::integral_constant<int, 1>{},
-          [rest](const Number* p) { return load_numbers<Operand>(p, rest); });
+      add(d, std::integral_constant<int, 1>{}, [rest](const Number* p) { return load_numbers<Operand>(p, rest); });
   }
   alignas(64) Real sums[R * K];
 #pragma GCC unroll 4
@@ -120,9 +115,8 @@ struct Prefetch {
 // kLast: only the first `width` columns. The keys are summed from zero: a long sum rounds once per
 // call.
 template <typename Operand, typename Number, int R, int V, bool kLast>
-inline void add_block(const Operand* weights, int64_t count, const Number* values, int64_t stride,
-                      const Prefetch& next, int64_t width, RealOf<Operand>* out,
-                      int64_t out_stride) {
+inline void add_block(const Operand* weights, int64_t count, const Number* values, int64_t stride, const Prefetch& next,
+                      int64_t width, RealOf<Operand>* out, int64_t out_stride) {
   using Real = RealOf<Operand>;
   constexpr int L = kLanes<Real>;
   Vec<Real> sum[R][V] = {};
@@ -135,8 +129,7 @@ inline void add_block(const Operand* weights, int64_t count, const Number* value
     }
   };
   const auto load_row = [&](const Number* row, int load) __attribute__((always_inline)) {
-    return kLast ? load_numbers<Operand>(row, width)
-                 : load_numbers<Operand>(row + load * kLoad<Operand, Number>);
+    return kLast ? load_numbers<Operand>(row, width) : load_numbers<Operand>(row + load * kLoad<Operand, Number>);
   };
   const auto prefetch_row = [&](const Number* row) __attribute__((always_inline)) {
     constexpr int kLoads = V / (kVectors<Operand, Number> * kNumbers<Operand>);
@@ -165,8 +158,7 @@ inline void add_block(const Operand* weights, int64_t count, const Number* value
 #pragma GCC unroll 4
       for (int v = 0; v < V / 2; ++v) {
         const Vec<Operand> a = (Vec<Operand>)load_row(row, v);
-        const Vec<Operand> b =
-            n + 1 < count ? (Vec<Operand>)load_row(row + stride, v) : Vec<Operand>{};
+        const Vec<Operand> b = n + 1 < count ? (Vec<Operand>)load_row(row + stride, v) : Vec<Operand>{};
         x[2 * v] = couple<0>(a, b);
         x[2 * v + 1] = couple<1>(a, b);
       }
@@ -188,8 +180,7 @@ inline void add_block(const Operand* weights, int64_t count, const Number* value
 // The same for R rows and all `width` columns.
 template <typename Operand, typename Number, int R>
 inline void add_columns(const Operand* weights, int64_t count, const Number* values, int64_t stride,
-                        const Prefetch& next, int64_t width, RealOf<Operand>* out,
-                        int64_t out_stride) {
+                        const Prefetch& next, int64_t width, RealOf<Operand>* out, int64_t out_stride) {
   constexpr int L = kLanes<Operand>;
   constexpr int kMost = std::min(8, kSums / R), kLeast = kLoad<Operand, Number> / L;
   int64_t w = 0;

@@ -11,9 +11,7 @@
 
 namespace hk::HK_LEVEL {
 
-inline int64_t element_size(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
+inline int64_t element_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 template <typename Real>
 constexpr DType kDTypeOf = sizeof(Real) == 4 ? DType::kFloat32 : DType::kFloat64;
@@ -27,9 +25,7 @@ struct Rows {
   int64_t next = 0;  // distance in bytes to the same rows of the head processed next; 0: unknown
 
   char* at(int64_t row) const { return data + row * stride * element_size(dtype); }
-  Rows columns(int64_t first) const {
-    return {data + first * step * element_size(dtype), stride, step, dtype, next};
-  }
+  Rows columns(int64_t first) const { return {data + first * step * element_size(dtype), stride, step, dtype, next}; }
   explicit operator bool() const { return data != nullptr; }
 };
 
@@ -37,8 +33,8 @@ struct Rows {
 inline Rows rows_at(const Tensor& t, int64_t b, int64_t h) {
   char* base = static_cast<char*>(t.data);
   if (!base) return {};
-  return {base + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype), t.stride[2],
-          t.stride[3], t.dtype, t.stride[1] * element_size(t.dtype)};
+  return {base + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype), t.stride[2], t.stride[3], t.dtype,
+          t.stride[1] * element_size(t.dtype)};
 }
 
 // [rows, width] of a three-dimensional tensor at b.
@@ -73,8 +69,7 @@ inline float widen_bfloat(uint16_t h) {
 inline uint16_t narrow_bfloat(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
-  const uint32_t rounded =
-      (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
   return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
@@ -117,8 +112,7 @@ inline void load_row(Real* dst, const char* src, DType dtype, int64_t count, int
     case DType::kFloat64:
       return copy(reinterpret_cast<const double*>(src), same);
     case DType::kBFloat16:
-      return copy(reinterpret_cast<const uint16_t*>(src),
-                  [](uint16_t h) { return widen_bfloat(h); });
+      return copy(reinterpret_cast<const uint16_t*>(src), [](uint16_t h) { return widen_bfloat(h); });
     case DType::kFloat16:
       return copy(reinterpret_cast<const uint16_t*>(src), [](uint16_t h) { return widen_half(h); });
   }
@@ -140,11 +134,9 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
     case DType::kFloat64:
       return copy(reinterpret_cast<double*>(dst), [](Real x) { return static_cast<double>(x); });
     case DType::kBFloat16:
-      return copy(reinterpret_cast<uint16_t*>(dst),
-                  [](Real x) { return narrow_bfloat(static_cast<float>(x)); });
+      return copy(reinterpret_cast<uint16_t*>(dst), [](Real x) { return narrow_bfloat(static_cast<float>(x)); });
     case DType::kFloat16:
-      return copy(reinterpret_cast<uint16_t*>(dst),
-                  [](Real x) { return narrow_half(static_cast<float>(x)); });
+      return copy(reinterpret_cast<uint16_t*>(dst), [](Real x) { return narrow_half(static_cast<float>(x)); });
   }
 }
 
@@ -152,8 +144,7 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
 // by side, as in the layout [B, T, H, D] of the projections: hardware prefetchers do not cross the
 // pages between rows. (g++ drops calls of a function that only prefetches.)
 template <bool kWrite>
-__attribute__((always_inline)) inline void prefetch_next_head(const Rows& rows, int64_t row,
-                                                              int64_t width) {
+__attribute__((always_inline)) inline void prefetch_next_head(const Rows& rows, int64_t row, int64_t width) {
   constexpr int64_t kLine = 64;
   const int64_t bytes = width * element_size(rows.dtype);
   if (rows.stride == width || rows.step != 1 || rows.next == 0) return;
@@ -189,8 +180,7 @@ inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t 
     if (rows.step == 1) {
       std::memset(rows.at(r), 0, width * bytes);
     } else {
-      for (int64_t i = 0; i < width; ++i)
-        store_row(rows.at(r) + i * rows.step * bytes, &zero, rows.dtype, 1);
+      for (int64_t i = 0; i < width; ++i) store_row(rows.at(r) + i * rows.step * bytes, &zero, rows.dtype, 1);
     }
   }
 }
@@ -214,8 +204,7 @@ __attribute__((always_inline)) inline Vec<Real> sums_of(const Vec<Real>* v) {
   for (int half = L / 2; half > 0; half /= 2)
 #pragma GCC unroll 8
     for (int i = 0; i < half; ++i)
-      a[i] = interleave<Real, 0>(a[i], a[i + half], Lanes{}) +
-             interleave<Real, 1>(a[i], a[i + half], Lanes{});
+      a[i] = interleave<Real, 0>(a[i], a[i + half], Lanes{}) + interleave<Real, 1>(a[i], a[i + half], Lanes{});
   return a[0];
 }
 
@@ -244,12 +233,10 @@ inline void transpose_square(const Real* src, int64_t lds, Real* dst, int64_t ld
 
 // As above for whole tiles; both sizes in whole lanes.
 template <typename Real>
-inline void transpose(const Real* src, int64_t lds, Real* dst, int64_t ldd, int64_t rows,
-                      int64_t columns) {
+inline void transpose(const Real* src, int64_t lds, Real* dst, int64_t ldd, int64_t rows, int64_t columns) {
   constexpr int L = kLanes<Real>;
   for (int64_t r = 0; r < rows; r += L)
-    for (int64_t c = 0; c < columns; c += L)
-      transpose_square(src + r * lds + c, lds, dst + c * ldd + r, ldd);
+    for (int64_t c = 0; c < columns; c += L) transpose_square(src + r * lds + c, lds, dst + c * ldd + r, ldd);
 }
 
 }  // namespace hk::HK_LEVEL

@@ -33,12 +33,10 @@ struct HeadTerms {
   HeadTerms(const ScoreTerms& terms, int64_t b, int64_t h, int64_t T)
       : last_row(T - 1), cap(static_cast<Real>(terms.softcap)) {
     if (const Tensor& t = terms.bias) {
-      const int64_t entry =
-          b / terms.bias_inner * t.stride[0] + b % terms.bias_inner * t.stride[1] + h * t.stride[2];
+      const int64_t entry = b / terms.bias_inner * t.stride[0] + b % terms.bias_inner * t.stride[1] + h * t.stride[2];
       bias = {at(t, entry), t.stride[3], t.stride[4], t.dtype};
     }
-    if (const Tensor& t = terms.offset_bias)
-      offsets = {at(t, h * t.stride[0]), 0, t.stride[1], t.dtype};
+    if (const Tensor& t = terms.offset_bias) offsets = {at(t, h * t.stride[0]), 0, t.stride[1], t.dtype};
     if (const Tensor& t = terms.sinks) sinks = {at(t, h * t.stride[0]), t.stride[1], 1, t.dtype};
   }
 
@@ -60,15 +58,13 @@ struct HeadTerms {
 
   // values[n] = bias of a row for key begin + n; requires a bias.
   void load_bias_row(int64_t row, int64_t begin, int64_t count, Real* values) const {
-    const Rows part = bias ? Rows{bias.columns(begin).at(row), 0, bias.step, bias.dtype}
-                           : offsets.columns(begin - row + last_row);
+    const Rows part =
+        bias ? Rows{bias.columns(begin).at(row), 0, bias.step, bias.dtype} : offsets.columns(begin - row + last_row);
     load_row(values, part.data, part.dtype, count, part.step);
   }
 
   // The sink of a row; -inf without one.
-  double sink(int64_t row) const {
-    return sinks ? value(sinks, row, 0) : -std::numeric_limits<double>::infinity();
-  }
+  double sink(int64_t row) const { return sinks ? value(sinks, row, 0) : -std::numeric_limits<double>::infinity(); }
 
  private:
   static char* at(const Tensor& t, int64_t element) {
@@ -84,8 +80,8 @@ struct HeadTerms {
 // bias[n][m] of the keys of a tile for the query rows, transposed as scores are; lanes past the
 // rows are 0. `rows` is scratch of [64][row_stride(64)].
 template <typename Real>
-inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& visible,
-                      const KeySpan& keys, Real* rows, Real* bias) {
+inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& visible, const KeySpan& keys, Real* rows,
+                      Real* bias) {
   const int count = keys.count(), columns = visible.columns;
   if (terms.offsets) {
     // Offsets descend along the lanes: lane m of key n reads reversed[count - 1 - n + m].
@@ -96,8 +92,7 @@ inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& vis
     load_row(ascending, table.at(0), table.dtype, last - first + 1, table.step);
     for (int64_t i = 0; i <= last - first; ++i) reversed[i] = ascending[last - first - i];
     for (int n = 0; n < count; ++n)
-      for (int m = 0; m < columns; m += kLanes<Real>)
-        store(bias + n * BLOCK_M + m, load(reversed + count - 1 - n + m));
+      for (int m = 0; m < columns; m += kLanes<Real>) store(bias + n * BLOCK_M + m, load(reversed + count - 1 - n + m));
     return;
   }
   const Rows part = terms.bias.columns(keys.begin);
@@ -105,8 +100,7 @@ inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& vis
     Real row[BLOCK_N];
     load_row(row, part.at(0), part.dtype, count, part.step);
     for (int n = 0; n < count; ++n)
-      for (int m = 0; m < columns; m += kLanes<Real>)
-        store<Real>(bias + n * BLOCK_M + m, splat<Real>(row[n]));
+      for (int m = 0; m < columns; m += kLanes<Real>) store<Real>(bias + n * BLOCK_M + m, splat<Real>(row[n]));
     return;
   }
   if (part.step != 1) {
@@ -119,8 +113,7 @@ inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& vis
   }
   const int64_t padded = round_up(count, kLanes<Real>);
   if (part.dtype == kDTypeOf<Real> && count == padded && columns <= visible.count) {
-    transpose(reinterpret_cast<const Real*>(part.at(visible.first)), part.stride, bias, BLOCK_M,
-              columns, padded);
+    transpose(reinterpret_cast<const Real*>(part.at(visible.first)), part.stride, bias, BLOCK_M, columns, padded);
     return;
   }
   constexpr int64_t stride = row_stride<Real>(BLOCK_N);
@@ -160,8 +153,8 @@ class BiasImage {
                    const HeadTerms<Real> terms(p.terms, outer * p.terms.bias_inner + inner, h, T);
                    const VisibleRows<Real> all(none, 0, 0, item % tiles_ * BLOCK_M, T, S);
                    for (int64_t w = 0; w < windows_; ++w)
-                     load_bias(terms, all, {w * BLOCK_N, std::min(S, (w + 1) * BLOCK_N), true},
-                               rows, data_.get() + (item * windows_ + w) * kTile);
+                     load_bias(terms, all, {w * BLOCK_N, std::min(S, (w + 1) * BLOCK_N), true}, rows,
+                               data_.get() + (item * windows_ + w) * kTile);
                  });
   }
 
@@ -199,8 +192,7 @@ inline bool hides_all(const Real* bias, int count, int columns) {
 // adds the bias ([64][64] or null). Stores the derivative of the cap in `slope` ([64][64] or null).
 // Returns whether the bias hides a pair.
 template <typename Real>
-inline bool finish_scores(Real cap, Real factor, int count, int columns, const Real* bias,
-                          Real* scores, Real* slope) {
+inline bool finish_scores(Real cap, Real factor, int count, int columns, const Real* bias, Real* scores, Real* slope) {
   const Real inverse = cap != Real(0) ? Real(1) / cap : Real(0);
   IntVec<Real> hidden{};
   for (int n = 0; n < count; ++n) {
@@ -237,8 +229,7 @@ struct BiasGradient {
 
   // Adds dscores[n][m] of a tile; those of hidden pairs and of lanes without a row are 0. `rows` is
   // scratch [64][row_stride(64)]; dscores is allocated in whole vectors of keys.
-  void add(const Real* dscores, const VisibleRows<Real>& visible, const KeySpan& keys,
-           Real* rows) const {
+  void add(const Real* dscores, const VisibleRows<Real>& visible, const KeySpan& keys, Real* rows) const {
     const int count = keys.count(), columns = visible.columns;
     if (offsets) {
       alignas(64) Real sums[BLOCK_N + BLOCK_M] = {};  // reversed as in load_bias
@@ -248,8 +239,7 @@ struct BiasGradient {
           store<Real>(at, load(at) + load(dscores + n * BLOCK_M + m));
         }
       const int64_t last = keys.end - 1 - visible.first + last_row;
-      for (int64_t i = std::min<int64_t>(last, count + visible.count - 2); i >= 0; --i)
-        offsets[last - i] += sums[i];
+      for (int64_t i = std::min<int64_t>(last, count + visible.count - 2); i >= 0; --i) offsets[last - i] += sums[i];
     } else if (row_stride == 0) {
       for (int n = 0; n < count; ++n) {
         Vec<Real> sum{};

@@ -15,8 +15,7 @@ inline void hide(Real* scores, const KeySpan& keys, const VisibleRows<Real>& row
   for (int n = 0; n < keys.count(); ++n) {
     Real* row = scores + n * BLOCK_M;
     for (int m = 0; m < columns; m += kLanes<Real>)
-      store<Real>(row + m, rows.lanes_that_see(m, keys.begin + n) ? load(row + m)
-                                                                  : splat<Real>(kHidden<Real>));
+      store<Real>(row + m, rows.lanes_that_see(m, keys.begin + n) ? load(row + m) : splat<Real>(kHidden<Real>));
   }
 }
 
@@ -62,8 +61,7 @@ struct OnlineSoftmax {
 
   // The same of scores times `factor`, for probabilities that are factors of products of pairs:
   // `words` receives them after `first` keys of weight 0. `keep`: the scores become numbers too.
-  bool step_packed(Real* scores, int first, int keys, int columns, Real factor, bool keep,
-                   Pair* words) {
+  bool step_packed(Real* scores, int first, int keys, int columns, Real factor, bool keep, Pair* words) {
     const bool whole = first == 0 && keys % 2 == 0 && !keep;
     return whole ? step_packed<true>(scores, 0, keys, columns, factor, false, words)
                  : step_packed<false>(scores, first, keys, columns, factor, keep, words);
@@ -72,8 +70,7 @@ struct OnlineSoftmax {
  private:
   // kWhole: an even number of keys from the first on, nothing to keep.
   template <bool kWhole>
-  bool step_packed(Real* scores, int first, int keys, int columns, Real factor, bool keep,
-                   Pair* words) {
+  bool step_packed(Real* scores, int first, int keys, int columns, Real factor, bool keep, Pair* words) {
     return for_vectors(columns, [&](auto vectors, int m) {
       constexpr int V = vectors;
       Vec<Real> shift[V], row_sum[V] = {};
@@ -150,18 +147,17 @@ struct OnlineSoftmax {
 };
 
 // The random words of keys [4 group, 4 group + 4) of row i of head (b, h).
-inline Philox4 dropout_words(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i,
-                             int64_t group) {
+inline Philox4 dropout_words(const DropoutParams& dropout, int64_t b, int64_t h, int64_t i, int64_t group) {
   const int64_t* const first = dropout.seed + 1;  // element (b, h, i, j)
   const auto word = [](int64_t index) { return static_cast<uint32_t>(index); };
-  return philox(word(first[3] / 4 + group), word(first[2] + i), word(first[1] + h),
-                word(first[0] + b), static_cast<uint64_t>(*dropout.seed));
+  return philox(word(first[3] / 4 + group), word(first[2] + i), word(first[1] + h), word(first[0] + b),
+                static_cast<uint64_t>(*dropout.seed));
 }
 
 // The same of `columns` rows from first_row on.
 using DropoutWords = uint32_t[4][BLOCK_M];
-inline void dropout_words(const DropoutParams& dropout, int64_t b, int64_t h, int64_t first_row,
-                          int columns, int64_t group, DropoutWords& words) {
+inline void dropout_words(const DropoutParams& dropout, int64_t b, int64_t h, int64_t first_row, int columns,
+                          int64_t group, DropoutWords& words) {
   for (int m = 0; m < columns; ++m) {
     const Philox4 random = dropout_words(dropout, b, h, first_row + m, group);
     for (int w = 0; w < 4; ++w) words[w][m] = random.word[w];
@@ -171,8 +167,8 @@ inline void dropout_words(const DropoutParams& dropout, int64_t b, int64_t h, in
 // Dropout of a tile of probabilities [keys][query rows] of head (b, h): kept ones are multiplied by
 // `scale`, others become 0. Applies the same to `target` unless it is null.
 template <typename Real>
-inline void drop(const DropoutParams& dropout, int64_t b, int64_t h, const KeySpan& keys,
-                 int64_t first_row, int columns, Real scale, Real* tile, Real* target = nullptr) {
+inline void drop(const DropoutParams& dropout, int64_t b, int64_t h, const KeySpan& keys, int64_t first_row,
+                 int columns, Real scale, Real* tile, Real* target = nullptr) {
   for (int64_t group = keys.begin / 4; group * 4 < keys.end; ++group) {
     DropoutWords words;
     dropout_words(dropout, b, h, first_row, columns, group, words);

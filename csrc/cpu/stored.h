@@ -47,8 +47,7 @@ struct WordOf<double> {
 // kLoad numbers.
 template <typename Operand, typename Number>
 struct Stored {
-  typedef typename WordOf<Number>::Type Vec
-      __attribute__((vector_size(kLoad<Operand, Number> * sizeof(Number))));
+  typedef typename WordOf<Number>::Type Vec __attribute__((vector_size(kLoad<Operand, Number> * sizeof(Number))));
 };
 
 template <typename Operand, typename Number>
@@ -78,9 +77,7 @@ inline typename Stored<Operand, Number>::Vec load_numbers(const Number* p, int64
 // Vector i of the operands that a load becomes; operand and number name the types.
 inline Vec<float> widened(Stored<float, float>::Vec v, int, float, float) { return v; }
 inline Vec<double> widened(Stored<double, double>::Vec v, int, double, double) { return v; }
-inline Vec<Pair> widened(Stored<Pair, BFloat16>::Vec v, int, Pair, BFloat16) {
-  return (Vec<Pair>)v;
-}
+inline Vec<Pair> widened(Stored<Pair, BFloat16>::Vec v, int, Pair, BFloat16) { return (Vec<Pair>)v; }
 inline Vec<float> widened(Stored<float, BFloat16>::Vec v, [[maybe_unused]] int i, float, BFloat16) {
 #if HK_VECTOR_BYTES <= 32
   return (Vec<float>)(i == 0 ? (IntVec<float>)v << 16 : (IntVec<float>)v & ~0xffff);
@@ -91,7 +88,7 @@ inline Vec<float> widened(Stored<float, BFloat16>::Vec v, [[maybe_unused]] int i
 inline Vec<float> widened(Stored<float, Float16>::Vec v, int, float, Float16) {
 #if HK_VECTOR_BYTES == 64
   return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)v);  // masked: see at_least
-#else  // widen_half of rows.h in every lane
+#else                                                            // widen_half of rows.h in every lane
   const IntVec<float> h = __builtin_convertvector(v, IntVec<float>);
   const Vec<float> magnitude = (Vec<float>)((h & 0x7fff) << 13) * 5.192296858534828e33f;
   const IntVec<float> special = ((h & 0x7c00) == 0x7c00) & 0x7f800000;

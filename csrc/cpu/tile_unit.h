@@ -91,13 +91,11 @@ inline void tile_zero() {
 }
 template <int T>
 inline void tile_load(const void* words, int64_t stride) {
-  for (int r = 0; r < kTile; ++r)
-    std::memcpy(tile(T)[r], static_cast<const char*>(words) + 4 * r * stride, 4 * kTile);
+  for (int r = 0; r < kTile; ++r) std::memcpy(tile(T)[r], static_cast<const char*>(words) + 4 * r * stride, 4 * kTile);
 }
 template <int T>
 inline void tile_store(void* words, int64_t stride) {
-  for (int r = 0; r < kTile; ++r)
-    std::memcpy(static_cast<char*>(words) + 4 * r * stride, tile(T)[r], 4 * kTile);
+  for (int r = 0; r < kTile; ++r) std::memcpy(static_cast<char*>(words) + 4 * r * stride, tile(T)[r], 4 * kTile);
 }
 template <int C, int A, int B>
 inline void tile_multiply() {
@@ -118,12 +116,10 @@ inline void tile_multiply() {
 // C[16 R][16 V] (+)= A[16 R][depth] B[depth][16 V], R and V 1 or 2: up to four sums; a tile of A
 // is used in V products, a tile of B in R.
 template <int R, int V>
-inline void multiply_tile_block(const Pair* a, int64_t lda, const Pair* b, int64_t ldb, float* c,
-                                int64_t ldc, int64_t depth, bool accumulate) {
+inline void multiply_tile_block(const Pair* a, int64_t lda, const Pair* b, int64_t ldb, float* c, int64_t ldc,
+                                int64_t depth, bool accumulate) {
   float* const below = c + kTile * ldc;
-  const auto start = [&](auto load, auto zero, const float* at) {
-    accumulate ? load(at, ldc) : zero();
-  };
+  const auto start = [&](auto load, auto zero, const float* at) { accumulate ? load(at, ldc) : zero(); };
   start(tile_load<0>, tile_zero<0>, c);
   if constexpr (V == 2) start(tile_load<1>, tile_zero<1>, c + kTile);
   if constexpr (R == 2) start(tile_load<2>, tile_zero<2>, below);
@@ -145,8 +141,8 @@ inline void multiply_tile_block(const Pair* a, int64_t lda, const Pair* b, int64
 }
 
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns]; all three in whole tiles.
-inline void multiply_tiles(int64_t rows, int64_t columns, int64_t depth, const Pair* a, int64_t lda,
-                           const Pair* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+inline void multiply_tiles(int64_t rows, int64_t columns, int64_t depth, const Pair* a, int64_t lda, const Pair* b,
+                           int64_t ldb, float* c, int64_t ldc, bool accumulate) {
   for (int64_t column = 0; column < columns;) {
     const bool wide = columns - column > kTile;
     for (int64_t r = 0; r < rows;) {

@@ -9,10 +9,8 @@
 
 namespace hk::HK_LEVEL {
 
-constexpr int BLOCK_M =
-    64;  // query rows of a tile: four vectors of 16 float lanes, the widest register tile
-constexpr int BLOCK_N =
-    64;  // keys of a tile: scores [64][64] and one key tile of D = 64 fit the first-level cache
+constexpr int BLOCK_M = 64;  // query rows of a tile: four vectors of 16 float lanes, the widest register tile
+constexpr int BLOCK_N = 64;  // keys of a tile: scores [64][64] and one key tile of D = 64 fit the first-level cache
 
 // Products of a tile leave out blocks of this many keys and rows where intervals hide all of them.
 constexpr int kUnit = 16;
@@ -38,9 +36,7 @@ struct DenseMask {
   int64_t row_stride = 0, key_stride = 0;
 
   explicit operator bool() const { return data != nullptr; }
-  const uint8_t* at(int64_t row, int64_t key) const {
-    return data + row * row_stride + key * key_stride;
-  }
+  const uint8_t* at(int64_t row, int64_t key) const { return data + row * row_stride + key * key_stride; }
 
   // Keys [begin, begin + count) of a row as bits, the first the lowest; count is at most 64.
   uint64_t bits(int64_t row, int64_t begin, int count) const {
@@ -76,8 +72,8 @@ template <typename Real>
 struct VisibleRows {
   int64_t first = 0;
   int count = 0;
-  int columns = 0;   // lanes worth computing: up to the last row that sees a key, in whole vectors
-  bool any = false;  // some row sees some key
+  int columns = 0;                   // lanes worth computing: up to the last row that sees a key, in whole vectors
+  bool any = false;                  // some row sees some key
   bool all_rows = false;             // every lane of `columns` is a row that sees some key
   int64_t hull_lo = 0, hull_hi = 0;  // contains all keys that some row sees, but for [0, front)
   int64_t core_lo = 0, core_hi = 0;  // keys that every row (which sees any) sees, holes aside
@@ -92,8 +88,8 @@ struct VisibleRows {
       : first(first_row), count(static_cast<int>(std::min<int64_t>(BLOCK_M, T - first_row))) {
     key_visible = mask.key_visible ? mask.key_visible + b * mask.visible_stride : nullptr;
     if (mask.dense)
-      dense = {mask.dense + b * mask.dense_stride[0] + h * mask.dense_stride[1],
-               mask.dense_stride[2], mask.dense_stride[3]};
+      dense = {mask.dense + b * mask.dense_stride[0] + h * mask.dense_stride[1], mask.dense_stride[2],
+               mask.dense_stride[3]};
     const Int<Real> keys = static_cast<Int<Real>>(S);
     // Plain loops without branches, which the compiler turns into vectors.
     const Int<Real> band_lo = static_cast<Int<Real>>(first + mask.band_lo);
@@ -176,8 +172,8 @@ struct VisibleRows {
     }
     bool full = (begin >= core_lo || end <= front) && end <= core_hi;
     if (key_visible) {
-      const int64_t seen = std::count_if(key_visible + begin, key_visible + end,
-                                         [](uint8_t visible) { return visible != 0; });
+      const int64_t seen =
+          std::count_if(key_visible + begin, key_visible + end, [](uint8_t visible) { return visible != 0; });
       if (seen == 0) return {};
       full = full && seen == end - begin;
     }
@@ -280,8 +276,7 @@ struct VisibleRows {
       const uint64_t seen = range ? dense.bits(first + m, begin, count) & range : 0;
       some |= seen;
       all &= row ? seen : every;
-      for (int w = 0; w < BLOCK_N / kBits; ++w)
-        bits[w][m] = static_cast<Int<Real>>(seen >> (w * kBits % 64));
+      for (int w = 0; w < BLOCK_N / kBits; ++w) bits[w][m] = static_cast<Int<Real>>(seen >> (w * kBits % 64));
     }
     return {some != 0, all == every};
   }

@@ -10,9 +10,7 @@ namespace hk::HK_LEVEL {
 
 // How many query tiles of `bytes` stay in the L2 cache while the keys are processed
 // (heuristic: half of 1 MiB, a common size per core).
-inline int64_t tiles_in_cache(int64_t bytes) {
-  return std::max<int64_t>(1, (int64_t{512} << 10) / bytes);
-}
+inline int64_t tiles_in_cache(int64_t bytes) { return std::max<int64_t>(1, (int64_t{512} << 10) / bytes); }
 
 // Work items per thread, to balance the load (heuristic).
 constexpr int64_t kItemsPerThread = 8;

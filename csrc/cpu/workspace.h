@@ -49,8 +49,7 @@ class Workspace {
   ~Workspace() { free_block(); }
 
  private:
-  static constexpr size_t kKeep =
-      size_t{4} << 20;  // 4 MiB: a tile's scratch and the accumulators of short sequences
+  static constexpr size_t kKeep = size_t{4} << 20;  // 4 MiB: a tile's scratch and the accumulators of short sequences
 
   void reserve(size_t bytes) {
     used_ = 0;

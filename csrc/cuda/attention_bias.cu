@@ -103,8 +103,7 @@ struct BiasGradient {
     for (int i = thread_index(); i < rows * kBiasTile; i += kThreads) {
       const int row = i / kBiasTile, key = i % kBiasTile;
       if (key >= keys) continue;
-      to[(int64_t{own_row} * kBiasTile + row) * size[4] + own_key * kBiasTile + key] =
-          *tile.at(row, key);
+      to[(int64_t{own_row} * kBiasTile + row) * size[4] + own_key * kBiasTile + key] = *tile.at(row, key);
     }
   }
 
@@ -146,38 +145,33 @@ struct BiasGradient {
   }
 
   // Adds the dscores of a tile.
-  HK_DEVICE static void add_tile(const Params& p, const Sizes& n, Memory& on_chip, const Head& at,
-                                 int first_row, int first_key, Scores& sums) {
+  HK_DEVICE static void add_tile(const Params& p, const Sizes& n, Memory& on_chip, const Head& at, int first_row,
+                                 int first_key, Scores& sums) {
     if (p.dense_cells.data && Terms::shown(p, at, first_row, first_key) == kHidden) return;
     const Visible visible(p.mask, at.b, at.h, n.T_rows, n.S);
     QueryRows<kBiasTile>& rows = *on_chip.query_rows;
     sync_block();  // no thread reads the tile before any more
     bool sees = false, cut = false;
     if (thread_index() < kBiasTile) {
-      const QueryRow term(p, Gate(p.gate, p.activation), visible, at.b, at.h, n.H,
-                          first_row + thread_index());
+      const QueryRow term(p, Gate(p.gate, p.activation), visible, at.b, at.h, n.H, first_row + thread_index());
       rows.template set<true>(thread_index(), term);
-      on_chip.content_bias[thread_index()] =
-          ContentBias(p.content_bias, at.b, at.h).at(first_key + thread_index());
+      on_chip.content_bias[thread_index()] = ContentBias(p.content_bias, at.b, at.h).at(first_key + thread_index());
       const int lo = first_key < visible.front() ? 0 : term.range.lo;
       sees = lo < first_key + kBiasTile && term.range.hi > first_key;
       cut = term.range.lo > first_key || term.range.hi < first_key + kBiasTile;
     }
     if (!any_in_block(sees)) return;
     const bool partial = any_in_block(cut) || visible.hides_keys();
-    const bool hides =
-        any_in_block(on_chip.terms.template stage<kThreads>(p, at, first_row, first_key));
+    const bool hides = any_in_block(on_chip.terms.template stage<kThreads>(p, at, first_row, first_key));
 
     Scores scores, dscores;
     multiply(p, on_chip, at, first_row, first_key, scores, dscores);
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
     const int warp_row = warp() * 16;
     const TileRows<kLayout, kBiasTile> row = {rows, warp_row};
-    const LeftOut<kLayout, 1, kBiasTile> left_out(p, visible, rows.range + warp_row,
-                                                  partial || hides, on_chip.terms, hides, at.b,
-                                                  at.h, first_row + warp_row, first_key);
-    scores.each(
-        [&](float& value, int, int n, int e) { value += on_chip.content_bias[column_of(n, e)]; });
+    const LeftOut<kLayout, 1, kBiasTile> left_out(p, visible, rows.range + warp_row, partial || hides, on_chip.terms,
+                                                  hides, at.b, at.h, first_row + warp_row, first_key);
+    scores.each([&](float& value, int, int n, int e) { value += on_chip.content_bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
     on_chip.terms.to_scores(p, scores);
     dscores.each([&](float& value, int m, int n, int e) {
@@ -188,14 +182,13 @@ struct BiasGradient {
   }
 
   // The products of a tile: raw scores, which still lack the content bias, and dp.
-  HK_DEVICE static void multiply(const Params& p, const Memory& on_chip, const Head& at,
-                                 int first_row, int first_key, Scores& scores, Scores& dp) {
+  HK_DEVICE static void multiply(const Params& p, const Memory& on_chip, const Head& at, int first_row, int first_key,
+                                 Scores& scores, Scores& dp) {
     const Features& features = on_chip.features;
     const bool mixes = p.mixing.rank > 0;
     const int heads = static_cast<int>(mixes ? p.mixing.size[0] : p.query.size[1]);
     const int of_keys = at.h / (heads / static_cast<int>(p.value.size[1]));
-    const int of_scores =
-        mixes ? features.steps() : ceil_div(static_cast<int>(p.query.size[3]), kStepWidth);
+    const int of_scores = mixes ? features.steps() : ceil_div(static_cast<int>(p.query.size[3]), kStepWidth);
     const int steps = of_scores + ceil_div(static_cast<int>(p.value.size[3]), kStepWidth);
     const auto gathered = [&](int step) { return features.at(Step{0, step}); };
     const auto copy = [&](int step, int stage) {
@@ -219,8 +212,7 @@ struct BiasGradient {
       if (is_score && mixes) mix_features<kThreads>(rows, features.factors(), gathered(step));
       sync_block();
       if (is_score)
-        multiply_rows(scores, rows, warp() * 16, keys,
-                      mixes ? gathered(step).count * kChunk : kStepWidth);
+        multiply_rows(scores, rows, warp() * 16, keys, mixes ? gathered(step).count * kChunk : kStepWidth);
       else
         multiply_rows(dp, rows, warp() * 16, keys);
     });
@@ -233,8 +225,7 @@ struct BiasGradient {
     HK_UNROLL
     for (int n = 0; n < kBiasTile / 8; ++n) {
       HK_UNROLL
-      for (int e = 0; e < 4; ++e)
-        *tile.at(warp() * 16 + row_of(0, e), column_of(n, e)) = sums.c[0][n][e];
+      for (int e = 0; e < 4; ++e) *tile.at(warp() * 16 + row_of(0, e), column_of(n, e)) = sums.c[0][n][e];
     }
     sync_block();
     return tile;
@@ -263,8 +254,7 @@ void Kernels<T>::attention_bias(const BiasParams& p, const LaunchTarget& target)
   const int64_t key_tiles = ceil_div(p.key.size[p.key.rank - 2], kBiasTile);
   const int64_t* const size = p.terms.bias.size;
   const int64_t blocks =
-      p.dbias ? p.splits * size[0] * size[1] * size[2] * (size[3] == 1 ? 1 : row_tiles) *
-                    (size[4] == 1 ? 1 : key_tiles)
+      p.dbias ? p.splits * size[0] * size[1] * size[2] * (size[3] == 1 ? 1 : row_tiles) * (size[4] == 1 ? 1 : key_tiles)
       : row_tiles && key_tiles ? p.query.size[0] * H * (row_tiles + key_tiles - 1)
                                : 0;
   launch<Kernel>(blocks, Kernel::shared_bytes(p.mixing ? p.mixing.size[1] : 0), p, target);

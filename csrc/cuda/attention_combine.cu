@@ -31,21 +31,16 @@ struct AttentionCombine {
   }
 
  private:
-  HK_DEVICE static void add_up(const Params& p, const HeadTile& at, int row, int splits,
-                               const Output& output) {
+  HK_DEVICE static void add_up(const Params& p, const HeadTile& at, int row, int splits, const Output& output) {
     const int width = static_cast<int>(p.out.size[3]);
     const auto index = [&](int split) { return index_of_split(p, split, at.b, at.h, row); };
     RowOfParts<kWidth, kTerms> sums;
     sums.add_up(
         splits, [&](int split) { return p.splits.row_max[index(split)]; },
         [&](int split) { return p.splits.row_sum[index(split)]; },
-        [&](int split, int column) {
-          return column < width ? p.splits.acc[index(split) * width + column] : 0.0f;
-        });
-    const float factor =
-        sums.row_sum == 0.0f ? 0.0f : static_cast<float>(p.dropout.keep_scale) / sums.row_sum;
-    sums.each_column(
-        [&](int i, int column) { *output.tile.at(row, column) = sums.acc[i] * factor; });
+        [&](int split, int column) { return column < width ? p.splits.acc[index(split) * width + column] : 0.0f; });
+    const float factor = sums.row_sum == 0.0f ? 0.0f : static_cast<float>(p.dropout.keep_scale) / sums.row_sum;
+    sums.each_column([&](int i, int column) { *output.tile.at(row, column) = sums.acc[i] * factor; });
     if (lane() == 0) output.lse[row] = log_sum_exp<kTerms>(sums.row_max, sums.row_sum);
   }
 };
@@ -56,9 +51,8 @@ void Kernels<T>::attention_combine(const SplitParams& p, const LaunchTarget& tar
     with_narrowest<64, 128, 256>(p.out.size[3], [&](auto width) {
       using Kernel = AttentionCombine<T, width, terms>;
       if (p.out.size[2] > Kernel::kMostRows)
-        throw Error("keys are split for " + std::to_string(p.out.size[2]) +
-                    " query rows, but only up to " + std::to_string(Kernel::kMostRows) +
-                    " can be combined");
+        throw Error("keys are split for " + std::to_string(p.out.size[2]) + " query rows, but only up to " +
+                    std::to_string(Kernel::kMostRows) + " can be combined");
       launch<Kernel>(p.out.size[0] * p.out.size[1], Kernel::Output::shared_bytes(), p, target);
     });
   });

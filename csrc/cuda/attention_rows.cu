@@ -26,8 +26,7 @@ template <typename T, bool kSinks, bool kElementwise>
 struct AttentionRows {
   using Params = RowsParams;
   static constexpr int kThreads = 256;
-  static constexpr int kBlockM =
-      64;  // so that divisions by numbers of the call are made once for 64
+  static constexpr int kBlockM = 64;  // so that divisions by numbers of the call are made once for 64
   static constexpr int kUnit = Unit<T>::kCount;
 
   HK_DEVICE static void run(const Params& p) {
@@ -43,8 +42,7 @@ struct AttentionRows {
 
  private:
   // A row from `across` lanes. Lanes whose row is beyond the last one take part in the sums.
-  HK_DEVICE static void add_row(const Params& p, const HeadTile& at, int row, int last_row,
-                                int across) {
+  HK_DEVICE static void add_row(const Params& p, const HeadTile& at, int row, int last_row, int across) {
     const int b = at.b, h = at.h, own = lane() & (across - 1);
     const bool there = row < last_row;
     const Rows<T> dout = rows_of<T>(p.dout, b, h), attended = rows_of<T>(p.attended, b, h);
@@ -65,22 +63,18 @@ struct AttentionRows {
     for (int column = own * kUnit; there && column < dout.width; column += across * kUnit) {
       const Unit<T> given = load_unit(dout, row, column);
       const Unit<T> output = load_unit(attended, row, column);
-      const auto product = [&](int j) {
-        return sees ? to_float(given.values[j]) * to_float(output.values[j]) : 0.0f;
-      };
+      const auto product = [&](int j) { return sees ? to_float(given.values[j]) * to_float(output.values[j]) : 0.0f; };
       if constexpr (kElementwise) {
         float g[kUnit];
         HK_UNROLL
-        for (int j = 0; j < kUnit; ++j)
-          g[j] = column + j < dout.width ? gate.at(b, h, row, column + j) : 0.0f;
+        for (int j = 0; j < kUnit; ++j) g[j] = column + j < dout.width ? gate.at(b, h, row, column + j) : 0.0f;
         if (p.dgate) {
           const Rows<float> dgate = rows_of<float>(p.dgate, b, h);
           HK_UNROLL
           for (int j = 0; j < kUnit; j += Unit<float>::kCount)
             store_unit(dgate, row, column + j, [&](int k) { return product(j + k); });
         }
-        store_unit(rows_of<T>(p.dattended, b, h), row, column,
-                   [&](int j) { return to_float(given.values[j]) * g[j]; });
+        store_unit(rows_of<T>(p.dattended, b, h), row, column, [&](int j) { return to_float(given.values[j]) * g[j]; });
         HK_UNROLL
         for (int j = 0; j < kUnit; ++j) total += sees ? product(j) * g[j] : 0.0f;
       } else {
@@ -100,8 +94,7 @@ struct AttentionRows {
     if constexpr (kSinks) {
       // The lse of a row that sees no key is the sink.
       const float alone = lse == -kInfinity ? 0.0f : dlse;
-      if (p.dsinks)
-        static_cast<float*>(p.dsinks.data)[index] = sees ? -expf(sink - lse) * total : alone;
+      if (p.dsinks) static_cast<float*>(p.dsinks.data)[index] = sees ? -expf(sink - lse) * total : alone;
       if (!sees) total = NAN;
     }
     static_cast<float*>(p.delta.data)[index] = total;
@@ -110,8 +103,7 @@ struct AttentionRows {
   // Whether the row of this lane, one of `across`, sees a key; a row beyond the last one sees none.
   // All lanes of the warp take part.
   HK_DEVICE static bool sees_a_key(const Params& p, int b, int h, int row, int own, int across) {
-    const Head at = {b, h, static_cast<int>(p.dout.size[2]),
-                     static_cast<int>(p.key.size[p.key.rank - 2])};
+    const Head at = {b, h, static_cast<int>(p.dout.size[2]), static_cast<int>(p.key.size[p.key.rank - 2])};
     const Visible visible(p.mask, at.b, h, at.T, at.S);
     const Range range = visible.range(row);
     const Addends addends(p, at);

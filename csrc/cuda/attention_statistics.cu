@@ -112,16 +112,14 @@ struct StatisticsTile {
   static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).memory.bytes(); }
 
   // The scores of a tile of rows and a tile of keys, before any mask.
-  HK_DEVICE static void score(const Params& p, const Memory& on_chip, const Head& at, int first_row,
-                              int first_key, Scores& scores) {
+  HK_DEVICE static void score(const Params& p, const Memory& on_chip, const Head& at, int first_row, int first_key,
+                              Scores& scores) {
     const Features& features = on_chip.features;
     const bool mixes = p.mixing.rank > 0;
     const int group = mixes ? 1 : static_cast<int>(p.query.size[1] / p.key.size[1]);
-    const int steps =
-        mixes ? features.steps() : ceil_div(static_cast<int>(p.query.size[3]), kStepWidth);
+    const int steps = mixes ? features.steps() : ceil_div(static_cast<int>(p.query.size[3]), kStepWidth);
     const auto gathered = [&](int step) { return features.at(Step{0, step}); };
-    const Rows<T> rows = rows_of<T>(p.query, at.b, at.h),
-                  keys = rows_of<T>(p.key, at.b, at.h / group);
+    const Rows<T> rows = rows_of<T>(p.query, at.b, at.h), keys = rows_of<T>(p.key, at.b, at.h / group);
     const auto copy = [&](int step, int stage) {
       const auto copy_both = [&](const auto& source) {
         copy_features<kThreads>(on_chip.rows[stage], rows, first_row, source);
@@ -133,13 +131,11 @@ struct StatisticsTile {
         copy_both(whole_step(step));
     };
     constexpr bool kRowsFirst = kLayout == ScoreLayout::kRowsFirst;
-    const auto &own = kRowsFirst ? on_chip.rows : on_chip.keys,
-               &other = kRowsFirst ? on_chip.keys : on_chip.rows;
+    const auto &own = kRowsFirst ? on_chip.rows : on_chip.keys, &other = kRowsFirst ? on_chip.keys : on_chip.rows;
     each_step(steps, copy, [&](int step, int stage) {
       if (mixes) mix_features<kThreads>(on_chip.rows[stage], features.factors(), gathered(step));
       sync_block();
-      multiply_rows(scores, own[stage], warp() * 16, other[stage],
-                    mixes ? gathered(step).count * kChunk : kStepWidth);
+      multiply_rows(scores, own[stage], warp() * 16, other[stage], mixes ? gathered(step).count * kChunk : kStepWidth);
     });
     scores.each([&](float& score, int m, int n, int e) {
       score += on_chip.content_bias[kRowsFirst ? column_of(n, e) : warp() * 16 + row_of(m, e)];
@@ -166,8 +162,7 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
     const Head head = {at.b, at.h, T_rows, S};
     const Visible visible(p.mask, at.b, at.h, T_rows, S);
     HK_ROLLED
-    for (int i = thread_index(); i < kBlock; i += kThreads)
-      on_chip.ranges[i] = visible.range(first_row + i);
+    for (int i = thread_index(); i < kBlock; i += kThreads) on_chip.ranges[i] = visible.range(first_row + i);
     const TileList list = tiles_seen<kThreads, kBlock, kBlock>(visible, first_row, on_chip.scratch);
     if (mixes && list.count()) on_chip.features.template set<kThreads>(p.mixing, at.h);
     RowStatistics statistics;
@@ -181,8 +176,7 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
       if (thread_index() < kBlock) {
         const int key = first_key + thread_index();
         on_chip.content_bias[thread_index()] = ContentBias(p.content_bias, at.b, at.h).at(key);
-        on_chip.excluded[thread_index()] =
-            p.excluded && key < S && p.excluded[at.b * p.excluded_stride + key] != 0;
+        on_chip.excluded[thread_index()] = p.excluded && key < S && p.excluded[at.b * p.excluded_stride + key] != 0;
       }
       hides = any_in_block(hides);
       Base::score(p, on_chip, head, first_row, first_key, scores);
@@ -207,8 +201,8 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
  private:
   // A sink is one more score without a key. With q the probabilities without it, probabilities are
   // p = w * q, and the entropy of the keys is w * (entropy of q - ln w).
-  HK_DEVICE static void store(const Params& p, const RowStatistics& of, int half, float sink,
-                              int64_t index, float row_weight) {
+  HK_DEVICE static void store(const Params& p, const RowStatistics& of, int half, float sink, int64_t index,
+                              float row_weight) {
     const float sum = of.row_sum[half], most = of.row_max[half];
     const bool sees = sum != 0.0f, found = sees && of.best[half] > -kInfinity;
     float lse = sees ? most + logf(sum) : -kInfinity;
@@ -225,9 +219,7 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
       lse = with_sink;
     }
     static_cast<float*>(p.lse.data)[index] = lse;
-    static_cast<float*>(p.max_score.data)[index] = sum != sum ? sum
-                                                   : found    ? of.best[half]
-                                                              : -kInfinity;
+    static_cast<float*>(p.max_score.data)[index] = sum != sum ? sum : found ? of.best[half] : -kInfinity;
     static_cast<float*>(p.max_prob.data)[index] = sum == sum ? largest : sum;
     static_cast<float*>(p.entropy.data)[index] = entropy;
     p.argmax[index] = found ? of.best_key[half] : -1;
@@ -264,12 +256,10 @@ struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
     const Head head = {at.b, at.head, T_rows, S};
     const int64_t first_index = (int64_t{at.b} * H + at.head) * T_rows;
     const Visible visible(p.mask, at.b, at.head, T_rows, S);
-    const TileList list =
-        tiles_that_see<kThreads, kBlock, kBlock>(visible, first_key, on_chip.scratch);
+    const TileList list = tiles_that_see<kThreads, kBlock, kBlock>(visible, first_key, on_chip.scratch);
     if (mixes && list.count()) on_chip.features.template set<kThreads>(p.mixing, at.head);
     if (thread_index() < kBlock)
-      on_chip.content_bias[thread_index()] =
-          ContentBias(p.content_bias, at.b, at.head).at(first_key + thread_index());
+      on_chip.content_bias[thread_index()] = ContentBias(p.content_bias, at.b, at.head).at(first_key + thread_index());
     float received[2] = {};
     const auto from = [&](int index) { return Terms::shown_from(index, list, first_key, p, head); };
     for (int i = from(0); i < list.count(); i = from(i + 1)) {
@@ -293,8 +283,7 @@ struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
       });
       if (!list.is_full(i) || hides) {
         Pairs<1, kBlock> hidden;
-        add_hidden<ScoreLayout::kKeysFirst>(hidden, visible, on_chip.ranges,
-                                            first_key + warp() * 16);
+        add_hidden<ScoreLayout::kKeysFirst>(hidden, visible, on_chip.ranges, first_key + warp() * 16);
         if (hides) on_chip.terms.add_hidden(hidden);
         fill(scores, hidden, 0.0f);
       }

@@ -101,9 +101,7 @@ class Features {
     return left < kStepChunks ? left : kStepChunks;
   }
   HK_DEVICE int width(const Step& step) const { return chunks(step) * kChunk; }
-  HK_DEVICE Gathered at(const Step& step) const {
-    return {numbers_ + step.place * kStepChunks, chunks(step)};
-  }
+  HK_DEVICE Gathered at(const Step& step) const { return {numbers_ + step.place * kStepChunks, chunks(step)}; }
   // kWidth features from `first` on: with `all`, those of the mixing vector, else those that the
   // head uses.
   template <int kWidth>
@@ -155,11 +153,10 @@ HK_DEVICE void each_step(int steps, Copy&& copy, Use&& use) {
 //   load(step)         at the end of a tile: reads a number while the step before is computed, and
 //   put(number)        puts it on chip, in each of the first kLoaded threads.
 // The list is read from shared memory, where it takes no registers.
-template <bool kTerms, int kLoaded, typename From, typename Copy, typename Mix, typename Stage,
-          typename Use, typename Load, typename Put>
-HK_DEVICE void each_tile_step(const Features& features, int first, const TileList& list,
-                              From&& from, Copy&& copy, Mix&& mix, Stage&& stage, Use&& use,
-                              Load&& load, Put&& put) {
+template <bool kTerms, int kLoaded, typename From, typename Copy, typename Mix, typename Stage, typename Use,
+          typename Load, typename Put>
+HK_DEVICE void each_tile_step(const Features& features, int first, const TileList& list, From&& from, Copy&& copy,
+                              Mix&& mix, Stage&& stage, Use&& use, Load&& load, Put&& put) {
   const int steps = features.steps();
   const auto loads = [&](const Step& step) {
     return step.tile < list.count() && features.ends(step) && thread_index() < kLoaded;
@@ -194,8 +191,8 @@ HK_DEVICE void each_tile_step(const Features& features, int first, const TileLis
 // Starts to copy the features of the rows from `first` on into a tile, with all threads of the
 // block; columns for which `source` has none are unchanged.
 template <int kThreads, typename AnyTile, typename Source>
-HK_DEVICE void copy_features(const AnyTile& tile, const Rows<typename AnyTile::Element>& rows,
-                             int first, const Source& source) {
+HK_DEVICE void copy_features(const AnyTile& tile, const Rows<typename AnyTile::Element>& rows, int first,
+                             const Source& source) {
   OwnUnits<kThreads, AnyTile>::each_column([&](int column) {
     const int feature = source.feature(column);
     if (feature >= 0) copy_column<kThreads>(tile, column, rows, first, feature);

@@ -100,14 +100,11 @@ struct CollaborativeForward {
     if (p.stores == Stores::kClosedGradient && !closed) return;
     const auto visible = [&] {
       const int T_rows = static_cast<int>(p.query.size[1]);
-      return Visible(p.mask, at.b, at.h, rows_taking_part(p, closed, T_rows),
-                     static_cast<int>(p.key.size[1]));
+      return Visible(p.mask, at.b, at.h, rows_taking_part(p, closed, T_rows), static_cast<int>(p.key.size[1]));
     };
-    for (int i = thread_index(); i < kBlockM; i += kThreads)
-      ranges[i] = visible().range(at.first_row + i);
+    for (int i = thread_index(); i < kBlockM; i += kThreads) ranges[i] = visible().range(at.first_row + i);
     const TileList list =
-        tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, memory.scratch)
-            .share(at.split, p.splits.count);
+        tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, memory.scratch).share(at.split, p.splits.count);
     if (list.count()) features.set<kThreads>(p.mixing, at.h);
     const float scale = static_cast<float>(p.scale);
     const float scale_log2 = softmax_scale(p.scale, kTerms);
@@ -116,27 +113,18 @@ struct CollaborativeForward {
     const auto head = [&] {
       return Head{at.b, at.h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
     };
-    const auto from = [&](int index) {
-      return Terms::shown_from(index, list, at.first_row, p, head());
-    };
-    const auto query_at = [&](const Step& step) {
-      return query[p.keeps_query ? step.place : step.stage];
-    };
+    const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_row, p, head()); };
+    const auto query_at = [&](const Step& step) { return query[p.keeps_query ? step.place : step.stage]; };
     const int first_tile = from(0);
-    const auto copies_query = [&](const Step& step) {
-      return !p.keeps_query || step.tile == first_tile;
-    };
+    const auto copies_query = [&](const Step& step) { return !p.keeps_query || step.tile == first_tile; };
     const auto copy = [&](const Step& step) {
       const int first_key = list[step.tile] * kBlockN;
-      if (copies_query(step))
-        copy_features<kThreads>(query_at(step), rows.query, at.first_row, features.at(step));
+      if (copies_query(step)) copy_features<kThreads>(query_at(step), rows.query, at.first_row, features.at(step));
       copy_features<kThreads>(key[step.stage], rows.key, first_key, features.at(step));
-      if (features.ends(step))
-        copy_rows<kThreads>(value[step.template half<kTerms>()], rows.value, first_key);
+      if (features.ends(step)) copy_rows<kThreads>(value[step.template half<kTerms>()], rows.value, first_key);
     };
     const auto mix = [&](const Step& step) {
-      if (copies_query(step))
-        mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
+      if (copies_query(step)) mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
     };
     const auto stage = [&](const Step& step) {
       return terms.template stage<kThreads>(p, head(), at.first_row, list[step.tile] * kBlockN);
@@ -170,27 +158,23 @@ struct CollaborativeForward {
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
         Dropped<kGroups, kBlockN> dropped;
-        dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, at.b, at.h,
-                                                       at.first_row + warp_row, first_key);
+        dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, at.b, at.h, at.first_row + warp_row, first_key);
         fill(scores, dropped, 0.0f);
       }
       multiply_weights(attended, scores, tile_value);
       scores.clear();
     };
     if (first_tile < list.count()) {
-      each_tile_step<kTerms, kBlockN>(features, first_tile, list, from, copy, mix, stage, use,
-                                      bias_of,
+      each_tile_step<kTerms, kBlockN>(features, first_tile, list, from, copy, mix, stage, use, bias_of,
                                       [&](float number) { bias[thread_index()] = number; });
     }
     if (p.stores == Stores::kSplits) {
-      store_split(p, at.split, at.b, at.h, at.first_row + warp_row, visible().T(), attended,
-                  softmax);
+      store_split(p, at.split, at.b, at.h, at.first_row + warp_row, visible().T(), attended, softmax);
       return;
     }
     softmax.normalize(attended, static_cast<float>(p.dropout.keep_scale));
     const BlockCoord block = at;  // its memory is overwritten below
-    Output::store(p, Gate(p.gate, p.activation), block.b, block.h, block.first_row, attended,
-                  softmax.row_max);
+    Output::store(p, Gate(p.gate, p.activation), block.b, block.h, block.first_row, attended, softmax.row_max);
   }
 };
 
@@ -209,8 +193,7 @@ void run_collaborative_forward(const ForwardTask& p, const LaunchTarget& target)
 }
 
 template <typename T>
-void Kernels<T>::collaborative_attention_forward(const AttendParams& p,
-                                                 const LaunchTarget& target) {
+void Kernels<T>::collaborative_attention_forward(const AttendParams& p, const LaunchTarget& target) {
   run_collaborative_forward<T>(p, target);
 }
 template <typename T>

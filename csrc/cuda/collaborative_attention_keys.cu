@@ -82,9 +82,7 @@ struct CollaborativeKeys {
     constexpr Memory(int64_t Ds, bool keeps_key)
         : features(memory, Ds), key(memory.tiles<KeyTile>(owned_tiles(Ds, keeps_key))) {}
   };
-  static constexpr int shared_bytes(int64_t Ds, bool keeps_key) {
-    return Memory(Ds, keeps_key).memory.bytes();
-  }
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_key) { return Memory(Ds, keeps_key).memory.bytes(); }
 
   // store_gradient overwrites only tiles between heads.
   static_assert(Sizes::kWarps * GradientPart<kGroups, kSlice>::kBytes <=
@@ -110,8 +108,8 @@ struct CollaborativeKeys {
       if (h % group == 0) sums.dvalue.clear();
       for (auto& of_group : sums.dbias) of_group[0] = of_group[1] = 0.0f;
       if (h == at.first_head || p.mask.by_head()) {
-        const TileList seen_by = tiles_that_see<kThreads, kBlockM, kBlockN>(
-            visible_of(p, at, h), at.first_key, on_chip.scratch);
+        const TileList seen_by =
+            tiles_that_see<kThreads, kBlockM, kBlockN>(visible_of(p, at, h), at.first_key, on_chip.scratch);
         if (thread_index() == 0) *on_chip.list = seen_by;
         sync_block();
       }
@@ -122,8 +120,7 @@ struct CollaborativeKeys {
       if (p.dcontent_bias) store_bias(p, at, h, sums.dbias);
     }
     if (p.dkey) {
-      store_gradient<T>(p.dkey, at.part, 0, at.first_key + warp_row, at.column, sums.dkey,
-                        static_cast<float>(p.scale));
+      store_gradient<T>(p.dkey, at.part, 0, at.first_key + warp_row, at.column, sums.dkey, static_cast<float>(p.scale));
     }
   }
 
@@ -138,8 +135,8 @@ struct CollaborativeKeys {
 
   // Adds all tiles of query rows of a head; none if the head is closed, or if it does not use the
   // slice and the slice is not the first.
-  HK_DEVICE static void add_head(const Params& p, const TileList& list, Memory& on_chip,
-                                 const BlockCoord& at, int h, Sums& sums) {
+  HK_DEVICE static void add_head(const Params& p, const TileList& list, Memory& on_chip, const BlockCoord& at, int h,
+                                 Sums& sums) {
     if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) return;
     Features& features = on_chip.features;
     features.set<kThreads>(p.mixing, h);
@@ -147,30 +144,23 @@ struct CollaborativeKeys {
     if (!at.is_first_slice() && !slice.used) return;
     if (!p.dkey) slice.used = 0;
     const int H = static_cast<int>(p.mixing.size[0]);
-    const auto head = [&] {
-      return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
-    };
-    const auto from = [&](int index) {
-      return Terms::shown_from(index, list, at.first_key, p, head());
-    };
+    const auto head = [&] { return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])}; };
+    const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_key, p, head()); };
     const int first_tile = from(0);
     if (kTerms && first_tile == list.count()) return;
     const Sources& sources = *on_chip.sources;
     if (thread_index() == 0) {
-      *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
-                          rows_of<T>(p.dattended, at.b, h), Gate(p.gate, p.activation)};
+      *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0), rows_of<T>(p.dattended, at.b, h),
+                          Gate(p.gate, p.activation)};
     }
     sync_block();
 
-    const auto key_at = [&](const Step& step) {
-      return on_chip.key[p.keeps_key ? step.place : step.stage];
-    };
+    const auto key_at = [&](const Step& step) { return on_chip.key[p.keeps_key ? step.place : step.stage]; };
     const auto copy = [&](const Step& step) {
       const int first_row = list[step.tile] * kBlockM;
       if (!p.keeps_key || step.tile == first_tile)
         copy_features<kThreads>(key_at(step), sources.key, at.first_key, features.at(step));
-      copy_features<kThreads>(on_chip.query[step.stage], sources.query, first_row,
-                              features.at(step));
+      copy_features<kThreads>(on_chip.query[step.stage], sources.query, first_row, features.at(step));
       if (!features.ends(step)) return;
       const int half = step.template half<kTerms>();
       copy_features<kThreads>(on_chip.slice[half], sources.query, first_row, slice);
@@ -179,40 +169,34 @@ struct CollaborativeKeys {
     const auto mix = [&](const Step& step) {
       mix_features<kThreads>(on_chip.query[step.stage], features.factors(), features.at(step));
       if (features.ends(step))
-        mix_features<kThreads>(on_chip.slice[step.template half<kTerms>()], features.factors(),
-                               slice);
+        mix_features<kThreads>(on_chip.slice[step.template half<kTerms>()], features.factors(), slice);
     };
     const auto stage = [&](const Step& step) {
-      return on_chip.terms.template stage<kThreads>(p, head(), list[step.tile] * kBlockM,
-                                                    at.first_key);
+      return on_chip.terms.template stage<kThreads>(p, head(), list[step.tile] * kBlockM, at.first_key);
     };
     const auto row_of_tile = [&](const Step& step) {
       const int row = list[step.tile] * kBlockM + thread_index();
       return QueryRow(p, sources.gate, visible_of(p, at, h), at.b, h, H, row);
     };
 
-    copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h / heads_per_value(p)),
-                        at.first_key);
+    copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h / heads_per_value(p)), at.first_key);
     Scores scores;
     scores.clear();
     const auto use = [&](const Step& step, bool hides) {
-      multiply_rows(scores, key_at(step), warp() * kGroups * 16, on_chip.query[step.stage],
-                    features.width(step));
+      multiply_rows(scores, key_at(step), warp() * kGroups * 16, on_chip.query[step.stage], features.width(step));
       if (!features.ends(step)) return;
-      add_tile(p, list, on_chip, slice, at, h, step.tile, step.template half<kTerms>(), hides,
-               scores, sums);
+      add_tile(p, list, on_chip, slice, at, h, step.tile, step.template half<kTerms>(), hides, scores, sums);
       scores.clear();
     };
-    each_tile_step<kTerms, kBlockM>(features, first_tile, list, from, copy, mix, stage, use,
-                                    row_of_tile, [&](const QueryRow& row) {
-                                      on_chip.query_rows->template set<kTerms>(thread_index(), row);
-                                    });
+    each_tile_step<kTerms, kBlockM>(
+        features, first_tile, list, from, copy, mix, stage, use, row_of_tile,
+        [&](const QueryRow& row) { on_chip.query_rows->template set<kTerms>(thread_index(), row); });
   }
 
   // Adds one tile of query rows, from its scores without the content bias.
-  HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
-                                 const Slice& slice, const BlockCoord& at, int h, int tile,
-                                 int half, bool hides, Scores& probabilities, Sums& sums) {
+  HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip, const Slice& slice,
+                                 const BlockCoord& at, int h, int tile, int half, bool hides, Scores& probabilities,
+                                 Sums& sums) {
     const SliceTile query = on_chip.slice[half];
     const DoutTile dout = on_chip.dout[half];
     const Terms& terms = on_chip.terms;
@@ -229,14 +213,12 @@ struct CollaborativeKeys {
     const ContentBias content_bias(p.content_bias, at.b, h);
     float bias[kGroups][2];
     for (int m = 0; m < kGroups; ++m)
-      for (int half = 0; half < 2; ++half)
-        bias[m][half] = content_bias.at(first_key + row_of(m, 2 * half));
+      for (int half = 0; half < 2; ++half) bias[m][half] = content_bias.at(first_key + row_of(m, 2 * half));
     probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
     Scores dscores;
     dscores.clear();
-    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at, h), query_rows.range,
-                                                      partial, terms, hides, at.b, h, first_row,
-                                                      first_key);
+    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at, h), query_rows.range, partial, terms, hides,
+                                                      at.b, h, first_row, first_key);
     const auto to_dp = [&] {
       multiply_rows(dscores, on_chip.value[0], warp_row, dout);
       centre(dscores, row, left_out, keep_scale);
@@ -258,11 +240,9 @@ struct CollaborativeKeys {
     }
   }
 
-  HK_DEVICE static void store_bias(const Params& p, const BlockCoord& at, int h,
-                                   const float (&dbias)[kGroups][2]) {
+  HK_DEVICE static void store_bias(const Params& p, const BlockCoord& at, int h, const float (&dbias)[kGroups][2]) {
     const int S = static_cast<int>(p.key.size[1]);
-    float* const of_head =
-        static_cast<float*>(p.dcontent_bias.data) + (at.b * p.mixing.size[0] + h) * S;
+    float* const of_head = static_cast<float*>(p.dcontent_bias.data) + (at.b * p.mixing.size[0] + h) * S;
     for (int m = 0; m < kGroups; ++m) {
       for (int half = 0; half < 2; ++half) {
         const int key = at.first_key + warp() * kGroups * 16 + row_of(m, 2 * half);
@@ -282,8 +262,8 @@ void Kernels<T>::collaborative_attention_keys(const KeysParams& p, const LaunchT
       const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
       const int64_t slices = p.dkey ? ceil_div(Ds, Kernel::kSlice) : 1;
       const bool keeps_key = keeps_rows<Kernel>(Ds, target.device);
-      launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key),
-                     {p, keeps_key}, target);
+      launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key), {p, keeps_key},
+                     target);
     });
   });
 }

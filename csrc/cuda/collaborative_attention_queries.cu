@@ -78,9 +78,7 @@ struct CollaborativeQueries {
     constexpr Memory(int64_t Ds, bool keeps_query)
         : features(memory, Ds), query(memory.tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
   };
-  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) {
-    return Memory(Ds, keeps_query).memory.bytes();
-  }
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) { return Memory(Ds, keeps_query).memory.bytes(); }
 
   HK_DEVICE static void run(const Params& p) {
     Memory on_chip(p.query.size[2], p.keeps_query);
@@ -91,8 +89,7 @@ struct CollaborativeQueries {
     Features& features = on_chip.features;
     for (int h = at.first_head; h < at.last_head; ++h) {
       if (h == at.first_head || p.mask.by_head())
-        list = tiles_seen<kThreads, kBlockM, kBlockN>(visible_of(p, at, h), at.first_row(),
-                                                      on_chip.scratch);
+        list = tiles_seen<kThreads, kBlockM, kBlockN>(visible_of(p, at, h), at.first_row(), on_chip.scratch);
       features.set<kThreads>(p.mixing, h);
       Slice slice = features.slice<kSlice>(at.column, p.dmixing.rank > 0 && p.closed_grad);
       if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) slice.used = 0;
@@ -106,24 +103,18 @@ struct CollaborativeQueries {
   }
 
  private:
-  HK_DEVICE static int tiles_of(const Params& p) {
-    return ceil_div(static_cast<int>(p.query.size[1]), kBlockM);
-  }
+  HK_DEVICE static int tiles_of(const Params& p) { return ceil_div(static_cast<int>(p.query.size[1]), kBlockM); }
   HK_DEVICE static Visible visible_of(const Params& p, const BlockCoord& at, int h) {
     return {p.mask, at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
   }
 
   // Computes dmixed of a head, over all tiles of keys.
-  HK_DEVICE static void add_tiles(const Params& p, const TileList& list, const Memory& on_chip,
-                                  const Slice& slice, const BlockCoord& at, int h, Sum& dmixed) {
+  HK_DEVICE static void add_tiles(const Params& p, const TileList& list, const Memory& on_chip, const Slice& slice,
+                                  const BlockCoord& at, int h, Sum& dmixed) {
     const Features& features = on_chip.features;
     const int H = static_cast<int>(p.mixing.size[0]);
-    const auto head = [&] {
-      return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
-    };
-    const auto from = [&](int index) {
-      return Terms::shown_from(index, list, at.first_row(), p, head());
-    };
+    const auto head = [&] { return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])}; };
+    const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_row(), p, head()); };
     const int first_tile = from(0);
     if (kTerms && first_tile == list.count()) return;
     const Sources& sources = *on_chip.sources;
@@ -134,16 +125,11 @@ struct CollaborativeQueries {
     sync_block();
     const ContentBias content_bias(p.content_bias, at.b, h);
 
-    const auto query_at = [&](const Step& step) {
-      return on_chip.query[p.keeps_query ? step.place : step.stage];
-    };
-    const auto copies_query = [&](const Step& step) {
-      return !p.keeps_query || step.tile == first_tile;
-    };
+    const auto query_at = [&](const Step& step) { return on_chip.query[p.keeps_query ? step.place : step.stage]; };
+    const auto copies_query = [&](const Step& step) { return !p.keeps_query || step.tile == first_tile; };
     const auto copy = [&](const Step& step) {
       const int first_key = list[step.tile] * kBlockN;
-      if (copies_query(step))
-        copy_features<kThreads>(query_at(step), sources.query, at.first_row(), features.at(step));
+      if (copies_query(step)) copy_features<kThreads>(query_at(step), sources.query, at.first_row(), features.at(step));
       copy_features<kThreads>(on_chip.key[step.stage], sources.key, first_key, features.at(step));
       if (!features.ends(step)) return;
       const int half = step.template half<kTerms>();
@@ -151,34 +137,28 @@ struct CollaborativeQueries {
       copy_rows<kThreads>(on_chip.value[half], sources.value, first_key);
     };
     const auto mix = [&](const Step& step) {
-      if (copies_query(step))
-        mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
+      if (copies_query(step)) mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
     };
     const auto stage = [&](const Step& step) {
-      return on_chip.terms.template stage<kThreads>(p, head(), at.first_row(),
-                                                    list[step.tile] * kBlockN);
+      return on_chip.terms.template stage<kThreads>(p, head(), at.first_row(), list[step.tile] * kBlockN);
     };
-    const auto bias_of = [&](const Step& step) {
-      return content_bias.at(list[step.tile] * kBlockN + thread_index());
-    };
+    const auto bias_of = [&](const Step& step) { return content_bias.at(list[step.tile] * kBlockN + thread_index()); };
 
     for (int i = thread_index(); i < kBlockM; i += kThreads) {
       const Gate gate(p.gate, p.activation);
-      on_chip.query_rows->template set<kTerms>(
-          i, QueryRow(p, gate, visible_of(p, at, h), at.b, h, H, at.first_row() + i));
+      on_chip.query_rows->template set<kTerms>(i,
+                                               QueryRow(p, gate, visible_of(p, at, h), at.b, h, H, at.first_row() + i));
     }
     copy_rows<kThreads>(on_chip.dout[0], rows_of<T>(p.dattended, at.b, h), at.first_row());
     Scores scores;
     scores.clear();
     const auto use = [&](const Step& step, bool hides) {
-      multiply_rows(scores, query_at(step), warp() * kGroups * 16, on_chip.key[step.stage],
-                    features.width(step));
+      multiply_rows(scores, query_at(step), warp() * kGroups * 16, on_chip.key[step.stage], features.width(step));
       if (!features.ends(step)) return;
       add_tile(p, list, on_chip, slice, at, h, step, hides, scores, dmixed);
       scores.clear();
     };
-    each_tile_step<kTerms, kBlockN>(features, first_tile, list, from, copy, mix, stage, use,
-                                    bias_of,
+    each_tile_step<kTerms, kBlockN>(features, first_tile, list, from, copy, mix, stage, use, bias_of,
                                     [&](float number) { on_chip.bias[thread_index()] = number; });
     // Rows that see no key take part in no sum, even if keys of their tiles are not finite.
     dmixed.each([&](float& sum, int m, int, int e) {
@@ -191,9 +171,9 @@ struct CollaborativeQueries {
   }
 
   // Adds one tile of keys, from its scores without the content bias.
-  HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip,
-                                 const Slice& slice, const BlockCoord& at, int h, const Step& step,
-                                 bool hides, Scores& scores, Sum& dmixed) {
+  HK_DEVICE static void add_tile(const Params& p, const TileList& list, const Memory& on_chip, const Slice& slice,
+                                 const BlockCoord& at, int h, const Step& step, bool hides, Scores& scores,
+                                 Sum& dmixed) {
     const int half = step.template half<kTerms>();
     const SliceTile key = on_chip.slice[half];
     const Terms& terms = on_chip.terms;
@@ -207,9 +187,8 @@ struct CollaborativeQueries {
     Scores dscores;
     dscores.clear();
     multiply_rows(dscores, on_chip.dout[0], warp_row, on_chip.value[half]);
-    const LeftOut<kLayout, kGroups, kBlockN> left_out(
-        p, visible_of(p, at, h), query_rows.range + warp_row, partial, terms, hides, at.b, h,
-        at.first_row() + warp_row, first_key);
+    const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at, h), query_rows.range + warp_row, partial,
+                                                      terms, hides, at.b, h, at.first_row() + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
     terms.to_scores(p, scores, &dscores);
@@ -219,14 +198,12 @@ struct CollaborativeQueries {
   }
 
   // `factor` times a sum of scores' gradients; 0 if the sum is 0, even if the factor is not finite.
-  HK_DEVICE static float times(float factor, float sum) {
-    return sum == 0.0f ? 0.0f : factor * sum;
-  }
+  HK_DEVICE static float times(float factor, float sum) { return sum == 0.0f ? 0.0f : factor * sum; }
 
   // Stores the term of the first head and adds those of the others; only to elements of this
   // thread.
-  HK_DEVICE static void add_dquery(const Params& p, const float* factors, const BlockCoord& at,
-                                   bool is_first, const Sum& dmixed) {
+  HK_DEVICE static void add_dquery(const Params& p, const float* factors, const BlockCoord& at, bool is_first,
+                                   const Sum& dmixed) {
     const Rows<float> dquery = rows_of<float>(p.dquery, at.part, 0);
     const float scale = static_cast<float>(p.scale);
     HK_UNROLL
@@ -248,8 +225,8 @@ struct CollaborativeQueries {
   }
 
   // Sums the rows of a warp in registers, then the warps in their order.
-  HK_DEVICE static void store_dmixing(const Params& p, const Memory& on_chip, const BlockCoord& at,
-                                      int h, const Sum& dmixed) {
+  HK_DEVICE static void store_dmixing(const Params& p, const Memory& on_chip, const BlockCoord& at, int h,
+                                      const Sum& dmixed) {
     const Rows<T> queries = rows_of<T>(p.query, at.b, 0);
     const int width = queries.width - at.column;
     const T* rows[kGroups][2];  // of this lane; a row beyond the last one is replaced by another
@@ -272,9 +249,8 @@ struct CollaborativeQueries {
       }
     }
     sync_block();
-    float* const of_head =
-        static_cast<float*>(p.dmixing.data) +
-        ((int64_t{at.b} * tiles_of(p) + at.tile) * p.mixing.size[0] + h) * queries.width;
+    float* const of_head = static_cast<float*>(p.dmixing.data) +
+                           ((int64_t{at.b} * tiles_of(p) + at.tile) * p.mixing.size[0] + h) * queries.width;
     for (int d = thread_index(); d < kSlice && at.column + d < queries.width; d += kThreads) {
       float sum = 0.0f;
       for (int w = 0; w < Sizes::kWarps; ++w) sum += on_chip.sums[w * kSlice + d];
@@ -284,8 +260,7 @@ struct CollaborativeQueries {
 };
 
 template <typename T>
-void Kernels<T>::collaborative_attention_queries(const QueriesParams& p,
-                                                 const LaunchTarget& target) {
+void Kernels<T>::collaborative_attention_queries(const QueriesParams& p, const LaunchTarget& target) {
   with_terms(has_terms(p), [&](auto there) {
     with_value_width<T, there>(p.value.size[3], [&](auto width) {
       using Kernel = CollaborativeQueries<T, width, there>;

@@ -15,9 +15,7 @@ struct CollaborativeForwardSizes {
   static constexpr int kRowBytes = sizeof(T) * kWidth;
   static constexpr int kWarps = 4;
   static constexpr int kGroups = sizeof(T) == 4 || kRowBytes > 256 || kTerms ? 1 : 2;
-  static constexpr int kBlockN = kRowBytes > 512                               ? 16
-                                 : sizeof(T) == 4 || kRowBytes > 128 || kTerms ? 32
-                                                                               : 64;
+  static constexpr int kBlockN = kRowBytes > 512 ? 16 : sizeof(T) == 4 || kRowBytes > 128 || kTerms ? 32 : 64;
 };
 
 // Owns keys; tiles of kOther query rows. The sums of a slice of dkey and of dvalue stay in
@@ -28,10 +26,7 @@ struct CollaborativeKeysSizes {
   static constexpr int kWarps = kRowBytes > 512 ? 1 : sizeof(T) == 4 && kWidth > 64 ? 2 : 4;
   static constexpr int kGroups = 1;
   static constexpr int kOther = sizeof(T) == 4 || kWidth > 128 ? 16 : 32;
-  static constexpr int kSlice = kRowBytes > 512                 ? 32
-                                : kWidth > 128                  ? 64
-                                : sizeof(T) == 4 || kWidth > 64 ? 128
-                                                                : 256;
+  static constexpr int kSlice = kRowBytes > 512 ? 32 : kWidth > 128 ? 64 : sizeof(T) == 4 || kWidth > 64 ? 128 : 256;
 };
 
 // Owns query rows; tiles of kOther keys. The sum of a slice of a head's dmixed stays in registers.
@@ -66,8 +61,7 @@ Tiles collaborative_tiles(const std::string& pass, int64_t Dv, bool terms) {
       using Forward = CollaborativeForwardSizes<T, width, there>;
       if (pass == "forward") tiles = {Forward::kWarps * Forward::kGroups * 16, Forward::kBlockN, 0};
       if (pass == "keys") tiles = {Keys::kOther, Keys::kWarps * Keys::kGroups * 16, Keys::kSlice};
-      if (pass == "queries")
-        tiles = {Queries::kWarps * Queries::kGroups * 16, Queries::kOther, Queries::kSlice};
+      if (pass == "queries") tiles = {Queries::kWarps * Queries::kGroups * 16, Queries::kOther, Queries::kSlice};
     });
   });
   return tiles;
@@ -84,9 +78,7 @@ constexpr int64_t kWidestShared = 1024;
 
 // The number of tiles for the features of the rows that a block owns: one per step if they stay on
 // chip for all tiles of the other side, else one per stage.
-constexpr int owned_tiles(int64_t width, bool kept) {
-  return kept ? ceil_div(static_cast<int>(width), kStepWidth) : 2;
-}
+constexpr int owned_tiles(int64_t width, bool kept) { return kept ? ceil_div(static_cast<int>(width), kStepWidth) : 2; }
 
 // Whether the features of the rows that a block owns stay on chip for all tiles of the other side,
 // or are copied again for every tile. They stay if two blocks still fit into a multiprocessor, or

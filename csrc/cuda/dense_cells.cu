@@ -22,8 +22,8 @@ struct CellsOfMask {
     const int64_t first_key = index % cells[3] * kCell, rest = index / cells[3];
     const int64_t first_row = rest % cells[2] * kCell, head = rest / cells[2];
     const int64_t* const stride = p.mask.stride;
-    const auto* const mask = static_cast<const uint8_t*>(p.mask.data) +
-                             head / cells[1] * stride[0] + head % cells[1] * stride[1];
+    const auto* const mask =
+        static_cast<const uint8_t*>(p.mask.data) + head / cells[1] * stride[0] + head % cells[1] * stride[1];
     const int64_t key = first_key + lane();
     bool any = false, all = true;
     if (key < size[3]) {
@@ -36,8 +36,7 @@ struct CellsOfMask {
     }
     any = any_in_warp(any);
     all = !any_in_warp(!all);
-    if (lane() == 0)
-      static_cast<uint8_t*>(p.cells.data)[index] = all ? kShown : any ? kMixed : kHidden;
+    if (lane() == 0) static_cast<uint8_t*>(p.cells.data)[index] = all ? kShown : any ? kMixed : kHidden;
   }
 };
 

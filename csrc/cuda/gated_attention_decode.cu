@@ -44,9 +44,7 @@ struct GatedDecode {
     Buffer<float> row_max = memory.take<float>(kWarps * kBlockM);
     Buffer<float> row_sum = memory.take<float>(kWarps * kBlockM);
   };
-  static constexpr int shared_bytes() {
-    return std::max(Memory().memory.bytes(), SumMemory().memory.bytes());
-  }
+  static constexpr int shared_bytes() { return std::max(Memory().memory.bytes(), SumMemory().memory.bytes()); }
 
   // The rows of a block, from `first` of the `count` ones of the heads from `first_head`,
   // each of which has `length`.
@@ -79,17 +77,16 @@ struct GatedDecode {
       const HeadRow row = rows(thread_index());
       open = rows.has(thread_index()) && !Gate(p.gate, p.activation).closes(b, row.h);
       head_rows[thread_index()] = row;
-      ranges[thread_index()] =
-          open ? Visible(p.mask, b, row.h, T_rows, S).range(row.i) : Range{0, 0};
+      ranges[thread_index()] = open ? Visible(p.mask, b, row.h, T_rows, S).range(row.i) : Range{0, 0};
     }
     const Visible visible(p.mask, b, 0, T_rows, S);
     int front = 0;
     for (int h = rows.first_head; p.mask.first_keys && h < rows.first_head + group; ++h)
       front = max_of(front, visible.front_of(h));
-    const TileList list = tiles_of_ranges<kThreads, kBlockM, kBlockN>(
-                              visible, [&](int) { return open; },
-                              [&](int row) { return ranges[row]; }, front, memory.scratch)
-                              .share(at.split, p.splits.count);
+    const TileList list =
+        tiles_of_ranges<kThreads, kBlockM, kBlockN>(
+            visible, [&](int) { return open; }, [&](int row) { return ranges[row]; }, front, memory.scratch)
+            .share(at.split, p.splits.count);
     const Rows<T> keys = rows_of<T>(p.key, b, at.h), values = rows_of<T>(p.value, b, at.h);
     const float scale = static_cast<float>(p.scale), scale_log2 = softmax_scale(p.scale, kTerms);
     const int own = warp() * kOwn;  // of the keys of a tile
@@ -171,8 +168,7 @@ struct GatedDecode {
   }
 
   // Fills places without rows with zeros.
-  HK_DEVICE static void load_query(const QueryTile& tile, const Tensor& query,
-                                   const RowsOfGroup& rows) {
+  HK_DEVICE static void load_query(const QueryTile& tile, const Tensor& query, const RowsOfGroup& rows) {
     constexpr int kCount = Unit<T>::kCount, kUnits = kWidth / kCount;
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM * kUnits; i += kThreads) {
@@ -204,8 +200,7 @@ struct GatedDecode {
   // Adds up the sums of the warps and stores them as those of one split. All threads of the block
   // take part; the shared memory is overwritten.
   HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows,
-                              const Accumulator<1, kWidth>& attended,
-                              const OnlineSoftmax<1, kTerms>& softmax) {
+                              const Accumulator<1, kWidth>& attended, const OnlineSoftmax<1, kTerms>& softmax) {
     sync_block();
     const SumMemory memory;
     float *const row_max = memory.row_max, *const row_sum = memory.row_sum;
@@ -213,8 +208,7 @@ struct GatedDecode {
     for (int e = 0; e < 4; ++e) {
       const int row = row_of(0, e);
       HK_UNROLL
-      for (int n = 0; n < kWidth / 8; ++n)
-        *memory.acc[warp()].at(row, column_of(n, e)) = attended.c[0][n][e];
+      for (int n = 0; n < kWidth / 8; ++n) *memory.acc[warp()].at(row, column_of(n, e)) = attended.c[0][n][e];
     }
     HK_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -251,8 +245,7 @@ void Kernels<T>::gated_attention_decode(const SplitParams& p, const LaunchTarget
       const int64_t B = p.query.size[0], H = p.query.size[1], Hk = p.key.size[1];
       const int64_t rows = Hk > 0 ? H / Hk * p.query.size[2] : 0;
       static_assert(Kernel::shared_bytes() <= kLeastShared);
-      launch<Kernel>(B * Hk * ceil_div(rows, Kernel::kBlockM) * p.splits.count,
-                     Kernel::shared_bytes(), p, target);
+      launch<Kernel>(B * Hk * ceil_div(rows, Kernel::kBlockM) * p.splits.count, Kernel::shared_bytes(), p, target);
     });
   });
 }

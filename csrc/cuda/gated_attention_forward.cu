@@ -46,9 +46,7 @@ struct GatedForward {
     Buffer<Work> work = memory.take<Work>();
     Terms terms = Terms(memory);
   };
-  static constexpr int shared_bytes() {
-    return std::max(Memory().memory.bytes(), Output::shared_bytes());
-  }
+  static constexpr int shared_bytes() { return std::max(Memory().memory.bytes(), Output::shared_bytes()); }
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
@@ -58,9 +56,7 @@ struct GatedForward {
     const bool closed = Gate(p.gate, p.activation).closes(b, h);
     if (p.stores == Stores::kClosedGradient && !closed) return;
     // Constructed at each use, like the gate, so that its pointers take no registers in between.
-    const auto visible = [&](const Head& head) {
-      return Visible(p.mask, head.b, head.h, head.T, head.S);
-    };
+    const auto visible = [&](const Head& head) { return Visible(p.mask, head.b, head.h, head.T, head.S); };
     const Head own = {b, h, rows_taking_part(p, closed, T_rows), S};
 
     const Memory memory;
@@ -72,12 +68,9 @@ struct GatedForward {
     const Terms& terms = memory.terms;
 
     HK_ROLLED
-    for (int i = thread_index(); i < kBlockM; i += kThreads)
-      ranges[i] = visible(own).range(first_row + i);
-    const TileList seen =
-        tiles_seen<kThreads, kBlockM, kBlockN>(visible(own), first_row, memory.scratch);
-    if (thread_index() == 0)
-      work = {rows_of<T>(p.key, b, hk), rows_of<T>(p.value, b, hk), seen, own, first_row};
+    for (int i = thread_index(); i < kBlockM; i += kThreads) ranges[i] = visible(own).range(first_row + i);
+    const TileList seen = tiles_seen<kThreads, kBlockM, kBlockN>(visible(own), first_row, memory.scratch);
+    if (thread_index() == 0) work = {rows_of<T>(p.key, b, hk), rows_of<T>(p.value, b, hk), seen, own, first_row};
     sync_block();
     const TileList& list = work.list;
     const float scale = static_cast<float>(p.scale);
@@ -87,9 +80,7 @@ struct GatedForward {
     attended.clear();
     OnlineSoftmax<kGroups, kTerms> softmax;
 
-    const auto from = [&](int index) {
-      return Terms::shown_from(index, list, work.first_row, p, work.head);
-    };
+    const auto from = [&](int index) { return Terms::shown_from(index, list, work.first_row, p, work.head); };
     const int count = list.count();
     int i = from(0), first_key = i < count ? list[i] * kBlockN : 0;
     if (i < count) {
@@ -104,8 +95,7 @@ struct GatedForward {
       copy_rows<kThreads>(value, work.value, first_key);
       commit_copies();
       bool hides = false;
-      if constexpr (kTerms)
-        hides = terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
+      if constexpr (kTerms) hides = terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
       Accumulator<kGroups, kBlockN> scores;
       scores.clear();
       multiply_rows(scores, query, warp_row, key);
@@ -122,8 +112,7 @@ struct GatedForward {
       terms.to_scores(p, scores);
       if (!list.is_full(i) || hides) {
         Pairs<kGroups, kBlockN> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(work.head), ranges + warp_row,
-                                            first_key);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(work.head), ranges + warp_row, first_key);
         if (hides) terms.add_hidden(hidden);
         fill(scores, hidden, -kInfinity);
         if (clean<kThreads>(value, bad)) poison(attended, hidden, bad);
@@ -131,15 +120,14 @@ struct GatedForward {
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
         Dropped<kGroups, kBlockN> dropped;
-        dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, work.head.b, work.head.h,
-                                                       work.first_row + warp_row, first_key);
+        dropped.template draw<ScoreLayout::kRowsFirst>(p.dropout, work.head.b, work.head.h, work.first_row + warp_row,
+                                                       first_key);
         fill(scores, dropped, 0.0f);
       }
       multiply_weights(attended, scores, value);
     }
     softmax.normalize(attended, static_cast<float>(p.dropout.keep_scale));
-    Output::store(p, Gate(p.gate, p.activation), work.head.b, work.head.h, work.first_row, attended,
-                  softmax.row_max);
+    Output::store(p, Gate(p.gate, p.activation), work.head.b, work.head.h, work.first_row, attended, softmax.row_max);
   }
 };
 

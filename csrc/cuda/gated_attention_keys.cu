@@ -46,8 +46,7 @@ struct GatedKeys {
     Terms terms = Terms(memory);
   };
   static constexpr int shared_bytes() {
-    return std::max(Memory().memory.bytes(),
-                    Sizes::kWarps * GradientPart<kGroups, kOwnColumns>::kBytes);
+    return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kOwnColumns>::kBytes);
   }
 
   // A tile of query rows: `index` in the list of tiles, of head h.
@@ -73,8 +72,7 @@ struct GatedKeys {
     const Terms& terms = memory.terms;
 
     // The list for all heads: if intervals differ by head, a block has one head.
-    const TileList list =
-        tiles_that_see<kThreads, kBlockM, kBlockN>(visible(first_head), first_key, memory.scratch);
+    const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible(first_head), first_key, memory.scratch);
     const auto head_of = [&](int h) { return Head{b, h, T_rows, S}; };
     const auto open_from = [&](int h) {  // the first tile of the first open head
       while (h < last_head && (list.count() == 0 || gate().closes(b, h))) ++h;
@@ -122,8 +120,7 @@ struct GatedKeys {
       }
       commit_copies();
       bool hides = false;
-      if constexpr (kTerms)
-        hides = terms.template stage<kThreads>(p, head_of(step.h), first_row, first_key);
+      if constexpr (kTerms) hides = terms.template stage<kThreads>(p, head_of(step.h), first_row, first_key);
       wait_copies<1>();
       if constexpr (kTerms)
         hides = any_in_block(hides);
@@ -131,11 +128,10 @@ struct GatedKeys {
         sync_block();
       const bool partial = !list.is_full(step.index) || hides;
       if (partial) leave_out_non_finite<kThreads>(rows, query[stage], dout[stage]);
-      add_tile(p, visible(step.h), memory, query[stage], dout[stage], partial, hides, b, step.h,
-               first_key, first_row, dkey, dvalue);
+      add_tile(p, visible(step.h), memory, query[stage], dout[stage], partial, hides, b, step.h, first_key, first_row,
+               dkey, dvalue);
       sync_block();  // no thread reads this tile, nor its rows' numbers
-      if (next.h < last_head && thread_index() < kBlockM)
-        rows.template set<kTerms>(thread_index(), next_row);
+      if (next.h < last_head && thread_index() < kBlockM) rows.template set<kTerms>(thread_index(), next_row);
       step = next;
     }
     wait_copies<0>();
@@ -143,8 +139,7 @@ struct GatedKeys {
     const int first = first_key + own_key(), column = warp() % kAcross * kOwnColumns;
     if (kSums != Sums::kValue && p.dkey.rank > 0)
       store_gradient<T>(p.dkey, part, hk, first, column, dkey, static_cast<float>(p.scale));
-    if (kSums != Sums::kKey && p.dvalue.rank > 0)
-      store_gradient<T>(p.dvalue, part, hk, first, column, dvalue, 1.0f);
+    if (kSums != Sums::kKey && p.dvalue.rank > 0) store_gradient<T>(p.dvalue, part, hk, first, column, dvalue, 1.0f);
   }
 
  private:
@@ -152,10 +147,9 @@ struct GatedKeys {
   HK_DEVICE static int own_key() { return warp() / kAcross * kOwnKeys; }
 
   // Adds the terms of one tile of query rows.
-  HK_DEVICE static void add_tile(const Params& p, const Visible& visible, const Memory& memory,
-                                 const RowTile& query, const RowTile& dout, bool partial,
-                                 bool hides, int b, int h, int first_key, int first_row, Sum& dkey,
-                                 Sum& dvalue) {
+  HK_DEVICE static void add_tile(const Params& p, const Visible& visible, const Memory& memory, const RowTile& query,
+                                 const RowTile& dout, bool partial, bool hides, int b, int h, int first_key,
+                                 int first_row, Sum& dkey, Sum& dvalue) {
     using OwnRows = Tile<T, kOwnRows, kWidth>;
     const KeyTile key = memory.key[0], value = memory.value[0];
     const QueryRows<kBlockM>& rows = *memory.rows;
@@ -169,9 +163,8 @@ struct GatedKeys {
     probabilities.clear();
     dscores.clear();
     multiply_rows(probabilities, key, warp_row, OwnRows{query.at(own_row, 0)});
-    const LeftOut<kLayout, kGroups, kOwnRows> left_out(p, visible, rows.range + own_row, partial,
-                                                       terms, hides, b, h, first_row + own_row,
-                                                       first_key + warp_row);
+    const LeftOut<kLayout, kGroups, kOwnRows> left_out(p, visible, rows.range + own_row, partial, terms, hides, b, h,
+                                                       first_row + own_row, first_key + warp_row);
     const auto to_dp = [&] {
       multiply_rows(dscores, value, warp_row, OwnRows{dout.at(own_row, 0)});
       centre(dscores, row, left_out, keep_scale);
@@ -193,8 +186,7 @@ struct GatedKeys {
   }
 
   // sum += weights * rows, of all rows of the tile.
-  HK_DEVICE static void add_product(Sum& sum, const Scores& weights, const RowTile& rows,
-                                    const Memory& memory) {
+  HK_DEVICE static void add_product(Sum& sum, const Scores& weights, const RowTile& rows, const Memory& memory) {
     if constexpr (kWide) {
       const WeightTile tile = memory.weights[0];
       sync_block();  // no thread reads what stood there

@@ -54,8 +54,7 @@ struct GatedQueries {
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
       rows.template set<kTerms>(i, QueryRow(p, gate, visible, b, h, at.H, first_row + i));
-    const TileList list =
-        tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, memory.scratch);
+    const TileList list = tiles_seen<kThreads, kBlockM, kBlockN>(visible, first_row, memory.scratch);
     const Rows<T> keys = rows_of<T>(p.key, b, hk), values = rows_of<T>(p.value, b, hk);
     const auto copy = [&](int index, int stage) {
       copy_rows<kThreads>(key[stage], keys, list[index] * kBlockN);
@@ -97,9 +96,8 @@ struct GatedQueries {
       multiply_rows(dscores, dout, warp_row, value[stage]);
       // 0 * nan is nan: keys that a row does not see must not reach its sum.
       if (partial) clean<kThreads>(key[stage]);
-      const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, rows.range + warp_row, partial,
-                                                        terms, hides, b, h, first_row + warp_row,
-                                                        first_key);
+      const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, rows.range + warp_row, partial, terms, hides, b, h,
+                                                        first_row + warp_row, first_key);
       centre(dscores, row, left_out, keep_scale);
       terms.to_scores(p, scores, &dscores);
       to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));

@@ -14,8 +14,7 @@ HK_DEVICE unsigned block_number() { return static_cast<unsigned>(block_index());
 struct HeadTile {
   int split, b, h, H, tile;
 
-  HK_DEVICE HeadTile(int64_t heads, unsigned tiles, int splits = 1)
-      : split(0), H(static_cast<int>(heads)) {
+  HK_DEVICE HeadTile(int64_t heads, unsigned tiles, int splits = 1) : split(0), H(static_cast<int>(heads)) {
     const unsigned count = static_cast<unsigned>(heads);
     unsigned number = block_number();
     if (splits > 1) {

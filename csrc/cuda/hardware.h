@@ -146,10 +146,9 @@ HK_DEVICE void load_matrices_transposed(uint32_t (&matrices)[4], const void* row
                : "r"(shared_address(row)));
 }
 
-#define HK_MULTIPLY_ADD(shape_and_types)                                          \
-  asm volatile("mma.sync.aligned." shape_and_types                                \
-               " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                   \
+#define HK_MULTIPLY_ADD(shape_and_types)                                                                              \
+  asm volatile("mma.sync.aligned." shape_and_types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
 template <typename T>
@@ -178,8 +177,8 @@ HK_DEVICE void wait_copies() {
 }
 
 HK_DEVICE void store_words(void* global, const uint32_t (&words)[4]) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(global)),
-               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(global)), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
 

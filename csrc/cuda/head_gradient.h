@@ -19,8 +19,7 @@ HK_DEVICE void store_gradient(const Tensor& grad, int b, int head, int first_row
                               const Accumulator<kGroups, kColumns>& values, float factor) {
   using Part = GradientPart<kGroups, kColumns>;
   static_assert(kColumns % Part::kColumns == 0);
-  const Part part = {reinterpret_cast<float*>(shared_memory()) +
-                     warp() * Part::kRows * Part::kStride};
+  const Part part = {reinterpret_cast<float*>(shared_memory()) + warp() * Part::kRows * Part::kStride};
   sync_block();
   HK_UNROLL
   for (int first = 0; first < kColumns; first += Part::kColumns) {
@@ -29,8 +28,7 @@ HK_DEVICE void store_gradient(const Tensor& grad, int b, int head, int first_row
       HK_UNROLL
       for (int n = 0; n < Part::kColumns / 8; ++n) {
         HK_UNROLL
-        for (int e = 0; e < 4; ++e)
-          *part.at(row_of(m, e), column_of(n, e)) = values.c[m][first / 8 + n][e] * factor;
+        for (int e = 0; e < 4; ++e) *part.at(row_of(m, e), column_of(n, e)) = values.c[m][first / 8 + n][e] * factor;
       }
     }
     sync_warp();

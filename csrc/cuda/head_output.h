@@ -17,8 +17,7 @@ struct ForwardTask : SplitParams {
 
   ForwardTask(const AttendParams& p) : SplitParams{p, {}}, stores(Stores::kOutputs) {}
   ForwardTask(const SplitParams& p) : SplitParams(p), stores(Stores::kSplits) {}
-  ForwardTask(const ClosedParams& p)
-      : stores(Stores::kClosedGradient), dout(p.dout), dgate(p.dgate) {
+  ForwardTask(const ClosedParams& p) : stores(Stores::kClosedGradient), dout(p.dout), dgate(p.dgate) {
     static_cast<AttentionParams&>(*this) = p;
     dense_cells = p.dense_cells;
   }
@@ -44,8 +43,7 @@ HK_DEVICE int64_t index_of_split(const SplitParams& p, int split, int b, int h, 
 // Stores the sums of one split for the warp's rows, from `first_row` of head (b, h) up to row T.
 template <int kGroups, int kWidth, bool kTerms>
 HK_DEVICE void store_split(const SplitParams& p, int split, int b, int h, int first_row, int T,
-                           Accumulator<kGroups, kWidth>& acc,
-                           const OnlineSoftmax<kGroups, kTerms>& softmax) {
+                           Accumulator<kGroups, kWidth>& acc, const OnlineSoftmax<kGroups, kTerms>& softmax) {
   const int width = static_cast<int>(p.out.size[3]);
   HK_UNROLL
   for (int m = 0; m < kGroups; ++m) {
@@ -61,8 +59,7 @@ HK_DEVICE void store_split(const SplitParams& p, int split, int b, int h, int fi
   }
   acc.each([&](float& value, int m, int n, int e) {
     const int row = first_row + row_of(m, e), column = column_of(n, e);
-    if (row < T && column < width)
-      p.splits.acc[index_of_split(p, split, b, h, row) * width + column] = value;
+    if (row < T && column < width) p.splits.acc[index_of_split(p, split, b, h, row) * width + column] = value;
   });
 }
 
@@ -84,8 +81,7 @@ class HeadOutput {
   // Stores `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is
   // `first_row`.
   HK_DEVICE static void store(const ForwardTask& p, const Gate& gate, int b, int h, int first_row,
-                              const Accumulator<kGroups, kWidth>& attended,
-                              const float (&lse)[kGroups][2]) {
+                              const Accumulator<kGroups, kWidth>& attended, const float (&lse)[kGroups][2]) {
     const HeadOutput rows(warp());
     const AttendedTile tile = rows.tile;
     float* const row_lse = rows.lse;
@@ -128,9 +124,7 @@ class HeadOutput {
     HK_DEVICE int64_t index(const Tensor& out, int row) const {
       return (b * out.size[1] + h) * out.size[2] + first_row + row;
     }
-    HK_DEVICE int count(int length) const {
-      return length - first_row < kWarpRows ? length - first_row : kWarpRows;
-    }
+    HK_DEVICE int count(int length) const { return length - first_row < kWarpRows ? length - first_row : kWarpRows; }
   };
 
   // The functions below are called by the warp that owns the rows.
@@ -152,25 +146,21 @@ class HeadOutput {
     sync_warp();
   }
 
-  HK_DEVICE void store_outputs(const AttendParams& p, const Gate& gate,
-                               const BlockCoord& at) const {
+  HK_DEVICE void store_outputs(const AttendParams& p, const Gate& gate, const BlockCoord& at) const {
     const Rows<T> out = rows_of<T>(p.out, at.b, at.h);
     const int count = at.count(out.length);
     HK_ROLLED
     for (int row = lane(); row < count; row += kWarp) {
       const bool fully_masked = lse[row] == -kInfinity;
       if (p.lse) {
-        static_cast<float*>(p.lse.data)[at.index(p.out, row)] =
-            kTerms && fully_masked ? sink_of(p, at.h) : lse[row];
+        static_cast<float*>(p.lse.data)[at.index(p.out, row)] = kTerms && fully_masked ? sink_of(p, at.h) : lse[row];
       }
       // Rows that see no key are 0, even if their gate is NaN.
-      factors[row] =
-          fully_masked || gate.elementwise() ? 1.0f : gate.at(at.b, at.h, at.first_row + row);
+      factors[row] = fully_masked || gate.elementwise() ? 1.0f : gate.at(at.b, at.h, at.first_row + row);
     }
     sync_warp();
     if (p.attended) {
-      store_tile(tile, rows_of<T>(p.attended, at.b, at.h), at.first_row, 0, count,
-                 [](int) { return 1.0f; });
+      store_tile(tile, rows_of<T>(p.attended, at.b, at.h), at.first_row, 0, count, [](int) { return 1.0f; });
     }
     if (gate.elementwise()) {
       sync_warp();
@@ -196,8 +186,7 @@ class HeadOutput {
         total += *tile.at(row, column) * to_float(dout.row(at.first_row + row)[column]);
       for (int step = kWarp / 2; step; step /= 2) total += shuffle_xor(total, step);
       if (lane() == 0) {
-        static_cast<float*>(p.dgate.data)[at.index(p.dout, row)] =
-            lse[row] == -kInfinity ? 0.0f : total;
+        static_cast<float*>(p.dgate.data)[at.index(p.dout, row)] = lse[row] == -kInfinity ? 0.0f : total;
       }
     }
   }

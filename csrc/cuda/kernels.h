@@ -190,7 +190,6 @@ struct Tiles {
 
 // `kernel` is "gated_attention.keys" or similar; `D` is the width of scores, Ds if it is shared;
 // `terms` is has_terms of the call. Some sizes depend on the shared memory of the device.
-Tiles tiles_of(const std::string& kernel, DType dtype, int64_t D, int64_t Dv, bool terms,
-               int device);
+Tiles tiles_of(const std::string& kernel, DType dtype, int64_t D, int64_t Dv, bool terms, int device);
 
 }  // namespace hk::cuda

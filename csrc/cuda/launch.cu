@@ -13,9 +13,7 @@ namespace {
 constexpr int kOldestPart = 80;         // compute capability 8.0: cp.async, mma of bfloat16
 constexpr int kPlainShared = 48 << 10;  // bytes that every kernel may have
 
-std::string version(int number) {
-  return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
-}
+std::string version(int number) { return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10); }
 
 int attribute(cudaDeviceAttr which, int device) {
   int value = 0;
@@ -35,8 +33,8 @@ std::string words(cudaError_t error, int device) {
       int driver = 0;
       cudaDriverGetVersion(&driver);
       if (driver == 0) return "there is no NVIDIA driver: install one";
-      return "the NVIDIA driver is made for CUDA " + version(driver) +
-             ", but this build for CUDA " + version(CUDART_VERSION) + ": update the driver";
+      return "the NVIDIA driver is made for CUDA " + version(driver) + ", but this build for CUDA " +
+             version(CUDART_VERSION) + ": update the driver";
     }
     case cudaErrorNoDevice:
       return "no GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES";
@@ -67,8 +65,8 @@ bool has_context(int device) {
     constexpr unsigned kSince = 7000;  // CUDA 7.0
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
-    const auto error = taken(cudaGetDriverEntryPointByVersion(
-        "cuDevicePrimaryCtxGetState", &function, kSince, cudaEnableDefault, &found));
+    const auto error = taken(
+        cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, kSince, cudaEnableDefault, &found));
     return error == cudaSuccess ? reinterpret_cast<GetState>(function) : nullptr;
   }();
   unsigned flags = 0;
@@ -99,10 +97,9 @@ void allow_shared_memory(const void* entry, int device, int bytes) {
   if (bytes <= most) return;
   const int limit = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (limit > 0 && bytes > limit)
-    throw Error("the kernel needs " + std::to_string(bytes) + " bytes of shared memory, but " +
-                part(device) + ", has " + std::to_string(limit));
-  check_error(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-              device);
+    throw Error("the kernel needs " + std::to_string(bytes) + " bytes of shared memory, but " + part(device) +
+                ", has " + std::to_string(limit));
+  check_error(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), device);
   most = bytes;
 }
 

@@ -44,13 +44,11 @@ constexpr int blocks_by_memory(int shared_bytes) {
 
 inline void check_grid(int64_t blocks, int shared_bytes) {
   if (blocks > kMaxBlocks)
-    throw Error("the call needs " + std::to_string(blocks) +
-                " blocks of threads, but a launch takes " + std::to_string(kMaxBlocks) +
-                ": call with fewer rows or heads");
+    throw Error("the call needs " + std::to_string(blocks) + " blocks of threads, but a launch takes " +
+                std::to_string(kMaxBlocks) + ": call with fewer rows or heads");
   if (shared_bytes > kMaxSharedBytes)
     throw Error("the kernel needs " + std::to_string(shared_bytes) +
-                " bytes of shared memory, but no GPU has more than " +
-                std::to_string(kMaxSharedBytes));
+                " bytes of shared memory, but no GPU has more than " + std::to_string(kMaxSharedBytes));
 }
 
 #if defined(__CUDACC__)
@@ -82,8 +80,7 @@ void check_error(cudaError_t error, int device);
 template <typename Kernel, typename = void>
 constexpr int kLeastBlocks = 0;
 template <typename Kernel>
-constexpr int kLeastBlocks<Kernel, std::void_t<decltype(Kernel::least_blocks())>> =
-    Kernel::least_blocks();
+constexpr int kLeastBlocks<Kernel, std::void_t<decltype(Kernel::least_blocks())>> = Kernel::least_blocks();
 
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, kLeastBlocks<Kernel>)
@@ -109,9 +106,8 @@ void launch(int64_t blocks, int shared_bytes, const typename Kernel::Params& par
   const auto function = reinterpret_cast<const void*>(&entry<Kernel>);
   allow_shared_memory(function, target.device, shared_bytes);
   void* arguments[] = {const_cast<Params*>(&params)};
-  check_error(cudaLaunchKernel(function, dim3(static_cast<unsigned>(blocks)),
-                               dim3(Kernel::kThreads), arguments, static_cast<size_t>(shared_bytes),
-                               static_cast<cudaStream_t>(target.stream)),
+  check_error(cudaLaunchKernel(function, dim3(static_cast<unsigned>(blocks)), dim3(Kernel::kThreads), arguments,
+                               static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(target.stream)),
               target.device);
 #else
   emulator::run_grid(blocks, Kernel::kThreads, shared_bytes, [&params] { Kernel::run(params); });

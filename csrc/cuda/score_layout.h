@@ -25,9 +25,7 @@ class Pairs {
 
   HK_DEVICE Word& word(int m, int half) { return words_[m][half]; }
   HK_DEVICE void add(int m, int n, int e) { words_[m][e / 2] |= Word{1} << (8 * n + e % 2); }
-  HK_DEVICE bool holds(int m, int n, int e) const {
-    return words_[m][e / 2] >> (8 * n + e % 2) & 1;
-  }
+  HK_DEVICE bool holds(int m, int n, int e) const { return words_[m][e / 2] >> (8 * n + e % 2) & 1; }
 
   // Bits [0, end).
   HK_DEVICE static Word below(int end) {
@@ -59,8 +57,8 @@ HK_DEVICE void each_row(F&& f) {
 // Adds pairs that are hidden; `ranges` are those of the tile's query rows, `first_key` its first
 // key. The first front_of(row) keys do not have to be in the range of a row.
 template <ScoreLayout kLayout, int kGroups, int kColumns, typename FrontOf>
-HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible,
-                          const Range* ranges, int first_key, FrontOf&& front_of) {
+HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible, const Range* ranges, int first_key,
+                          FrontOf&& front_of) {
   using Set = Pairs<kGroups, kColumns>;
   using Word = typename Set::Word;
   if constexpr (kLayout == ScoreLayout::kRowsFirst) {
@@ -95,8 +93,7 @@ HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visibl
 
 // The same for rows of one head.
 template <ScoreLayout kLayout, int kGroups, int kColumns>
-HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible,
-                          const Range* ranges, int first_key) {
+HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible, const Range* ranges, int first_key) {
   const int front = visible.front();
   add_hidden<kLayout>(pairs, visible, ranges, first_key, [&](int) { return front; });
 }
@@ -117,8 +114,7 @@ class Dropout {
 
   // Which of the four keys from `first_key` on, a multiple of 4, are dropped: one bit each.
   HK_DEVICE uint32_t drops(int b, int h, int row, int first_key) const {
-    const Philox4 drawn =
-        philox(first_[3] / 4 + first_key / 4, first_[2] + row, first_[1] + h, first_[0] + b, seed_);
+    const Philox4 drawn = philox(first_[3] / 4 + first_key / 4, first_[2] + row, first_[1] + h, first_[0] + b, seed_);
     uint32_t bits = 0;
     HK_UNROLL
     for (int i = 0; i < 4; ++i) bits |= static_cast<uint32_t>(drawn.word[i] < threshold_) << i;
@@ -139,9 +135,7 @@ class Dropped {
   static_assert(kGroups * kTiles <= 16);
   using Word = std::conditional_t<kGroups * kTiles <= 8, uint32_t, uint64_t>;
 
-  HK_DEVICE bool holds(int m, int n, int e) const {
-    return word_ >> (4 * (m * kTiles + n) + e) & 1;
-  }
+  HK_DEVICE bool holds(int m, int n, int e) const { return word_ >> (4 * (m * kTiles + n) + e) & 1; }
 
   // Adds the elements of a tile of head (b, h) that dropout drops; `first_key` is a multiple of 4.
   // One draw decides about four keys of a row. Two lanes hold two of them each, or with kKeysFirst
@@ -156,9 +150,7 @@ class Dropped {
   template <ScoreLayout kLayout, typename RowOf>
   HK_DEVICE void draw(const DropoutParams& params, int b, RowOf&& head_row, int first_key) {
     const Dropout dropout(params);
-    const auto drops = [&](const HeadRow& at, int key) {
-      return dropout.drops(b, at.h, at.i, first_key + key);
-    };
+    const auto drops = [&](const HeadRow& at, int key) { return dropout.drops(b, at.h, at.i, first_key + key); };
     constexpr bool kRowsFirst = kLayout == ScoreLayout::kRowsFirst;
     const int own = kRowsFirst ? lane() % 2 : lane() / 4 % 4;  // this lane among those that share
     HK_ROLLED
@@ -200,9 +192,8 @@ class LeftOut {
  public:
   // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones.
   template <typename Terms>
-  HK_DEVICE LeftOut(const AttentionParams& p, const Visible& visible, const Range* ranges,
-                    bool partial, const Terms& terms, bool hides, int b, int h, int first_row,
-                    int first_key)
+  HK_DEVICE LeftOut(const AttentionParams& p, const Visible& visible, const Range* ranges, bool partial,
+                    const Terms& terms, bool hides, int b, int h, int first_row, int first_key)
       : partial_(partial || hides), drops_(p.dropout.active) {
     if (partial_) add_hidden<kLayout>(hidden_, visible, ranges, first_key);
     if (hides) terms.add_hidden(hidden_);
@@ -225,8 +216,7 @@ class LeftOut {
 // Rows that see a key whose value is flagged `bad` (its numbers are 0 in the tile) become nan, in
 // every column.
 template <int kGroups, int kColumns, int kWidth>
-HK_DEVICE void poison(Accumulator<kGroups, kWidth>& attended,
-                      const Pairs<kGroups, kColumns>& hidden, const bool* bad) {
+HK_DEVICE void poison(Accumulator<kGroups, kWidth>& attended, const Pairs<kGroups, kColumns>& hidden, const bool* bad) {
   float addend[kGroups][2] = {};
   HK_UNROLL
   for (int m = 0; m < kGroups; ++m) {

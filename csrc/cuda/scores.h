@@ -21,8 +21,7 @@ class ContentBias {
   static constexpr float kMost = 1.329227995784916e36f;
 
  public:
-  HK_DEVICE ContentBias(const Tensor& t, int64_t b, int64_t h)
-      : t_(t), offset_(b * t.stride[0] + h * t.stride[1]) {}
+  HK_DEVICE ContentBias(const Tensor& t, int64_t b, int64_t h) : t_(t), offset_(b * t.stride[0] + h * t.stride[1]) {}
 
   // 0 without a content bias.
   HK_DEVICE float at(int key) const {
@@ -50,9 +49,8 @@ class Addends {
     const Tensor &bias = p.terms.bias, &table = p.terms.offset_bias;
     if (bias.rank > 0) {
       const int inner = static_cast<int>(p.terms.bias_inner);
-      set(bias,
-          at.b / inner * bias.stride[0] + at.b % inner * bias.stride[1] + at.h * bias.stride[2],
-          bias.stride[3], bias.stride[4]);
+      set(bias, at.b / inner * bias.stride[0] + at.b % inner * bias.stride[1] + at.h * bias.stride[2], bias.stride[3],
+          bias.stride[4]);
     } else if (table.rank > 0) {
       const int64_t step = table.stride[1];
       set(table, at.h * table.stride[0] + (at.T - 1) * step, -step, step);
@@ -98,8 +96,7 @@ class ScoreTile {
   static constexpr int kStride = kKeys > 16 ? kKeys + 4 : kKeys;
 
  public:
-  constexpr explicit ScoreTile(SharedMemory& memory)
-      : addends_(memory.take<float>(kThere ? kRows * kStride : 0)) {}
+  constexpr explicit ScoreTile(SharedMemory& memory) : addends_(memory.take<float>(kThere ? kRows * kStride : 0)) {}
 
   // What the dense mask shows of a tile, by the cells that it is in.
   template <typename Params>
@@ -124,8 +121,7 @@ class ScoreTile {
   // The first tile of a list, from `index` on, in which the dense mask shows a pair. `first` is the
   // first row of all tiles, or in a pass by keys their first key.
   template <typename Params>
-  HK_DEVICE static int shown_from(int index, const TileList& list, int first, const Params& p,
-                                  const Head& at) {
+  HK_DEVICE static int shown_from(int index, const TileList& list, int first, const Params& p, const Head& at) {
     if constexpr (kThere) {
       while (p.dense_cells.data && index < list.count()) {
         const int first_row = kLayout == ScoreLayout::kRowsFirst ? first : list[index] * kRows;
@@ -193,9 +189,7 @@ class ScoreTile {
     if constexpr (kThere) {
       cap(p, scores, dp);
       if (adds(p)) {
-        scores.each([&](float& score, int m, int n, int e) {
-          score += at<kGroups>(row_of(m, e), column_of(n, e));
-        });
+        scores.each([&](float& score, int m, int n, int e) { score += at<kGroups>(row_of(m, e), column_of(n, e)); });
       }
     }
   }
@@ -220,16 +214,13 @@ class ScoreTile {
 
  private:
   // Whether there is something to add, besides what a mask hides.
-  HK_DEVICE static bool adds(const AttentionParams& p) {
-    return p.terms.bias.rank > 0 || p.terms.offset_bias.rank > 0;
-  }
+  HK_DEVICE static bool adds(const AttentionParams& p) { return p.terms.bias.rank > 0 || p.terms.offset_bias.rank > 0; }
 
   // The addend of an element of this warp's part of a tile.
   template <int kGroups>
   HK_DEVICE float at(int row, int column) const {
     const int own = warp() * kGroups * 16 + row;
-    return addends_[kLayout == ScoreLayout::kRowsFirst ? own * kStride + column
-                                                       : column * kStride + own];
+    return addends_[kLayout == ScoreLayout::kRowsFirst ? own * kStride + column : column * kStride + own];
   }
 
   Buffer<float> addends_;

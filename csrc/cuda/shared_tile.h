@@ -54,9 +54,7 @@ template <typename AnyTile>
 struct Ring {
   Buffer<typename AnyTile::Element> first;
 
-  HK_DEVICE AnyTile operator[](int index) const {
-    return {first + index * AnyTile::kRows * AnyTile::kStride};
-  }
+  HK_DEVICE AnyTile operator[](int index) const { return {first + index * AnyTile::kRows * AnyTile::kStride}; }
 };
 
 // Allocates the block's shared memory buffer by buffer, for the struct `Memory` of a kernel, from
@@ -101,8 +99,7 @@ HK_DEVICE Rows<T> rows_of(const Tensor& t, int b, int head) {
   T* first = static_cast<T*>(t.data) + offset;
   const int64_t stride = t.stride[last - 1];
   const bool aligned = (reinterpret_cast<uintptr_t>(first) | stride * sizeof(T)) % 16 == 0;
-  return {first, stride, static_cast<int>(t.size[last - 1]), static_cast<int>(t.size[last]),
-          aligned};
+  return {first, stride, static_cast<int>(t.size[last - 1]), static_cast<int>(t.size[last]), aligned};
 }
 
 // The elements of 16 bytes.
@@ -116,12 +113,10 @@ struct alignas(16) Unit {
 template <typename T>
 HK_DEVICE Unit<T> load_unit(const Rows<T>& rows, int row, int column) {
   const T* const from = rows.row(row) + column;
-  if (rows.aligned && column + Unit<T>::kCount <= rows.width)
-    return *reinterpret_cast<const Unit<T>*>(from);
+  if (rows.aligned && column + Unit<T>::kCount <= rows.width) return *reinterpret_cast<const Unit<T>*>(from);
   Unit<T> unit;
   HK_UNROLL
-  for (int j = 0; j < Unit<T>::kCount; ++j)
-    unit.values[j] = column + j < rows.width ? from[j] : T{};
+  for (int j = 0; j < Unit<T>::kCount; ++j) unit.values[j] = column + j < rows.width ? from[j] : T{};
   return unit;
 }
 
@@ -149,8 +144,8 @@ HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, Value&& valu
 // Stores `count` rows of a tile of floats as T, each times factor(row): to the rows from
 // `first_row` on, from column `first_column` up to their end. All lanes of a warp take part.
 template <typename T, int kRows, int kColumns, typename Factor>
-HK_DEVICE void store_tile(const Tile<float, kRows, kColumns>& tile, const Rows<T>& rows,
-                          int first_row, int first_column, int count, Factor&& factor) {
+HK_DEVICE void store_tile(const Tile<float, kRows, kColumns>& tile, const Rows<T>& rows, int first_row,
+                          int first_column, int count, Factor&& factor) {
   constexpr int kCount = Unit<T>::kCount, kUnits = kColumns / kCount;
   HK_ROLLED
   for (int i = lane(); i < count * kUnits; i += kWarp) {
@@ -194,8 +189,8 @@ struct OwnUnits {
 // element `feature`. Elements beyond the rows are 0. The copies are complete after this thread's
 // wait for its copies.
 template <int kThreads, typename T, int kRows, int kColumns>
-HK_DEVICE void copy_column(const Tile<T, kRows, kColumns>& tile, int column, const Rows<T>& rows,
-                           int first, int feature) {
+HK_DEVICE void copy_column(const Tile<T, kRows, kColumns>& tile, int column, const Rows<T>& rows, int first,
+                           int feature) {
   using Own = OwnUnits<kThreads, Tile<T, kRows, kColumns>>;
   const int row = Own::first_row(), there = rows.length - first - row;
   const int left = max_of(0, min_of(rows.width - feature, Own::kUnit));
@@ -236,8 +231,7 @@ HK_DEVICE bool clean(const Tile<T, kRows, kColumns>& tile, bool* flags = nullptr
   bool found = false;
   HK_ROLLED
   for (int i = thread_index(); i < kRows * kUnits; i += kThreads) {
-    const Unit<T> unit =
-        *reinterpret_cast<const Unit<T>*>(tile.at(i / kUnits, i % kUnits * kCount));
+    const Unit<T> unit = *reinterpret_cast<const Unit<T>*>(tile.at(i / kUnits, i % kUnits * kCount));
     HK_UNROLL
     for (int j = 0; j < kCount; ++j) found |= !is_finite(to_float(unit.values[j]));
   }

@@ -68,8 +68,7 @@ struct OnlineSoftmax {
   // Scores, hidden ones -inf, become probabilities relative to the new row_max; earlier sums are
   // rescaled to it.
   template <int kColumns, int kWidth>
-  HK_DEVICE void step(Accumulator<kGroups, kColumns>& scores, Accumulator<kGroups, kWidth>& acc,
-                      float scale_log2) {
+  HK_DEVICE void step(Accumulator<kGroups, kColumns>& scores, Accumulator<kGroups, kWidth>& acc, float scale_log2) {
     float alpha[kGroups][2];
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {

@@ -69,8 +69,7 @@ struct TensorCore {
   // Of rows [kDepth from k, 16 columns from n].
   template <typename Tile>
   HK_DEVICE static void load_transposed(Right& right, const Tile& tile, int k, int n) {
-    load_matrices_transposed(right.b,
-                             tile.at(k + lane() % 8 + lane() / 8 % 2 * 8, n + lane() / 16 * 8));
+    load_matrices_transposed(right.b, tile.at(k + lane() % 8 + lane() / 8 % 2 * 8, n + lane() / 16 * 8));
   }
 
   // Registers as the products take them.
@@ -78,12 +77,9 @@ struct TensorCore {
     uint32_t bits[4];
   };
 
-  HK_DEVICE static Operand operand(const uint32_t (&bits)[4]) {
-    return {{bits[0], bits[1], bits[2], bits[3]}};
-  }
+  HK_DEVICE static Operand operand(const uint32_t (&bits)[4]) { return {{bits[0], bits[1], bits[2], bits[3]}}; }
 
-  HK_DEVICE static void multiply(float (&c0)[4], float (&c1)[4], const Operand& left,
-                                 const Operand& right) {
+  HK_DEVICE static void multiply(float (&c0)[4], float (&c1)[4], const Operand& left, const Operand& right) {
     multiply_add<T>(c0, left.bits, right.bits[0], right.bits[1]);
     multiply_add<T>(c1, left.bits, right.bits[2], right.bits[3]);
   }
@@ -136,8 +132,7 @@ struct TensorCore<float> {
   // Small products first. Tensor cores round toward zero: accumulated there, the errors of all
   // steps would add up with one sign. The sum of a step starts from zero and is added rounded to
   // nearest.
-  HK_DEVICE static void multiply(float (&c0)[4], float (&c1)[4], const Operand& left,
-                                 const Operand& right) {
+  HK_DEVICE static void multiply(float (&c0)[4], float (&c1)[4], const Operand& left, const Operand& right) {
     float step0[4] = {}, step1[4] = {};
     multiply_add<tf32>(step0, left.low, right.high[0], right.high[1]);
     multiply_add<tf32>(step1, left.low, right.high[2], right.high[3]);
@@ -173,20 +168,18 @@ using LeftOperands = typename TensorCore<T>::Operand[kGroups];
 
 // acc [.., 16 columns from n] += left * right, of one depth.
 template <typename T, int kGroups, int kColumns>
-HK_DEVICE void multiply_depth(Accumulator<kGroups, kColumns>& acc, int n,
-                              const LeftOperands<T, kGroups>& left, const Right& right) {
+HK_DEVICE void multiply_depth(Accumulator<kGroups, kColumns>& acc, int n, const LeftOperands<T, kGroups>& left,
+                              const Right& right) {
   using Core = TensorCore<T>;
   const typename Core::Operand b = Core::operand(right.b);
   HK_UNROLL
-  for (int m = 0; m < kGroups; ++m)
-    Core::multiply(acc.c[m][n / 8], acc.c[m][n / 8 + 1], left[m], b);
+  for (int m = 0; m < kGroups; ++m) Core::multiply(acc.c[m][n / 8], acc.c[m][n / 8 + 1], left[m], b);
 }
 
 // acc += left [rows from `row`, kDepth from k] * right [kColumns, kDepth from k]^T
 template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns>
-HK_DEVICE void multiply_rows_at(Accumulator<kGroups, kColumns>& acc,
-                                const Tile<T, kLeftRows, kTileColumns>& left, int row,
-                                const Tile<T, kColumns, kTileColumns>& right, int k) {
+HK_DEVICE void multiply_rows_at(Accumulator<kGroups, kColumns>& acc, const Tile<T, kLeftRows, kTileColumns>& left,
+                                int row, const Tile<T, kColumns, kTileColumns>& right, int k) {
   LeftOperands<T, kGroups> a;
   HK_UNROLL
   for (int m = 0; m < kGroups; ++m) {
@@ -204,34 +197,29 @@ HK_DEVICE void multiply_rows_at(Accumulator<kGroups, kColumns>& acc,
 
 // acc += left [rows from `row`, kTileColumns] * right [kColumns, kTileColumns]^T
 template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns>
-HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc,
-                             const Tile<T, kLeftRows, kTileColumns>& left, int row,
+HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc, const Tile<T, kLeftRows, kTileColumns>& left, int row,
                              const Tile<T, kColumns, kTileColumns>& right) {
   HK_UNROLL_BY(sizeof(T) == 4 ? 2 : 8)
-  for (int k = 0; k < kTileColumns; k += TensorCore<T>::kDepth)
-    multiply_rows_at(acc, left, row, right, k);
+  for (int k = 0; k < kTileColumns; k += TensorCore<T>::kDepth) multiply_rows_at(acc, left, row, right, k);
 }
 
 // The same for the first `width` columns. Whole tiles, the usual case, are straight code: a loop of
 // unknown length would expose the latency of every load.
 template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns>
-HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc,
-                             const Tile<T, kLeftRows, kTileColumns>& left, int row,
+HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc, const Tile<T, kLeftRows, kTileColumns>& left, int row,
                              const Tile<T, kColumns, kTileColumns>& right, int width) {
   if (width == kTileColumns) {
     multiply_rows(acc, left, row, right);
   } else {
     HK_ROLLED
-    for (int k = 0; k < width; k += TensorCore<T>::kDepth)
-      multiply_rows_at(acc, left, row, right, k);
+    for (int k = 0; k < width; k += TensorCore<T>::kDepth) multiply_rows_at(acc, left, row, right, k);
   }
 }
 
 // acc += weights [.., kDepth] * right [kDepth, kColumns], the weights rounded to T; of the 16
 // columns from n on only where used(n), which is one answer for the whole warp.
 template <int kGroups, int kColumns, int kDepth, typename T, typename Used>
-HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc,
-                                const Accumulator<kGroups, kDepth>& weights,
+HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc, const Accumulator<kGroups, kDepth>& weights,
                                 const Tile<T, kDepth, kColumns>& right, Used&& used) {
   using Core = TensorCore<T>;
   HK_UNROLL
@@ -254,8 +242,7 @@ HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc,
 }
 
 template <int kGroups, int kColumns, int kDepth, typename T>
-HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc,
-                                const Accumulator<kGroups, kDepth>& weights,
+HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc, const Accumulator<kGroups, kDepth>& weights,
                                 const Tile<T, kDepth, kColumns>& right) {
   multiply_weights(acc, weights, right, [](int) { return true; });
 }
@@ -280,8 +267,7 @@ HK_DEVICE void store_weights(const Tile<T, kRows, kTileColumns>& tile, int row, 
 
 // acc += left [rows from `row`, kDepth] * right [kDepth, columns from `column`]
 template <int kGroups, int kColumns, typename T, int kRows, int kDepth, int kRightColumns>
-HK_DEVICE void multiply_tiles(Accumulator<kGroups, kColumns>& acc,
-                              const Tile<T, kRows, kDepth>& left, int row,
+HK_DEVICE void multiply_tiles(Accumulator<kGroups, kColumns>& acc, const Tile<T, kRows, kDepth>& left, int row,
                               const Tile<T, kDepth, kRightColumns>& right, int column) {
   using Core = TensorCore<T>;
   HK_UNROLL

@@ -19,8 +19,8 @@ struct QueryRow {
   Range range = {0, 0};
 
   HK_DEVICE QueryRow() {}
-  HK_DEVICE QueryRow(const GradientParams& p, const Gate& row_gate, const Visible& visible, int b,
-                     int h, int64_t H, int row) {
+  HK_DEVICE QueryRow(const GradientParams& p, const Gate& row_gate, const Visible& visible, int b, int h, int64_t H,
+                     int row) {
     if (row >= visible.T()) return;
     const int64_t index = (int64_t{b} * H + h) * visible.T() + row;
     lse = static_cast<const float*>(p.lse.data)[index];
@@ -61,8 +61,7 @@ struct QueryRows {
 // Sets rows of `query` and `dout` that are not finite to 0, if there are any. All threads of the
 // block take part, after both tiles have landed.
 template <int kThreads, int kRows, typename QueryTile, typename DoutTile>
-HK_DEVICE void leave_out_non_finite(const QueryRows<kRows>& rows, const QueryTile& query,
-                                    const DoutTile& dout) {
+HK_DEVICE void leave_out_non_finite(const QueryRows<kRows>& rows, const QueryTile& query, const DoutTile& dout) {
   bool non_finite = false;
   HK_ROLLED
   for (int i = thread_index(); i < kRows; i += kThreads) non_finite |= !rows.finite_row[i];
@@ -86,8 +85,8 @@ struct TileRows {
 
 // Scores become probabilities. Those of hidden pairs are not 0: the other factor must hide them.
 template <bool kTerms, ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
-HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores,
-                                const TileRows<kLayout, kRows>& row, float scale_log2) {
+HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores, const TileRows<kLayout, kRows>& row,
+                                float scale_log2) {
   scores.each([&](float& value, int m, int n, int e) {
     value = row.rows.template probability<kTerms>(value, scale_log2, row(m, n, e));
   });
@@ -95,13 +94,9 @@ HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores,
 
 // Applies dropout and the gate to probabilities, or to dp.
 template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
-HK_DEVICE void gate_and_drop(Accumulator<kGroups, kColumns>& tile,
-                             const TileRows<kLayout, kRows>& row,
-                             const LeftOut<kLayout, kGroups, kColumns>& left_out,
-                             float keep_scale) {
-  tile.each([&](float& value, int m, int n, int e) {
-    value *= row.rows.gate[row(m, n, e)] * keep_scale;
-  });
+HK_DEVICE void gate_and_drop(Accumulator<kGroups, kColumns>& tile, const TileRows<kLayout, kRows>& row,
+                             const LeftOut<kLayout, kGroups, kColumns>& left_out, float keep_scale) {
+  tile.each([&](float& value, int m, int n, int e) { value *= row.rows.gate[row(m, n, e)] * keep_scale; });
   left_out.drop(tile);
 }
 
@@ -115,8 +110,7 @@ HK_DEVICE void centre(Accumulator<kGroups, kColumns>& dp, const TileRows<kLayout
 
 // Centred dp becomes dscores, 0 where it is hidden.
 template <ScoreLayout kLayout, int kGroups, int kColumns>
-HK_DEVICE void to_dscores(Accumulator<kGroups, kColumns>& dp,
-                          const Accumulator<kGroups, kColumns>& probabilities,
+HK_DEVICE void to_dscores(Accumulator<kGroups, kColumns>& dp, const Accumulator<kGroups, kColumns>& probabilities,
                           const LeftOut<kLayout, kGroups, kColumns>& left_out) {
   dp.each([&](float& value, int m, int n, int e) { value *= probabilities.c[m][n][e]; });
   left_out.hide(dp);

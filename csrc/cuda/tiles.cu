@@ -6,8 +6,7 @@ namespace hk::cuda {
 namespace {
 
 template <typename T>
-Tiles tiles_for(Kernels<T> kernels, const std::string& name, int64_t D, int64_t Dv, bool terms,
-                int device) {
+Tiles tiles_for(Kernels<T> kernels, const std::string& name, int64_t D, int64_t Dv, bool terms, int device) {
   const std::string pass = name.substr(name.find('.') + 1);
   const bool gated = name == "gated_attention." + pass;
   if (!gated && name != "collaborative_attention." + pass) return {};
@@ -18,10 +17,9 @@ Tiles tiles_for(Kernels<T> kernels, const std::string& name, int64_t D, int64_t 
 
 }  // namespace
 
-Tiles tiles_of(const std::string& kernel, DType dtype, int64_t D, int64_t Dv, bool terms,
-               int device) {
-  const Tiles tiles = with_kernels(
-      dtype, [&](auto kernels) { return tiles_for(kernels, kernel, D, Dv, terms, device); });
+Tiles tiles_of(const std::string& kernel, DType dtype, int64_t D, int64_t Dv, bool terms, int device) {
+  const Tiles tiles =
+      with_kernels(dtype, [&](auto kernels) { return tiles_for(kernels, kernel, D, Dv, terms, device); });
   if (tiles.block_m == 0) throw std::invalid_argument("no kernel is called " + kernel);
   return tiles;
 }

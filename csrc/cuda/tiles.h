@@ -33,10 +33,7 @@ struct ForwardSizes {
   static constexpr bool kWide = sizeof(T) * kWidth > 256;  // bytes of a row
   static constexpr int kWarps = sizeof(T) * kWidth > 512 && kTerms ? 2 : 4;
   static constexpr int kGroups = sizeof(T) == 4 || kWide || kTerms || kSmall ? 1 : 2;
-  static constexpr int kBlockN = sizeof(T) * kWidth > 512 ? 16
-                                 : kWide || kTerms        ? 32
-                                 : kSmall && kWidth > 96  ? 48
-                                                          : 64;
+  static constexpr int kBlockN = sizeof(T) * kWidth > 512 ? 16 : kWide || kTerms ? 32 : kSmall && kWidth > 96 ? 48 : 64;
 };
 
 // Whether a kernel exists in small sizes too.

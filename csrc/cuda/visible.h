@@ -40,9 +40,7 @@ class Visible {
 
   // Rows see the keys before this one if their range ends after them.
   HK_DEVICE int front() const { return front_of(h_); }
-  HK_DEVICE int front_of(int h) const {
-    return mask_.first_keys ? mask_.first_keys[h * mask_.first_stride] : 0;
-  }
+  HK_DEVICE int front_of(int h) const { return mask_.first_keys ? mask_.first_keys[h * mask_.first_stride] : 0; }
 
   // {0, 0} if the row sees no key or does not exist. If the first keys reach the range of a row, or
   // the row has no other keys, its range begins at 0.
@@ -90,8 +88,7 @@ HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
   HK_UNROLL
   for (int i = 0; i < 4; ++i) {
     HK_UNROLL
-    for (int step = kWarp / 2; step; step /= 2)
-      values[i] = min_of(values[i], shuffle_xor(values[i], step));
+    for (int step = kWarp / 2; step; step /= 2) values[i] = min_of(values[i], shuffle_xor(values[i], step));
   }
   sync_block();
   if (lane() == 0) {
@@ -141,8 +138,7 @@ class TileList {
 // The tiles of `kBlockN` keys that kBlockM rows see: row i has range_of(i) if there(i), and before
 // it at most the first `front` keys. Rows beyond the last one are not stored, so they need no mask.
 template <int kThreads, int kBlockM, int kBlockN, typename There, typename RangeOf>
-HK_DEVICE TileList tiles_of_ranges(const Visible& visible, There&& there, RangeOf&& range_of,
-                                   int front, int* scratch) {
+HK_DEVICE TileList tiles_of_ranges(const Visible& visible, There&& there, RangeOf&& range_of, int front, int* scratch) {
   // least lo and -hi of rows that see, -lo and hi of rows that are there
   int least[4] = {INT_MAX, 0, 0, INT_MAX};
   HK_ROLLED
@@ -174,8 +170,8 @@ HK_DEVICE TileList tiles_of_ranges(const Visible& visible, There&& there, RangeO
 template <int kThreads, int kBlockM, int kBlockN>
 HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratch) {
   return tiles_of_ranges<kThreads, kBlockM, kBlockN>(
-      visible, [&](int i) { return first_row + i < visible.T(); },
-      [&](int i) { return visible.range(first_row + i); }, visible.front(), scratch);
+      visible, [&](int i) { return first_row + i < visible.T(); }, [&](int i) { return visible.range(first_row + i); },
+      visible.front(), scratch);
 }
 
 // The tiles of `kBlockM` query rows that see keys `first_key` to `first_key + kBlockN - 1`. With
@@ -215,8 +211,7 @@ HK_DEVICE TileList tiles_that_see(const Visible& visible, int first_key, int* sc
   if (visible.hides_keys()) {
     bool hidden = false;
     HK_ROLLED
-    for (int key = first_key + thread_index(); key < last_key; key += kThreads)
-      hidden |= !visible.key(key);
+    for (int key = first_key + thread_index(); key < last_key; key += kThreads) hidden |= !visible.key(key);
     whole = !any_in_block(hidden) && whole;
   }
   const int end = any.empty() ? 0 : ceil_div(any.hi, kBlockM);

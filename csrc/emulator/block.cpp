@@ -23,8 +23,7 @@ struct Schedule {
   bool greedy;    // the first ready thread; else round robin
   bool reversed;  // the last block, warp and lane are the first
 };
-constexpr Schedule kSchedules[] = {
-    {"round_robin", false, false}, {"greedy", true, false}, {"reversed", true, true}};
+constexpr Schedule kSchedules[] = {{"round_robin", false, false}, {"greedy", true, false}, {"reversed", true, true}};
 std::atomic<const Schedule*> chosen{kSchedules};
 std::atomic<SharedBytes> of_part{SharedBytes{}};
 thread_local Launch last;
@@ -104,8 +103,7 @@ Block::Block(int threads, int64_t shared_bytes, const std::function<void()>& ker
       warps_(threads / kLanes),
       arguments_(threads),
       can_run_(threads / kLanes),
-      shared_(static_cast<char*>(
-          ::operator new(static_cast<size_t>(shared_bytes), std::align_val_t{kBanks}))),
+      shared_(static_cast<char*>(::operator new(static_cast<size_t>(shared_bytes), std::align_val_t{kBanks}))),
       shared_bytes_(shared_bytes) {}
 
 void Block::run_grid(int64_t blocks) {
@@ -149,8 +147,7 @@ void Block::enter() {
 void Block::leave(Fiber& fiber, bool last) {
   const int place = failure_ ? -1 : next();
   if (place < 0 && !failure_ && returned_ < size())
-    failure_ = std::make_exception_ptr(
-        Fault("deadlock in block " + std::to_string(index_) + ": " + whereabouts()));
+    failure_ = std::make_exception_ptr(Fault("deadlock in block " + std::to_string(index_) + ": " + whereabouts()));
   if (place < 0) return fiber.resume(host_, last);
   const int thread = at(place);
   if (thread == running_) return;
@@ -175,8 +172,7 @@ void Block::take_part(const Operation& operation, void* arguments) {
   Thread& self = thread();
   Warp& warp = warps_[running_ / kLanes];
   self.waits_at = &operation;
-  if (warp.arrived > 0 && warp.operation != &operation)
-    fault("diverges from its warp: " + whereabouts());
+  if (warp.arrived > 0 && warp.operation != &operation) fault("diverges from its warp: " + whereabouts());
   warp.operation = &operation;
   arguments_[running_] = arguments;
   pause();
@@ -210,17 +206,14 @@ void Block::release(const Operation& operation, int first, int count) {
 }
 
 void Block::fault(const std::string& message) const {
-  throw Fault("thread " + std::to_string(running_) + " of block " + std::to_string(index_) + " " +
-              message);
+  throw Fault("thread " + std::to_string(running_) + " of block " + std::to_string(index_) + " " + message);
 }
 
 // The state of all threads: "threads 0-31 at sync_block, 32 returned, 33-63 on the way".
 std::string Block::whereabouts() const {
   const auto state = [this](int i) -> std::string {
     const Thread& thread = threads_[i];
-    return thread.returned   ? "returned"
-           : thread.waits_at ? std::string("at ") + thread.waits_at->name
-                             : "on the way";
+    return thread.returned ? "returned" : thread.waits_at ? std::string("at ") + thread.waits_at->name : "on the way";
   };
   std::string text;
   for (int first = 0, end; first < size(); first = end) {
@@ -252,14 +245,11 @@ std::vector<std::string> schedule_names() {
   return names;
 }
 
-void use_shared_bytes(int per_block, int per_multiprocessor) {
-  of_part = {per_block, per_multiprocessor};
-}
+void use_shared_bytes(int per_block, int per_multiprocessor) { of_part = {per_block, per_multiprocessor}; }
 SharedBytes shared_bytes() { return of_part; }
 Launch last_launch() { return last; }
 
-void run_grid(int64_t blocks, int threads, int64_t shared_bytes,
-              const std::function<void()>& kernel) {
+void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
   last = {blocks, threads, shared_bytes};
   Block(threads, shared_bytes, kernel).run_grid(blocks);
 }
@@ -268,18 +258,15 @@ int thread_index() { return block->thread_index(); }
 int64_t block_index() { return block->index(); }
 char* shared_memory() { return block->shared(); }
 
-void take_part(const Operation& operation, void* arguments) {
-  block->take_part(operation, arguments);
-}
+void take_part(const Operation& operation, void* arguments) { block->take_part(operation, arguments); }
 
 void check_shared(const void* address, const char* what) {
   const int64_t offset = static_cast<const char*>(address) - block->shared();
   if (offset < 0 || offset + kUnit > block->shared_bytes())
-    block->fault(std::string(what) + " byte " + std::to_string(offset) +
-                 " of shared memory, which has " + std::to_string(block->shared_bytes()));
+    block->fault(std::string(what) + " byte " + std::to_string(offset) + " of shared memory, which has " +
+                 std::to_string(block->shared_bytes()));
   if (offset % kUnit != 0)
-    block->fault(std::string(what) + " byte " + std::to_string(offset) +
-                 " of shared memory, not a multiple of 16");
+    block->fault(std::string(what) + " byte " + std::to_string(offset) + " of shared memory, not a multiple of 16");
 }
 
 void copy_async(void* shared, const void* global, int bytes) {

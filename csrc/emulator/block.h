@@ -26,8 +26,7 @@ constexpr int kLanes = 32;
 
 // Runs `kernel` as every thread of every block, one block after the other. `threads` and
 // `shared_bytes` are those of a block, threads in whole warps.
-void run_grid(int64_t blocks, int threads, int64_t shared_bytes,
-              const std::function<void()>& kernel);
+void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 
 // The following functions act on the running thread.
 int thread_index();

@@ -145,8 +145,7 @@ Stacks::~Stacks() { release(); }
 void Stacks::reserve(int count) {
   release();
   const size_t bytes = static_cast<size_t>(count) * (kGuard + kStack);
-  void* const block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (block == MAP_FAILED) throw std::bad_alloc();
   base_ = static_cast<char*>(block);
   count_ = count;

@@ -69,8 +69,7 @@ struct Matrices {
 template <bool kTransposed>
 void load_matrices(void* const* arguments, int) {
   uint16_t elements[4][8][8];
-  for (int i = 0; i < kWarp; ++i)
-    std::memcpy(elements[i / 8][i % 8], static_cast<Matrices*>(arguments[i])->row, 16);
+  for (int i = 0; i < kWarp; ++i) std::memcpy(elements[i / 8][i % 8], static_cast<Matrices*>(arguments[i])->row, 16);
   for (int i = 0; i < kWarp; ++i) {
     const int row = i / 4, column = 2 * (i % 4);
     for (int m = 0; m < 4; ++m) {
@@ -119,15 +118,12 @@ void add_products(Row& sums, const double* a, const Row* b) {
   }
   Row scale;
   int32_t aligned[8] = {};
-  for (int column = 0; column < 8; ++column)
-    scale[column] = 0x1p24 / emulator::power_of_two_below(largest[column]);
+  for (int column = 0; column < 8; ++column) scale[column] = 0x1p24 / emulator::power_of_two_below(largest[column]);
   for (const Row& term : terms)
-    for (int column = 0; column < 8; ++column)
-      aligned[column] += static_cast<int32_t>(term[column] * scale[column]);
+    for (int column = 0; column < 8; ++column) aligned[column] += static_cast<int32_t>(term[column] * scale[column]);
   for (int column = 0; column < 8; ++column) {
     const bool is_plain = largest[column] != 0 && std::isfinite(exact[column]);
-    sums[column] =
-        is_plain ? emulator::toward_zero(aligned[column] / scale[column]) : exact[column];
+    sums[column] = is_plain ? emulator::toward_zero(aligned[column] / scale[column]) : exact[column];
   }
 }
 
@@ -143,9 +139,7 @@ void multiply_add(void* const* arguments, int) {
     for (int half = 0; half < 2; ++half) {
       for (int e = 0; e < kNumbers; ++e) {
         const int k = half * kHalf + kNumbers * (i % 4) + e;
-        const auto number = [e](uint32_t word) {
-          return operand<T>(kNumbers == 1 ? word : word >> 16 * e & 0xffffu);
-        };
+        const auto number = [e](uint32_t word) { return operand<T>(kNumbers == 1 ? word : word >> 16 * e & 0xffffu); };
         a[row][k] = number(lane.a[2 * half]);
         a[row + 8][k] = number(lane.a[2 * half + 1]);
         b[k][row] = number(lane.b[half]);
@@ -157,15 +151,12 @@ void multiply_add(void* const* arguments, int) {
     for (int k = 0; k < kDepth; k += kHalf) add_products<kHalf>(sums[row], a[row] + k, b + k);
   for (int i = 0; i < kWarp; ++i) {
     float* const c = static_cast<Product*>(arguments[i])->c;
-    for (int e = 0; e < 4; ++e)
-      c[e] = static_cast<float>(sums[i / 4 + 8 * (e / 2)][2 * (i % 4) + e % 2]);
+    for (int e = 0; e < 4; ++e) c[e] = static_cast<float>(sums[i / 4 + 8 * (e / 2)][2 * (i % 4) + e % 2]);
   }
 }
 
 // Flushes subnormal numbers to zero and keeps the sign.
-inline float flush(float x) {
-  return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
-}
+inline float flush(float x) { return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x; }
 
 }  // namespace software
 
@@ -187,15 +178,13 @@ inline V shuffle_xor(V value, int mask) {
 }
 
 inline void load_matrices(uint32_t (&matrices)[4], const void* row) {
-  static constexpr emulator::Operation kOperation{"load_matrices", false,
-                                                  software::load_matrices<false>};
+  static constexpr emulator::Operation kOperation{"load_matrices", false, software::load_matrices<false>};
   emulator::check_shared(row, "loads a row of a matrix from");
   software::Matrices lane{matrices, static_cast<const char*>(row)};
   emulator::take_part(kOperation, &lane);
 }
 inline void load_matrices_transposed(uint32_t (&matrices)[4], const void* row) {
-  static constexpr emulator::Operation kOperation{"load_matrices_transposed", false,
-                                                  software::load_matrices<true>};
+  static constexpr emulator::Operation kOperation{"load_matrices_transposed", false, software::load_matrices<true>};
   emulator::check_shared(row, "loads a row of a matrix from");
   software::Matrices lane{matrices, static_cast<const char*>(row)};
   emulator::take_part(kOperation, &lane);
@@ -208,9 +197,7 @@ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
   emulator::take_part(kOperation, &lane);
 }
 
-inline void copy_async(void* shared, const void* global, int bytes) {
-  emulator::copy_async(shared, global, bytes);
-}
+inline void copy_async(void* shared, const void* global, int bytes) { emulator::copy_async(shared, global, bytes); }
 inline void commit_copies() { emulator::commit_copies(); }
 template <int kPending>
 inline void wait_copies() {

@@ -57,8 +57,7 @@ inline uint16_t narrow_fp16(float x) {
   if (x != x) return 0x7fff;
   if (bits >= 0x477ff000u) {  // 65520: rounds to 65536 or more
     half = 0x7c00u;
-  } else if (bits <
-             0x38800000u) {  // 2^-14, the smallest normal number: the addition aligns and rounds
+  } else if (bits < 0x38800000u) {  // 2^-14, the smallest normal number: the addition aligns and rounds
     half = float_bits(bits_float(bits) + 0.5f) - float_bits(0.5f);
   } else {
     half = (bits - 0x38000000u + 0xfffu + (bits >> 13 & 1u)) >> 13;

@@ -35,8 +35,7 @@ inline int64_t bytes_of(DType dtype) {
 inline double decode16(uint16_t code, int precision) {
   const int fraction = precision - 1, special = (1 << (16 - precision)) - 1, bias = special / 2;
   const int exponent = (code >> fraction) & special, digits = code & ((1 << fraction) - 1);
-  double size =
-      std::ldexp(digits + (exponent ? 1 << fraction : 0), std::max(exponent, 1) - bias - fraction);
+  double size = std::ldexp(digits + (exponent ? 1 << fraction : 0), std::max(exponent, 1) - bias - fraction);
   if (exponent == special) size = digits != 0 ? kNaN : kInfinity;
   return code & 0x8000 ? -size : size;
 }
@@ -137,8 +136,7 @@ class Array {
 
   void* address(const Index& at) const {
     int64_t offset = 0;
-    for (int d = 0; d < tensor.rank; ++d)
-      offset += tensor.size[d] == 1 ? 0 : at[d] * tensor.stride[d];
+    for (int d = 0; d < tensor.rank; ++d) offset += tensor.size[d] == 1 ? 0 : at[d] * tensor.stride[d];
     return static_cast<char*>(tensor.data) + offset * bytes_of(tensor.dtype);
   }
 };

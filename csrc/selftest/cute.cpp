@@ -30,8 +30,7 @@ class Check {
   explicit Check(std::string name) : name_(std::move(name)) {}
   Check(const Check&) = delete;
   ~Check() {
-    std::printf("%s %s: %d of %d differ\n", failed() ? "FAILED" : "ok", name_.c_str(), differ_,
-                compared_);
+    std::printf("%s %s: %d of %d differ\n", failed() ? "FAILED" : "ok", name_.c_str(), differ_, compared_);
     failures += failed();
   }
 
@@ -212,8 +211,7 @@ std::vector<int> row_starts(const Words& loaded) {
   for (int lane = 0; lane < kWarp; ++lane) {
     for (int bit = 0; bit < 4 * 32; bit += kBits) {
       const int from = typename cute::Copy_Traits<Atom>::DstLayout{}(lane, bit);
-      if (from % kRowBits == 0)
-        starts[from / kRowBits] = static_cast<int>(value_bits<T>(loaded[lane], bit / kBits));
+      if (from % kRowBits == 0) starts[from / kRowBits] = static_cast<int>(value_bits<T>(loaded[lane], bit / kBits));
     }
   }
   return starts;
@@ -277,8 +275,8 @@ class TileLoads {
 
   // Operands whose m or n is a row of the tile: `values` of them per lane.
   template <typename LoadOperand, typename Copy>
-  void rows(const std::string& name, int values, Place (*place_of)(int, int),
-            LoadOperand&& load_operand, const Copy& copy) {
+  void rows(const std::string& name, int values, Place (*place_of)(int, int), LoadOperand&& load_operand,
+            const Copy& copy) {
     Check check(name);
     for (int row = 0; row < kRows; row += 16) {
       for (int k = 0; k < kWidth; k += kDepth) {
@@ -287,8 +285,7 @@ class TileLoads {
         for (int lane = 0; lane < kWarp; ++lane) {
           for (int v = 0; v < values; ++v) {
             const Place place = place_of(lane, v);
-            check.equal(value_bits<T>(words[lane], v), number(row + place.first, k + place.second),
-                        lane, v);
+            check.equal(value_bits<T>(words[lane], v), number(row + place.first, k + place.second), lane, v);
           }
         }
         expect_addresses<LoadRows>(check, words, copy, row_major(), number(row, k));
@@ -310,15 +307,13 @@ class TileLoads {
         for (int lane = 0; lane < kWarp; ++lane) {
           for (int v = 0; v < 2 * F::kRight; ++v) {
             const Place place = F::right_pair(lane, v);
-            check.equal(value_bits<T>(words[lane], v),
-                        number(k + depths[place.second], n + place.first), lane, v);
+            check.equal(value_bits<T>(words[lane], v), number(k + depths[place.second], n + place.first), lane, v);
           }
         }
         if constexpr (kSize == 4) {
           expect_no_conflicts_of_words(words);
         } else {
-          const auto copy =
-              cute::make_tiled_copy_B(cute::Copy_Atom<LoadTransposed, Element>{}, tiled_mma<T>());
+          const auto copy = cute::make_tiled_copy_B(cute::Copy_Atom<LoadTransposed, Element>{}, tiled_mma<T>());
           expect_addresses<LoadTransposed>(check, words, copy, column_major(), number(k, n));
         }
       }
@@ -339,8 +334,7 @@ class TileLoads {
   // them give, multiples of 16 bytes. A matrix is read in one pass if its 8 rows are in different
   // groups of four banks; shared memory has 32 banks of 4 bytes.
   template <typename Atom, typename Copy, typename Layout>
-  void expect_addresses(Check& check, const Words& words, const Copy& copy, const Layout& layout,
-                        int first) {
+  void expect_addresses(Check& check, const Words& words, const Copy& copy, const Layout& layout, int first) {
     const auto numbers = cute::make_tensor(cute::counting_iterator<int>(first), layout);
     const std::vector<int> starts = row_starts<T, Atom>(words);
     for (int matrix = 0; matrix < 4; ++matrix) {
@@ -400,11 +394,10 @@ void check_dtype() {
 
 int main() {
   using namespace hk::selftest;
-  matrices_are_loaded<LoadRows>(
-      "load_matrices", [](auto& words, const char* row) { hk::cuda::load_matrices(words, row); });
-  matrices_are_loaded<LoadTransposed>("load_matrices_transposed", [](auto& words, const char* row) {
-    hk::cuda::load_matrices_transposed(words, row);
-  });
+  matrices_are_loaded<LoadRows>("load_matrices",
+                                [](auto& words, const char* row) { hk::cuda::load_matrices(words, row); });
+  matrices_are_loaded<LoadTransposed>(
+      "load_matrices_transposed", [](auto& words, const char* row) { hk::cuda::load_matrices_transposed(words, row); });
   accumulators_have_places();
   check_dtype<hk::cuda::bf16>();
   check_dtype<hk::cuda::fp16>();

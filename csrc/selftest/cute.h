@@ -80,8 +80,7 @@ using LoadTransposed = cute::SM75_U16x8_LDSM_T;
 template <typename T>
 auto tiled_mma() {
   using cute::_1, cute::_16;
-  return cute::make_tiled_mma(cute::MMA_Atom<typename Instruction<T>::Mma>{},
-                              cute::Layout<cute::Shape<_1, _1, _1>>{},
+  return cute::make_tiled_mma(cute::MMA_Atom<typename Instruction<T>::Mma>{}, cute::Layout<cute::Shape<_1, _1, _1>>{},
                               cute::Tile<_16, _16, cute::Int<TensorCore<T>::kDepth>>{});
 }
 

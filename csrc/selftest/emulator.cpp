@@ -35,8 +35,7 @@ void expect(bool held, const std::string& name) {
 uint32_t* shared_words() { return reinterpret_cast<uint32_t*>(shared_memory()); }
 
 // Results of the threads of two blocks, as a schedule has them; each adds its own.
-std::vector<uint32_t> results(const std::string& schedule,
-                              const std::function<uint32_t(int)>& thread) {
+std::vector<uint32_t> results(const std::string& schedule, const std::function<uint32_t(int)>& thread) {
   std::vector<uint32_t> out(2 * kThreads);
   emulator::use_schedule(schedule);
   emulator::run_grid(2, kThreads, kShared, [&] {
@@ -47,14 +46,12 @@ std::vector<uint32_t> results(const std::string& schedule,
 }
 
 // Under how many schedules every thread of every block gets what `wanted` says.
-int right_schedules(const std::function<uint32_t(int)>& thread,
-                    const std::function<uint32_t(int)>& wanted) {
+int right_schedules(const std::function<uint32_t(int)>& thread, const std::function<uint32_t(int)>& wanted) {
   int count = 0;
   for (const std::string& schedule : emulator::schedule_names()) {
     const std::vector<uint32_t> out = results(schedule, thread);
     bool right = true;
-    for (int i = 0; i < 2 * kThreads; ++i)
-      right = right && out[static_cast<size_t>(i)] == wanted(i % kThreads);
+    for (int i = 0; i < 2 * kThreads; ++i) right = right && out[static_cast<size_t>(i)] == wanted(i % kThreads);
     count += right;
   }
   return count;
@@ -65,8 +62,7 @@ void needs(const std::string& name, const std::function<uint32_t(int, bool)>& th
            const std::function<uint32_t(int)>& wanted) {
   const int all = static_cast<int>(emulator::schedule_names().size());
   expect(right_schedules([&](int i) { return thread(i, true); }, wanted) == all, name);
-  expect(right_schedules([&](int i) { return thread(i, false); }, wanted) < all,
-         name + ", missing");
+  expect(right_schedules([&](int i) { return thread(i, false); }, wanted) < all, name + ", missing");
 }
 
 // A thread writes its number and reads that of another, which no schedule but one may show to be
@@ -165,8 +161,7 @@ void faults(const std::string& text, const Body& body) {
     } catch (const Fault& fault) {
       message = fault.what();
     }
-    expect(message.find(text) != std::string::npos,
-           schedule + " reports \"" + text + "\", but: " + message);
+    expect(message.find(text) != std::string::npos, schedule + " reports \"" + text + "\", but: " + message);
     int ran = 0;
     emulator::run_grid(2, kThreads, kShared, [&] {
       sync_block();
@@ -206,8 +201,7 @@ void mistakes() {
       shuffle_xor(lane(), 3);
     }
   });
-  faults("returns with copies that it has not waited for",
-         [] { copy_async(shared_memory(), kData, 16); });
+  faults("returns with copies that it has not waited for", [] { copy_async(shared_memory(), kData, 16); });
   faults("returns with copies that it has not waited for", [] {
     copy_async(shared_memory(), kData, 16);
     wait_copies<0>();  // of no group: nothing was committed
@@ -220,13 +214,11 @@ void mistakes() {
   faults("copies to byte 1016 of shared memory, which has 1024",
          [] { copy_async(shared_memory() + kShared - 8, kData, 4); });
   faults("copies to byte -16 of shared memory", [] { copy_async(shared_memory() - 16, kData, 4); });
-  faults("copies to byte 8 of shared memory, not a multiple of 16",
-         [] { copy_async(shared_memory() + 8, kData, 16); });
+  faults("copies to byte 8 of shared memory, not a multiple of 16", [] { copy_async(shared_memory() + 8, kData, 16); });
   faults("copies from an address", [] { copy_async(shared_memory(), kData + 1, 16); });
   faults("copies 17 bytes", [] { copy_async(shared_memory(), kData, 17); });
   uint32_t matrices[4];
-  faults("loads a row of a matrix from byte 1024",
-         [&] { load_matrices(matrices, shared_memory() + kShared); });
+  faults("loads a row of a matrix from byte 1024", [&] { load_matrices(matrices, shared_memory() + kShared); });
   faults("loads a row of a matrix from byte ",
          [&] { load_matrices_transposed(matrices, shared_memory() + 4 * (lane() % 4)); });
 }
@@ -249,8 +241,7 @@ float sum_of_products(float c, float first, float rest) {
 
 void rounding() {
   for (const float sign : {1.0f, -1.0f}) {
-    expect(sum_of_products(sign, sign * 0x3p-24f, 0) == sign * (1 + 0x1p-23f),
-           "sums are rounded toward zero");
+    expect(sum_of_products(sign, sign * 0x3p-24f, 0) == sign * (1 + 0x1p-23f), "sums are rounded toward zero");
     expect(sum_of_products(sign, sign * 0x1p-22f, sign * 0x1p-25f) == sign * (1 + 0x1p-22f),
            "terms are cut off below the 24th binary place of the largest");
   }
@@ -259,8 +250,7 @@ void rounding() {
 // Two blocks of four warps: rows of a product, through copies, matrices, shuffles and barriers.
 uint32_t product(int i) {
   bf16* const tile = reinterpret_cast<bf16*>(shared_memory());  // [32][16]
-  for (int e = i; e < 32 * 16; e += kThreads)
-    tile[e] = from_float<bf16>(static_cast<float>(e * 37 % 101) / 7);
+  for (int e = i; e < 32 * 16; e += kThreads) tile[e] = from_float<bf16>(static_cast<float>(e * 37 % 101) / 7);
   sync_block();
   uint32_t a[4], b[4];
   float c[4] = {};
@@ -312,8 +302,8 @@ void launches() {
   }
 #if defined(__SANITIZE_ADDRESS__)
   emulator::run_grid(1, kThreads, 100, [] {
-    const bool guarded = __asan_address_is_poisoned(shared_memory() + 100) &&
-                         __asan_address_is_poisoned(shared_memory() - 1);
+    const bool guarded =
+        __asan_address_is_poisoned(shared_memory() + 100) && __asan_address_is_poisoned(shared_memory() - 1);
     expect(guarded, "shared memory has its size");
   });
 #endif

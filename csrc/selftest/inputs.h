@@ -64,9 +64,8 @@ struct Inputs {
     if (!gated.empty()) make_gate();
     if (words.number("alpha", 0) && !collaborative) {
       alpha = Array(compute, {H});
-      alpha.each([&](const Index& at) {
-        alpha.set(at, at[0] % 2 ? 2 : static_cast<double>(words.number("alpha", 0)) / 100);
-      });
+      alpha.each(
+          [&](const Index& at) { alpha.set(at, at[0] % 2 ? 2 : static_cast<double>(words.number("alpha", 0)) / 100); });
     }
     make_mask();
     poison();
@@ -88,16 +87,15 @@ struct Inputs {
 
   bool sees(int64_t b, int64_t i, int64_t j) const {
     const int64_t row = (shared_mask ? 0 : b * T) + i, key = (shared_mask ? 0 : b * S) + j;
-    return j >= i + band_lo && j < i + band_hi && j >= k_lo[row] && j < k_hi[row] &&
-           key_visible[key];
+    return j >= i + band_lo && j < i + band_hi && j >= k_lo[row] && j < k_hi[row] && key_visible[key];
   }
 
   // The factor by which dropout multiplies a probability.
   double kept(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (dropout_p == 0) return 1;
     const auto u32 = [](int64_t n) { return static_cast<uint32_t>(n); };
-    const Philox4 random = philox(u32(kSeed[4] / 4 + j / 4), u32(kSeed[3] + i), u32(kSeed[2] + h),
-                                  u32(kSeed[1] + b), static_cast<uint64_t>(kSeed[0]));
+    const Philox4 random = philox(u32(kSeed[4] / 4 + j / 4), u32(kSeed[3] + i), u32(kSeed[2] + h), u32(kSeed[1] + b),
+                                  static_cast<uint64_t>(kSeed[0]));
     return random.word[j % 4] >= threshold() ? 1 / (1 - dropout_p) : 0;
   }
 
@@ -159,8 +157,7 @@ struct Inputs {
 
   void make_mask() {
     const auto below = [&](int64_t low, int64_t high) {  // an integer in [low, high)
-      return static_cast<int64_t>(
-          std::floor(uniform(static_cast<double>(low), static_cast<double>(high))));
+      return static_cast<int64_t>(std::floor(uniform(static_cast<double>(low), static_cast<double>(high))));
     };
     for (int64_t b = 0; b < (shared_mask ? 1 : B); ++b) {
       for (int64_t i = 0; i < T; ++i) {

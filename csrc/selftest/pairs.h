@@ -56,15 +56,14 @@ inline std::string test_product(std::mt19937& random) {
     std::copy(a.begin(), a.end() - begin * kWide, shifted.begin() + begin * kWide);
     pair_columns(shifted.data(), kWide, kWide, kWide, scratch.data(), kWide / 2);
     std::vector<Pair> between(kWide * kWide);
-    transpose_pairs(scratch.data(), kWide / 2, left.data(), kWide / 2, kWide, kWide,
-                    between.data());
+    transpose_pairs(scratch.data(), kWide / 2, left.data(), kWide / 2, kWide, kWide, between.data());
   } else {
     pair_columns(a.data(), kWide, rows, kWide, left.data(), kWide / 2);
   }
   pair_rows(b.data(), kWide, begin, depth, columns, right.data(), kWide);
   const TileUnit<Pair> unit;
-  multiply(rows, columns, words, rows_of<Pair>(left.data(), kWide / 2), right.data(), kWide,
-           c.data(), kWide, accumulate);
+  multiply(rows, columns, words, rows_of<Pair>(left.data(), kWide / 2), right.data(), kWide, c.data(), kWide,
+           accumulate);
 
   const auto rounded = [](float x) { return static_cast<double>(widen_bfloat(narrow_bfloat(x))); };
   for (int64_t i = 0; i < kWide; ++i) {
@@ -82,10 +81,9 @@ inline std::string test_product(std::mt19937& random) {
       const double error = std::abs(c[i * kWide + j] - sum), bound = std::ldexp(66 * size, -24);
       if (error <= bound) continue;
       char text[160];
-      std::snprintf(text, sizeof text,
-                    "rows %d, columns %d, depth %d: C[%d][%d] is %g, not %g; bound %.2g",
-                    static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(depth),
-                    static_cast<int>(i), static_cast<int>(j), c[i * kWide + j], sum, bound);
+      std::snprintf(text, sizeof text, "rows %d, columns %d, depth %d: C[%d][%d] is %g, not %g; bound %.2g",
+                    static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(depth), static_cast<int>(i),
+                    static_cast<int>(j), c[i * kWide + j], sum, bound);
       return text;
     }
   }

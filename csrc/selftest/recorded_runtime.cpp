@@ -24,8 +24,7 @@ int cudaSetDevice(int device) {
   recorded.made_current.push_back(device);
   return 0;
 }
-int cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
-                                     unsigned long long, int*) {
+int cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long, int*) {
   if (!recorded.says_what_is_active || std::string(name) != "cuDevicePrimaryCtxGetState") return 1;
   *function = reinterpret_cast<void*>(get_state);
   return 0;

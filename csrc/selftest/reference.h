@@ -28,8 +28,7 @@ struct Expected {
 
 class Reference {
  public:
-  Reference(const Inputs& inputs, bool pairs)
-      : in(inputs), u_pair(pairs ? roundoff(DType::kBFloat16) : 0) {
+  Reference(const Inputs& inputs, bool pairs) : in(inputs), u_pair(pairs ? roundoff(DType::kBFloat16) : 0) {
     for (int64_t b = 0; b < in.B; ++b)
       for (int64_t h = 0; h < in.H; ++h)
         for (int64_t i = 0; i < in.T; ++i) row(b, h, i);
@@ -60,8 +59,7 @@ class Reference {
   Expected dkey{in.collaborative ? in.B * S * D : in.B * in.Hk * S * D};
   Expected dvalue{in.B * in.Hk * S * Dv}, dmixing{in.B * in.H * D};
   Expected dcontent_bias{in.B * in.H * S}, dgate{in.elementwise() ? count * Dv : count};
-  Expected row_lse{count}, argmax{count}, max_score{count}, max_prob{count}, entropy{count},
-      dalpha{count};
+  Expected row_lse{count}, argmax{count}, max_score{count}, max_prob{count}, entropy{count}, dalpha{count};
 
   // Query row i of head h: its row of the outputs and its part of the gradients.
   void row(int64_t b, int64_t h, int64_t i) {
@@ -76,9 +74,7 @@ class Reference {
       if (!in.sees(b, i, j)) continue;
       keys.push_back(j);
       double terms = 0;
-      const auto term = [&](double x) {
-        score[j] += in.scale * x, terms += std::abs(in.scale * x);
-      };
+      const auto term = [&](double x) { score[j] += in.scale * x, terms += std::abs(in.scale * x); };
       for (int64_t d = 0; d < D; ++d) term(q[q_at + d] * mixed(d) * k[k_at + j * D + d]);
       if (!bias.empty()) term(bias[bh * S + j]);
       top = std::max(top, score[j]), largest = std::max(largest, terms);
@@ -93,8 +89,8 @@ class Reference {
     const bool closed = in.closed(b, h);
     // Of closed rows lse and attended are unspecified, and so is the gradient of a gate per token
     // without closed_grad.
-    const bool unread = !closed && !in.closed_grad && !in.elementwise() &&
-                        in.activation == Activation::kIdentity && in.gate_at(b, h, i, 0) == 0;
+    const bool unread = !closed && !in.closed_grad && !in.elementwise() && in.activation == Activation::kIdentity &&
+                        in.gate_at(b, h, i, 0) == 0;
     lse.add(at, sum_exp, closed || unread ? kInfinity : off);
     for (int64_t j : keys) {
       const double kept = p[j] * in.kept(b, h, i, j);
@@ -111,8 +107,7 @@ class Reference {
       attended.add(at * Dv + w, sum[w], closed || unread ? kInfinity : p_off * size[w]);
       if (!closed) out.add(at * Dv + w, gate * sum[w], p_off * std::abs(gate) * size[w]);
       if (!closed || in.closed_grad)
-        dgate.add(in.elementwise() ? at * Dv + w : at, g * sum[w],
-                  unread ? kInfinity : std::abs(g) * sum_off);
+        dgate.add(in.elementwise() ? at * Dv + w : at, g * sum[w], unread ? kInfinity : std::abs(g) * sum_off);
       dsum[w] = gate * g;
       delta += dsum[w] * sum[w];
       delta_size += std::abs(dsum[w]) * size[w], delta_off += std::abs(dsum[w]) * sum_off;
@@ -134,8 +129,7 @@ class Reference {
         const double qd = q[q_at + d], kd = k[k_at + j * D + d], m = mixed(d);
         dquery.add(q_at + d, ds * m * kd, rounded_off * std::abs(m * kd));
         dkey.add(k_at + j * D + d, ds * m * qd, rounded_off * std::abs(m * qd));
-        if (in.closed_grad || !in.skipped(h, d))
-          dmixing.add(bh * D + d, ds * qd * kd, rounded_off * std::abs(qd * kd));
+        if (in.closed_grad || !in.skipped(h, d)) dmixing.add(bh * D + d, ds * qd * kd, rounded_off * std::abs(qd * kd));
       }
       dcontent_bias.add(bh * S + j, ds, ds_off);
     }

@@ -33,9 +33,8 @@ struct Kernel {
   static constexpr int kThreads = Check::kThreads;
   HK_DEVICE static void run(const Words& all) {
     const int64_t i = block_index() * kThreads + thread_index();
-    Check::run(
-        {{all.in[0] + i * Check::kIn0, all.in[1] + i * Check::kIn1, all.in[2] + i * Check::kIn2},
-         all.out + i * Check::kOut});
+    Check::run({{all.in[0] + i * Check::kIn0, all.in[1] + i * Check::kIn1, all.in[2] + i * Check::kIn2},
+                all.out + i * Check::kOut});
   }
 };
 
@@ -156,34 +155,24 @@ struct CopyGroups : Shape<12, 12> {
 };
 
 struct StoreWords : Shape<4, 4> {
-  HK_DEVICE static void run(const Words& w) {
-    store_words(w.out, {w.in[0][0], w.in[0][1], w.in[0][2], w.in[0][3]});
-  }
+  HK_DEVICE static void run(const Words& w) { store_words(w.out, {w.in[0][0], w.in[0][1], w.in[0][2], w.in[0][3]}); }
 };
 
 struct Exp2 : Shape<1, 1> {
-  HK_DEVICE static void run(const Words& w) {
-    w.out[0] = float_bits(exp2_approx(bits_float(w.in[0][0])));
-  }
+  HK_DEVICE static void run(const Words& w) { w.out[0] = float_bits(exp2_approx(bits_float(w.in[0][0]))); }
 };
 // In the low half of a word, of a number of 16 bits.
 template <typename T>
 struct ToFloat : Shape<1, 1> {
-  HK_DEVICE static void run(const Words& w) {
-    w.out[0] = float_bits(to_float(T{static_cast<uint16_t>(w.in[0][0])}));
-  }
+  HK_DEVICE static void run(const Words& w) { w.out[0] = float_bits(to_float(T{static_cast<uint16_t>(w.in[0][0])})); }
 };
 template <typename T>
 struct FromFloat : Shape<1, 1> {
-  HK_DEVICE static void run(const Words& w) {
-    w.out[0] = from_float<T>(bits_float(w.in[0][0])).bits;
-  }
+  HK_DEVICE static void run(const Words& w) { w.out[0] = from_float<T>(bits_float(w.in[0][0])).bits; }
 };
 template <typename T>
 struct Pack : Shape<1, 2> {
-  HK_DEVICE static void run(const Words& w) {
-    w.out[0] = pack<T>(bits_float(w.in[0][0]), bits_float(w.in[0][1]));
-  }
+  HK_DEVICE static void run(const Words& w) { w.out[0] = pack<T>(bits_float(w.in[0][0]), bits_float(w.in[0][1])); }
 };
 template <typename T>
 struct Unpack : Shape<2, 1> {
@@ -197,8 +186,7 @@ struct Unpack : Shape<2, 1> {
 int64_t words_of(const Tensor& t) {
   int64_t count = 1;
   for (int d = t.rank - 1; d >= 0; count *= t.size[d--])
-    if (t.stride[d] != count && t.size[d] != 1)
-      throw std::invalid_argument("tensors are contiguous");
+    if (t.stride[d] != count && t.size[d] != 1) throw std::invalid_argument("tensors are contiguous");
   if (t.dtype != DType::kFloat32) throw std::invalid_argument("tensors are float32");
   return count;
 }
@@ -208,18 +196,16 @@ void check(const std::vector<Tensor>& tensors, const LaunchTarget& target) {
   const int inputs[] = {Check::kIn0, Check::kIn1, Check::kIn2};
   const int64_t threads = tensors.empty() ? 0 : words_of(tensors.back()) / Check::kOut;
   if (threads % Check::kThreads != 0)
-    throw std::invalid_argument("the result is that of blocks of " +
-                                std::to_string(Check::kThreads) + " threads");
+    throw std::invalid_argument("the result is that of blocks of " + std::to_string(Check::kThreads) + " threads");
   Words words{};
   size_t given = 0;
   for (int i = 0; i < kMaxInputs && inputs[i] > 0; ++i, ++given) {
     if (given + 1 >= tensors.size() || words_of(tensors[given]) != threads * inputs[i])
-      throw std::invalid_argument("input " + std::to_string(i) + " has " +
-                                  std::to_string(inputs[i]) + " words a thread");
+      throw std::invalid_argument("input " + std::to_string(i) + " has " + std::to_string(inputs[i]) +
+                                  " words a thread");
     words.in[i] = static_cast<const uint32_t*>(tensors[given].data);
   }
-  if (given + 1 != tensors.size())
-    throw std::invalid_argument(std::to_string(given) + " inputs and a result");
+  if (given + 1 != tensors.size()) throw std::invalid_argument(std::to_string(given) + " inputs and a result");
   words.out = static_cast<uint32_t*>(tensors.back().data);
   constexpr int kShared = Check::kThreads * kSharedWords * static_cast<int>(sizeof(uint32_t));
   launch<Kernel<Check>>(threads / Check::kThreads, kShared, words, target);
@@ -262,8 +248,7 @@ constexpr struct {
 // the result. Each thread has some words of each, one thread's behind another's, in whole blocks:
 // the kernels say how many. Throws std::invalid_argument for unknown names and for tensors that do
 // not fit.
-void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors,
-                   const LaunchTarget& target) {
+void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors, const LaunchTarget& target) {
   for (const auto& known : kChecks)
     if (name == known.name) return known.check(tensors, target);
   throw std::invalid_argument("no check of " + name);

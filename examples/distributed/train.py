@@ -155,9 +155,7 @@ def train(run: Run, text: Tensor) -> list[float]:
     weights = [p for name, p in run.model.named_parameters() if not name.endswith("log_alpha")]
     groups = [{"params": weights}, {"params": gates, "lr": settings.gate_rate, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.rate)
-    schedule = hk.heads.GateSchedule(
-        run.model, open_heads=settings.open_heads, steps=settings.steps
-    )
+    schedule = hk.heads.GateSchedule(run.model, open_heads=settings.open_heads, steps=settings.steps)
     run.model.train()
     losses = []
     for step in range(settings.steps):
@@ -239,9 +237,7 @@ def main() -> None:
     parser.add_argument("--mesh", type=int, nargs=3, metavar=("DP", "TP", "CP"), default=(1, 1, 1))
     parser.add_argument("--method", choices=["all_gather", "ring"], default="all_gather")
     parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument(
-        "--folder", help="of the checkpoint (default: a new one, removed at the end)"
-    )
+    parser.add_argument("--folder", help="of the checkpoint (default: a new one, removed at the end)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")

@@ -76,9 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run an experiment, or publish the results; returns the exit status."""
     options = parse(arguments)
     console = Console()
-    torch.set_num_threads(
-        1
-    )  # small tensors gain little from more threads, and a seed reproduces its results
+    torch.set_num_threads(1)  # small tensors gain little from more threads, and a seed reproduces its results
     try:
         if options.name == "keep":
             kept = page.keep(options.out)

@@ -69,9 +69,7 @@ def attention(kind: str, D_k: int) -> Attention:
         return lambda width, heads: hk.nn.GatedMultiheadAttention(
             width, heads, head_dim=D_k // heads, value_dim=width // heads
         )
-    return lambda width, heads: hk.nn.CollaborativeMultiheadAttention(
-        width, heads, D_k, mixing_init="xavier"
-    )
+    return lambda width, heads: hk.nn.CollaborativeMultiheadAttention(width, heads, D_k, mixing_init="xavier")
 
 
 def model(lab: Lab, name: str, kind: str, D_k: int, seed: int) -> Run:
@@ -136,9 +134,7 @@ def flops(made: Translator, batch: Batch) -> int:
 def query_and_key(module: nn.Module) -> int:
     """The parameters of scores: weights and biases of queries and keys, mixing and content bias."""
     names = ("q_proj", "k_proj", "content_proj", "mixing")
-    return sum(
-        weight.numel() for name, weight in module.named_parameters() if name.startswith(names)
-    )
+    return sum(weight.numel() for name, weight in module.named_parameters() if name.startswith(names))
 
 
 # ---------------------------------------------------------------------- report
@@ -150,12 +146,8 @@ def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, st
         "ms a training step", "ms to translate")  # fmt: skip
     rows = runs["costs"]["rows"]
     return {
-        f"{NAME}-quality": markdown(
-            quality_header, [[name, *quality_cells(by_seed(runs, name))] for name in names]
-        ),
-        f"{NAME}-costs": markdown(
-            costs_header, [[name, *cost_cells(rows[name])] for name in names]
-        ),
+        f"{NAME}-quality": markdown(quality_header, [[name, *quality_cells(by_seed(runs, name))] for name in names]),
+        f"{NAME}-costs": markdown(costs_header, [[name, *cost_cells(rows[name])] for name in names]),
     }
 
 

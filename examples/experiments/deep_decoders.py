@@ -161,10 +161,7 @@ def seen(learning: Any, losses: list[float]) -> Any:
 def gradients_of(model: Translator, batches: Any) -> list[float]:
     """The norm of the gradient of the loss by the output of each decoder layer, the first layer first."""
     outputs: list[Tensor] = []
-    hooks = [
-        layer.register_forward_hook(lambda _, __, output: outputs.append(output))
-        for layer in model.decoder
-    ]
+    hooks = [layer.register_forward_hook(lambda _, __, output: outputs.append(output)) for layer in model.decoder]
     loss = sentence_losses(model, next(batches)).mean()
     for hook in hooks:
         hook.remove()
@@ -193,9 +190,7 @@ def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
         last = []
         for start, color in COLORS.items():
             losses = [m["losses"] for m in by_seed(runs, label(kind, start))]
-            steps = [
-                settings["steps"] * (at + 0.5) / len(losses[0]) for at in range(len(losses[0]))
-            ]
+            steps = [settings["steps"] * (at + 0.5) / len(losses[0]) for at in range(len(losses[0]))]
             values = list(zip(*losses, strict=True))
             line(axes, steps, values, color, start)
             last.append(f"{sum(values[-1]) / len(values[-1]):.1f} {start}")

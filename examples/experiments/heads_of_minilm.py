@@ -161,9 +161,7 @@ def importance(lab: Lab, settings: sentences.Settings) -> Run:
     halves = sentences.halves(read, settings.batch)
     scores = scores_of(lab, model, halves, sentences.halves_loss, sentences.SPECIAL)
     whole = sentences.batches(read, settings.batch)
-    free = scores_of(
-        lab, model, whole, sentences.embeddings, sentences.SPECIAL, ("leave one out", "Fisher")
-    )
+    free = scores_of(lab, model, whole, sentences.embeddings, sentences.SPECIAL, ("leave one out", "Fisher"))
     scores |= {f"{name}, without a loss": each for name, each in free.items()}
     few = sentences.batches(read[: settings.relevance], settings.batch)
     scores["relevance"] = relevance_of(lab, model, few, output)
@@ -171,10 +169,7 @@ def importance(lab: Lab, settings: sentences.Settings) -> Run:
     return {
         "scores": {name: as_json(each) for name, each in scores.items()},
         "ranked": {name: each.ranked() for name, each in scores.items()},
-        "spearman": {
-            name: {of: each.spearman(scores[of]) for of in references}
-            for name, each in scores.items()
-        },
+        "spearman": {name: {of: each.spearman(scores[of]) for of in references} for name, each in scores.items()},
     }
 
 
@@ -220,9 +215,7 @@ def table_of_roles(runs: Mapping[str, Any]) -> str:
         positional = [r for r in roles["roles"] if r["role"] == "positional"]
         heads = [f"layer {layer_of(r)}: {r['what']}, {r['share']:.0%}" for r in positional]
         shares = [value for layer in roles["offset_share"]["layers"] for value in layer["scores"]]
-        rare = [
-            value for layer in roles["rare_words"]["rarest"]["layers"] for value in layer["scores"]
-        ]
+        rare = [value for layer in roles["rare_words"]["rarest"]["layers"] for value in layer["scores"]]
         chance = roles["rare_words"]["chance"][0]
         rows += [
             [f"{name}: one offset in 90 % of the rows", len(positional), f"{max(shares):.0%}", "",
@@ -263,9 +256,7 @@ def table_of_biases(found: Mapping[str, Any]) -> str:
 
 def table_of_importance(found: Mapping[str, Any]) -> str:
     references = list(next(iter(found["spearman"].values())))
-    rows = [
-        [name, *(f"{row[of]:.2f}" for of in references)] for name, row in found["spearman"].items()
-    ]
+    rows = [[name, *(f"{row[of]:.2f}" for of in references)] for name, row in found["spearman"].items()]
     return markdown(("Spearman's rank correlation with", *references), rows)
 
 
@@ -288,9 +279,7 @@ def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
     layers = [layer for layer, _ in distance["heads"]]
     drawn = plane.scatter(*points.T, c=layers, cmap=DEPTH, s=16)
     closest = min(range(last + 1), key=within.__getitem__)
-    message(
-        plane, f"Heads that attend alike are near each other; those of layer {closest} are closest"
-    )
+    message(plane, f"Heads that attend alike are near each other; those of layer {closest} are closest")
     plane.set(xlabel="first coordinate, nats", ylabel="second coordinate, nats")
     figure.colorbar(drawn, ax=plane, label="layer", ticks=range(last + 1))
     energies = runs["energy, MiniLM"]["layers"]
@@ -298,9 +287,7 @@ def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
         curve(held, energies[layer]["curve"], DEPTH(layer / last), f"all heads, layer {layer}")
     curve(held, energies[0]["head_curve"], ORANGE, "one head, mean of layer 0")
     held.axhline(100 * ENERGY, color=GREY, lw=1, ls=":", label=f"{ENERGY:.0%}")
-    stacked, single = (
-        [100 * need for need in needs] for needs in zip(*map(shares_needed, energies), strict=True)
-    )
+    stacked, single = ([100 * need for need in needs] for needs in zip(*map(shares_needed, energies), strict=True))
     message(held, f"{ENERGY:.0%} of the energy is in {min(stacked):.0f} to {max(stacked):.0f} % of the dimensions of "
         f"all heads, {min(single):.0f} to {max(single):.0f} % of one head's")  # fmt: skip
     held.set(xlabel="dimensions, % of all", ylabel="energy of $W_Q W_K^T$, %", ylim=(0, 102))

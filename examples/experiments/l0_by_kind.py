@@ -97,18 +97,14 @@ def draw(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> Figure:
         level = mean(100 * m["sentences"] for m in by_seed(runs, label(start, None)))
         sentences.axhline(level, color=color, lw=1, ls=":", label=f"{start}, no gates")
         fewest.append(f"{mean(values[-1]):.0f} % {start}")
-    message(
-        sentences, f"{counts[-1]} of {all_heads} heads open, sentences right: {', '.join(fewest)}"
-    )
+    message(sentences, f"{counts[-1]} of {all_heads} heads open, sentences right: {', '.join(fewest)}")
     sentences.set(ylabel="sentences translated right, %")
     legend(sentences)
     for axes, start in zip(kinds, STARTS, strict=True):
         left = []
         for kind, color in COLORS.items():
             models = [by_seed(runs, label(start, heads)) for heads in counts]
-            values = [
-                [100 * m["open_heads"][kind] / share_of(settings) for m in of] for of in models
-            ]
+            values = [[100 * m["open_heads"][kind] / share_of(settings) for m in of] for of in models]
             line(axes, counts, values, color, kind)
             left.append(f"{mean(values[-1]):.0f} % of {kind}")
         axes.plot([0, all_heads], [0, 100], color=GREY, lw=1, ls=":", label="all kinds alike")

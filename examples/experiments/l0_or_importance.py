@@ -103,8 +103,7 @@ def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, st
     rows = [["all heads, trained on", *quality_cells(models)]]
     for heads in settings["open_heads"]:
         rows += [
-            [label(choice, heads), *quality_cells(by_seed(runs, label(choice, heads)))]
-            for choice in ("L0", *CHOICES)
+            [label(choice, heads), *quality_cells(by_seed(runs, label(choice, heads)))] for choice in ("L0", *CHOICES)
         ]
     header = (*COLORS, "sentences at once, %", "sentences, %", "words, %", "nats a word")
     return {NAME: markdown(("", *header), rows)}

@@ -89,9 +89,7 @@ class Results:
 
     def _write(self) -> None:
         """Write one run per line."""
-        runs = ",\n".join(
-            f"{json.dumps(name)}: {json.dumps(run)}" for name, run in self.runs.items()
-        )
+        runs = ",\n".join(f"{json.dumps(name)}: {json.dumps(run)}" for name, run in self.runs.items())
         settings = json.dumps(self.settings)
         write_text(self.path, f'{{"settings": {settings},\n"runs": {{\n{runs}\n}}}}\n')
 

@@ -180,9 +180,7 @@ def panel(axes: Axes, models: list[Run], what: str, model: str, unit: str) -> No
         means[order] = [mean(place) for place in values]
         if order == RANDOM:
             low, high = [min(place) for place in values], [max(place) for place in values]
-            axes.fill_between(
-                counts, low, high, color=GREY, alpha=0.3, lw=0, label="range of random orders"
-            )
+            axes.fill_between(counts, low, high, color=GREY, alpha=0.3, lw=0, label="range of random orders")
             axes.plot(counts, means[order], color=GREY, label=f"{RANDOM}, mean")
         else:
             color, style = DRAWN[order]

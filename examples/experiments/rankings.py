@@ -61,11 +61,7 @@ def relevance_of(
 
 def random_ranking(model: nn.Module, seed: int) -> Ranking:
     """All heads in a random order."""
-    heads = [
-        (layer.name, head)
-        for layer in hk.heads.attention_layers(model)
-        for head in range(layer.num_heads)
-    ]
+    heads = [(layer.name, head) for layer in hk.heads.attention_layers(model) for head in range(layer.num_heads)]
     return random.Random(seed).sample(heads, len(heads))
 
 

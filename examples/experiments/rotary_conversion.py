@@ -121,10 +121,7 @@ def converted(settings: Settings, model: Any, data: Any, choice: str, share: flo
         length=settings.length,
         progress=False,
     )
-    bounds = [
-        float(errors[dim])
-        for errors, dim in zip(conversion.curves.errors, conversion.dims, strict=True)
-    ]
+    bounds = [float(errors[dim]) for errors, dim in zip(conversion.curves.errors, conversion.dims, strict=True)]
     return {
         "dims": conversion.dims,
         "errors": conversion.errors,
@@ -184,9 +181,7 @@ def reduced(settings: Settings, model: Any, data: Any, choice: str, share: float
     return {
         "errors": errors,
         "error": together(squares, errors),
-        "cache": cache_bytes(
-            settings, share * settings.width, (share if choice == GQA else 1) * settings.width
-        ),
+        "cache": cache_bytes(settings, share * settings.width, (share if choice == GQA else 1) * settings.width),
     }
 
 

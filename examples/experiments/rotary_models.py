@@ -49,9 +49,7 @@ class Settings:
         return self.width // self.heads
 
 
-QUICK = Settings(
-    width=32, heads=4, layers=2, length=32, batch=2, steps=3, more_steps=2, read=4, held_out=4
-)
+QUICK = Settings(width=32, heads=4, layers=2, length=32, batch=2, steps=3, more_steps=2, read=4, held_out=4)
 
 
 def settings_of(lab: Lab) -> Settings:
@@ -118,9 +116,7 @@ def trained(lab: Lab, seed: int) -> LlamaForCausalLM:
     return model
 
 
-def learn(
-    model: LlamaForCausalLM, data: Iterator[Tensor], steps: int, rate: float
-) -> Iterator[tuple[int, float]]:
+def learn(model: LlamaForCausalLM, data: Iterator[Tensor], steps: int, rate: float) -> Iterator[tuple[int, float]]:
     """Train with Adam; yields steps and losses. The rate rises over a tenth of the steps, then falls to 0."""
     optimizer = torch.optim.Adam(model.parameters(), rate)
 

@@ -97,9 +97,7 @@ def tables(settings: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, st
     rows = []
     for kind, (entmax, learned) in KINDS.items():
         found = by_seed(runs, kind)
-        above = [
-            each((mean_of(m, of) for m in found), ".0%") if entmax else "100" for of in ATTENTION
-        ]
+        above = [each((mean_of(m, of) for m in found), ".0%") if entmax else "100" for of in ATTENTION]
         alphas = [sorted(alphas_of(m)) for m in found]
         spread = ", ".join(f"{each[0]:.2f} to {each[-1]:.2f}" for each in alphas) if learned else ""
         rows.append([kind, *quality_cells(found), *above, spread or ("1.5" if entmax else "")])

@@ -44,9 +44,7 @@ class Settings:
     read: int = 512
 
 
-QUICK = Settings(
-    pairs=60, batch=8, width=32, heads=4, layers=1, steps=3, more_steps=4, open_heads=(5,), read=16
-)
+QUICK = Settings(pairs=60, batch=8, width=32, heads=4, layers=1, steps=3, more_steps=4, open_heads=(5,), read=16)
 
 
 def settings_of(lab: Lab) -> Settings:
@@ -109,9 +107,7 @@ def logits(model: Translator, batch: Batch) -> Tensor:
 def sentence_losses(model: Translator, batch: Batch) -> Tensor:
     """The cross-entropy per word of each sentence, `[B]`, in nats."""
     right = batch.target[:, 1:]
-    words = nn.functional.cross_entropy(
-        logits(model, batch).mT, right, ignore_index=PAD, reduction="none"
-    )
+    words = nn.functional.cross_entropy(logits(model, batch).mT, right, ignore_index=PAD, reduction="none")
     return words.sum(1) / (right != PAD).sum(1)
 
 

@@ -58,14 +58,10 @@ def measure(model: Stack, held_out: Batch) -> tuple[float, float]:
     return float(distances), float(near)
 
 
-def experiment(
-    options: argparse.Namespace, say: Callable[[str], None]
-) -> dict[str, tuple[float, float]]:
+def experiment(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, tuple[float, float]]:
     """The results of an untrained model, one with pair bias and one without; `say` prints each when it is known."""
     held_out = draw(HELD_OUT, ROWS, LENGTH, torch.Generator().manual_seed(options.seed + 1))
-    share = (
-        torch.bincount(held_out.classes[held_out.asked], minlength=CLASSES) / held_out.asked.sum()
-    )
+    share = torch.bincount(held_out.classes[held_out.asked], minlength=CLASSES) / held_out.asked.sum()
     say(f"{'':20}  distances, nats  near residues, squared error")
     say(f"{'shares of classes':20}  {float(torch.special.entr(share).sum()):15.3f}  {1.0:28.3f}")
     found = {}

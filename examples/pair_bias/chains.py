@@ -67,9 +67,7 @@ def _segments(length: int, generator: torch.Generator) -> tuple[Tensor, Tensor, 
         least, most, angle, dihedral, some, more = list(SEGMENTS.values())[kind]
         size = int(torch.randint(least, most + 1, (), generator=generator))
         spread = torch.rand(2, size, generator=generator) * 2 - 1
-        parts.append(
-            (torch.full((size,), kind), angle + some * spread[0], dihedral + more * spread[1])
-        )
+        parts.append((torch.full((size,), kind), angle + some * spread[0], dihedral + more * spread[1]))
         count, before = count + size, kind
     kinds, angles, dihedrals = (torch.cat(each)[:length] for each in zip(*parts, strict=True))
     return kinds, angles, dihedrals

@@ -10,9 +10,7 @@ from torch.nn.functional import cross_entropy
 
 
 def transition(width: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)
-    )
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
 
 
 class Block(nn.Module):
@@ -39,9 +37,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Logits of classes of distance `[B, N, N, CLASSES]`, and the number of residues near each, `[B, N]`."""
 
-    def __init__(
-        self, c_m: int = 32, c_z: int = 32, heads: int = 4, head_dim: int = 8, blocks: int = 2
-    ) -> None:
+    def __init__(self, c_m: int = 32, c_z: int = 32, heads: int = 4, head_dim: int = 8, blocks: int = 2) -> None:
         super().__init__()
         self.letters = nn.Embedding(LETTERS, c_m)
         self.distances = nn.Linear(len(BORDERS) + 1, c_z)

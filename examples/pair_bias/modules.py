@@ -15,9 +15,7 @@ from torch import Tensor, nn
 import heads_kernels as hk
 
 
-def gated(
-    width: int, heads: int, head_dim: int, biased: tuple[str, ...]
-) -> hk.nn.GatedMultiheadAttention:
+def gated(width: int, heads: int, head_dim: int, biased: tuple[str, ...]) -> hk.nn.GatedMultiheadAttention:
     """Attention with a sigmoid gate for each element; only the projections in `biased` have biases."""
     made = hk.nn.GatedMultiheadAttention(width, heads, head_dim=head_dim, output_gate="element")
     for name, projection in made.named_children():
@@ -78,9 +76,7 @@ class AttentionWithPairBias(nn.Module):
         c_s: width of the conditioning; with it, the norm is adaptive (algorithm 26) and the output is gated by it.
     """
 
-    def __init__(
-        self, c_a: int, c_z: int, c_s: int | None = None, heads: int = 16, head_dim: int = 24
-    ) -> None:
+    def __init__(self, c_a: int, c_z: int, c_s: int | None = None, heads: int = 16, head_dim: int = 24) -> None:
         super().__init__()
         self.norm, self.norm_z = (
             nn.LayerNorm(c_a, elementwise_affine=c_s is None),
@@ -94,9 +90,7 @@ class AttentionWithPairBias(nn.Module):
             self.open = nn.Linear(c_s, c_a)
             nn.init.constant_(self.open.bias, -2.0)
 
-    def forward(
-        self, a: Tensor, z: Tensor, s: Tensor | None = None, beta: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, a: Tensor, z: Tensor, s: Tensor | None = None, beta: Tensor | None = None) -> Tensor:
         """`a` `[..., N, c_a]`, `z` `[..., N, N, c_z]`, `s` `[..., N, c_s]`; `beta` `[..., N, N]` is one more bias."""
         a = self.norm(a)
         if s is not None:
@@ -131,9 +125,7 @@ REFERENCE: Final = {
 }
 
 
-def load_reference(
-    module: nn.Module, state: Mapping[str, Tensor], names: Mapping[str, str] = REFERENCE
-) -> None:
+def load_reference(module: nn.Module, state: Mapping[str, Tensor], names: Mapping[str, str] = REFERENCE) -> None:
     """Load a state dict of the reference layout: `linear_q.weight`, `mha.linear_q.weight` and so on.
 
     Heads are contiguous rows of `linear_q`, `linear_k`, `linear_v` and `linear_g`, and columns of `linear_o`, in both

@@ -119,9 +119,7 @@ def learn_with_gates(
         learning = learn_gates(learn_on, model, batches, steps, options.heads)
     else:
         attach_gates(model)
-        learning = learn_on(
-            model, batches, steps, lambda: options.penalty * hk.nn.l0_penalty(model)
-        )
+        learning = learn_on(model, batches, steps, lambda: options.penalty * hk.nn.l0_penalty(model))
     results.history = [(0, open_heads(model))]
     for step, loss in learning:
         counts = open_heads(model)
@@ -159,9 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{name:>8}: {sentence}", soft_wrap=True, markup=False)
     for name, holds in results.checks.items():
         console.print(f"{name}: {'yes' if holds else '[bold red]NO[/]'}")
-    console.print(
-        f"pruned.safetensors, open_heads.png, results.json in {options.out}", markup=False
-    )
+    console.print(f"pruned.safetensors, open_heads.png, results.json in {options.out}", markup=False)
     return 0 if all(results.checks.values()) else 1
 
 

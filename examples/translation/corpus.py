@@ -69,9 +69,7 @@ class Corpus:
     def __init__(self, pairs: Sequence[Pair], seed: int) -> None:
         shuffled = random.Random(seed).sample(pairs, len(pairs))
         held_out = min(HELD_OUT, len(pairs) // 5)
-        self.source, self.target = (
-            Vocabulary([pair[side] for pair in shuffled[held_out:]]) for side in (0, 1)
-        )
+        self.source, self.target = (Vocabulary([pair[side] for pair in shuffled[held_out:]]) for side in (0, 1))
         encoded = [(self.source.encode(a), self.target.encode(b)) for a, b in shuffled]
         self.held_out, self.train = encoded[:held_out], encoded[held_out:]
         self.longest = max(len(side) for pair in encoded for side in pair)

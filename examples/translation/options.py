@@ -12,9 +12,7 @@ from corpus import read_pairs
 from languages import Pair
 
 
-def parse(
-    description: str | None, all_heads: int, arguments: Sequence[str] | None
-) -> argparse.Namespace:
+def parse(description: str | None, all_heads: int, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options, and create the folder of `--out`; a bad option ends the program with status 2."""
     parser = argparse.ArgumentParser(
         prog="python examples/translation",
@@ -34,9 +32,7 @@ def parse(
         help="a constant weight of the L0 penalty instead, such as 0.02")  # fmt: skip
     add("--pairs", type=sentence_pairs, metavar="FILE",
         help="translate these instead: source, tab, target in a line")  # fmt: skip
-    add(
-        "--seed", type=int, default=0, metavar="S", help="of language, model and batches, default 0"
-    )
+    add("--seed", type=int, default=0, metavar="S", help="of language, model and batches, default 0")
     add("--threads", type=positive, default=1, metavar="N",
         help="default 1: tensors this small gain little from more, and lose much on a busy machine")  # fmt: skip
     add("--quick", action="store_true", help="120 and 80 steps, half the batch")

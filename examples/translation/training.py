@@ -41,9 +41,7 @@ def learn(
         rise = min(1.0, 6 * (step + 1) / steps) if warmup else 1.0
         return rise * (1 - 0.8 * step / steps)
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, [slope, lambda step: 1.0][: len(optimizer.param_groups)]
-    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [slope, lambda step: 1.0][: len(optimizer.param_groups)])
     for step, loss in train(model, optimizer, batches, steps, penalty):
         scheduler.step()
         yield step, loss
@@ -59,17 +57,13 @@ def learn_on(
     return train(model, adam(model, RATE_AFTER, steps), batches, steps, penalty)
 
 
-def learn_gates(
-    learn: Learn, model: Translator, batches: Iterator[Batch], steps: int, heads: int
-) -> Steps:
+def learn_gates(learn: Learn, model: Translator, batches: Iterator[Batch], steps: int, heads: int) -> Steps:
     """`learn` or `learn_on` with gates, until `heads` of them are open.
 
     Heads close during four fifths of the steps. In the last fifth the weights adapt to the open heads.
     """
     attach_gates(model)
-    schedule = hk.heads.GateSchedule(
-        model, open_heads=heads, steps=max(1, steps * 4 // 5), warmup=0.7, rate=4 / steps
-    )
+    schedule = hk.heads.GateSchedule(model, open_heads=heads, steps=max(1, steps * 4 // 5), warmup=0.7, rate=4 / steps)
     for step, loss in learn(model, batches, steps, schedule.penalty):
         schedule.step()
         if step == schedule.steps:
@@ -138,9 +132,7 @@ def sentences_right(model: Translator, corpus: Corpus) -> float:
     return sum(right) / len(right)
 
 
-def seconds_to_translate(
-    models: Sequence[Translator], source: Tensor, rounds: int = 5
-) -> list[float]:
+def seconds_to_translate(models: Sequence[Translator], source: Tensor, rounds: int = 5) -> list[float]:
     """The median time of each model for a batch, measured in turn so that noise affects all alike."""
     times: list[list[float]] = [[] for _ in models]
     for _ in range(rounds):

@@ -57,9 +57,7 @@ class DecoderLayer(nn.Module):
 
 
 def feed_forward(width: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)
-    )
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
 
 
 class Translator(nn.Module):

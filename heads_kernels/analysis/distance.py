@@ -164,10 +164,7 @@ class _Sums:
         for rows in blocks(first.T, first.B * len(self.mass) * first.S):
             p = torch.cat([call.probabilities(rows) for call in calls], 1)  # [B, N, rows, S]
             last = rows.stop + first.S - first.T if causal else first.S
-            parts = [
-                p[b][:, real[b, rows], start : min(end, last)].flatten(1)
-                for b, (start, end) in enumerate(spans)
-            ]
+            parts = [p[b][:, real[b, rows], start : min(end, last)].flatten(1) for b, (start, end) in enumerate(spans)]
             self._compare(torch.cat(parts, 1))
 
     def _compare(self, p: Tensor) -> None:

@@ -56,9 +56,7 @@ class HeadScores:
     def ranked(self) -> list[tuple[str, int]]:
         """All heads as (layer name, head), the lowest first; ties by layer and head."""
         flat = [
-            (float(score), index, head)
-            for index, scores in enumerate(self.scores)
-            for head, score in enumerate(scores)
+            (float(score), index, head) for index, scores in enumerate(self.scores) for head, score in enumerate(scores)
         ]
         return [(self.layers[index], head) for _, index, head in sorted(flat)]
 
@@ -76,10 +74,7 @@ class HeadScores:
             TypeError, ValueError: `count` is larger than the number of heads, or than `keep_at_least` allows.
         """
         check_size("keep_at_least", keep_at_least, 0)
-        left = {
-            name: len(scores) - keep_at_least
-            for name, scores in zip(self.layers, self.scores, strict=True)
-        }
+        left = {name: len(scores) - keep_at_least for name, scores in zip(self.layers, self.scores, strict=True)}
         most = sum(max(0, number) for number in left.values())
         if not is_int(count) or not 0 <= count <= most:
             kept = f" ({keep_at_least} stay in each layer)" if keep_at_least else ""
@@ -143,9 +138,7 @@ def text_table(lines: Sequence[Sequence[str]], left: int) -> str:
     """A header and rows: the first `left` columns are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(
-            [*map(str.ljust, line[:left], widths), *map(str.rjust, line[left:], widths[left:])]
-        ).rstrip()
+        "  ".join([*map(str.ljust, line[:left], widths), *map(str.rjust, line[left:], widths[left:])]).rstrip()
         for line in lines
     )
 

@@ -125,9 +125,7 @@ def importance(
 class _Task:
     """What a method reads: the layers that are scored, the loss, and how the terms of a batch are summed."""
 
-    def __init__(
-        self, model: nn.Module, layers: list[AttentionLayer], loss: Loss, estimator: str
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: list[AttentionLayer], loss: Loss, estimator: str) -> None:
         self.model, self.loss, self.estimator = model, loss, estimator
         self.layers = [layer for layer in layers if layer.num_heads]
         self.names = [layer.name for layer in layers]

@@ -183,9 +183,7 @@ def plot_maps(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "hk.analysis.plot_maps needs matplotlib: pip install matplotlib"
-        ) from error
+        raise ImportError("hk.analysis.plot_maps needs matplotlib: pip install matplotlib") from error
     across = max(len(each.heads) for each in found)
     size = 2.0 + 0.12 * max(found[0].maps.shape[1:])
     figure = Figure(figsize=(size * across, size * len(found)), layout="constrained")

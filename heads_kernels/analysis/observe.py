@@ -88,9 +88,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def reading(
-    model: nn.Module, observer: Observer, layers: Iterable[AttentionLayer]
-) -> Iterator[None]:
+def reading(model: nn.Module, observer: Observer, layers: Iterable[AttentionLayer]) -> Iterator[None]:
     """In this block the model runs in evaluation mode without gradients, and `observer` sees the calls of `layers`."""
     names = [layer.name for layer in layers]
     with torch.no_grad(), evaluation(model), observe(model, observer, names):
@@ -117,9 +115,7 @@ def each_batch(data: Iterable[Any], argument: str = "data") -> Iterator[Any]:
         empty = False
         yield batch
     if empty:
-        refuse(
-            argument, "has no batches", "pass [batch] for a single one; a generator works only once"
-        )
+        refuse(argument, "has no batches", "pass [batch] for a single one; a generator works only once")
 
 
 def run(model: nn.Module, batch: Any) -> Any:

@@ -239,9 +239,7 @@ class _Tape(TorchFunctionMode):
         return found
 
     # ------------------------------------------------------------------ recording
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func is attention_op and self._layer is not None:
             out, *rest = func(*args)

@@ -241,9 +241,7 @@ def _mean(function: Any, input: Tensor, *rest: Any, **options: Any) -> Step:
     return [input], back
 
 
-def _by_signs(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], relevance: Tensor, dims: int
-) -> list[Tensor]:
+def _by_signs(function: Callable[..., Tensor], inputs: Sequence[Tensor], relevance: Tensor, dims: int) -> list[Tensor]:
     """The relevance of all inputs of a linear function with weights >= 0: z has the sign of its input."""
     found = [torch.zeros_like(x, dtype=relevance.dtype) for x in inputs]
     for sign in SIGNS:
@@ -346,15 +344,11 @@ def _attended(call: Call, value: Tensor) -> Tensor:
     query, key = (x.to(value.dtype) for x in (constant.query, constant.key))
     if call.mixing is None:
         key = key.repeat_interleave(value.shape[1] // key.shape[1], 1)
-    bare = constant._replace(
-        query=query, key=key, value=value, gate=None, gate_activation="identity", dropout_p=0.0
-    )
+    bare = constant._replace(query=query, key=key, value=value, gate=None, gate_activation="identity", dropout_p=0.0)
     return attend(bare, select(bare))
 
 
-def _full_attention(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, relevance: Tensor
-) -> list[Tensor]:
+def _full_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, relevance: Tensor) -> list[Tensor]:
     """Relevance of query, key and value in attention, by its full Jacobian.
 
     With `u_tsd = p_ts * (v_sd - out_td)`, z of output td is `q_te * sum_s u_tsd * k_se` for feature e of query t and

@@ -70,9 +70,7 @@ class RelationCounts:
     def next_batch(self, batch: Any) -> None:
         self.first, self.B = self.first + self.B, 0
 
-    def look(
-        self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor
-    ) -> None:
+    def look(self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor) -> None:
         """Count the rows of a call whose most probable key is their partner."""
         if not self.B:
             self.B = call.B
@@ -217,16 +215,11 @@ class RareWordCounts(_TokenCounts):
         self.expected = torch.zeros(2).double()
         self.words = self.sentences = 0
 
-    def look(
-        self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor
-    ) -> None:
+    def look(self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor) -> None:
         """Count the `words` `[B, T]` of a call whose most probable key is a target."""
         targets = self.of_batch(layer, words)
         chosen = found.argmax  # [B, H, T]
-        hits = [
-            each[:, None].expand(-1, call.H, -1).gather(2, chosen.clamp(min=0)) & (chosen >= 0)
-            for each in targets
-        ]
+        hits = [each[:, None].expand(-1, call.H, -1).gather(2, chosen.clamp(min=0)) & (chosen >= 0) for each in targets]
         self.shares.add_rows(layer, hits, words & targets[0].any(1, keepdim=True))
 
     def find(self, ids: Tensor, words: Tensor) -> Tensor:
@@ -306,9 +299,7 @@ class RepeatCounts(_TokenCounts):
     def __init__(self, layers: Iterable[AttentionLayer]) -> None:
         super().__init__(layers, len(_KINDS))
 
-    def look(
-        self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor
-    ) -> None:
+    def look(self, layer: AttentionLayer, call: AttentionCall, found: AttentionStatistics, words: Tensor) -> None:
         """Add the probabilities of a call; rows and keys are `words` `[B, T]`."""
         keys = self.of_batch(layer, words)
         ones = words.new_ones((1, call.S, 1))
@@ -336,8 +327,6 @@ class RepeatCounts(_TokenCounts):
         if not all(bool(each.all()) for each in rows):
             was = "is True, but no token of the data comes twice in an example"
             refuse("repeats", was, "pass longer texts, or random tokens repeated once")
-        previous, duplicate, induction = (
-            self.shares.scores(kind, what) for kind, what in enumerate(_KINDS)
-        )
+        previous, duplicate, induction = (self.shares.scores(kind, what) for kind, what in enumerate(_KINDS))
         one, two, three = rows[0].long().tolist()
         return Repeats(previous, duplicate, induction, (one, two, three))

@@ -101,9 +101,7 @@ class HeadRoles:
         heads = sum(map(len, self.offset))
         title = f"HeadRoles: {len({(r.layer, r.head) for r in found})} of {heads} heads have a role"
         if not found:
-            most = max(
-                (float(each.max()) for each in self.offset_share.scores if len(each)), default=0
-            )
+            most = max((float(each.max()) for each in self.offset_share.scores if len(each)), default=0)
             return f"{title}; the highest share of rows at one offset is {most:.2f}"
         header = ["layer", "role", "what", "head", "share", "baseline"]
         rows = [
@@ -120,9 +118,7 @@ class HeadRoles:
         return f"{title}\n{text_table([header, *rows], left=3)}"
 
 
-def _roles(
-    scores: HeadScores, least: float, role: str, what: str = "", baseline: float | None = None
-) -> list[Role]:
+def _roles(scores: HeadScores, least: float, role: str, what: str = "", baseline: float | None = None) -> list[Role]:
     """The heads with a share of at least `least`."""
     return [
         Role(name, head, role, what, share, baseline)

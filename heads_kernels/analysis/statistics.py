@@ -62,8 +62,7 @@ class HeadStatistics:
         fewest, most = min(self.rows), max(self.rows)
         of = str(most) if fewest == most else f"{fewest} to {most}"
         grids = [
-            f"{name} ({_UNITS.get(name, 'probability')})\n{grid(scores)}"
-            for name, scores in self.measures.items()
+            f"{name} ({_UNITS.get(name, 'probability')})\n{grid(scores)}" for name, scores in self.measures.items()
         ]
         return "\n\n".join([f"HeadStatistics: means over {of} query rows of a layer", *grids])
 
@@ -119,17 +118,14 @@ def statistics(
         rows = call.real_queries
         found = call.statistics(excluded.get(layer.kind))
         own_sets = [_set(name, member.get(layer.kind), call) for name, member in members.items()]
-        means.add_rows(
-            layer, [found.max_prob, found.entropy, *_shares(call, found.lse, own_sets)], rows
-        )
+        means.add_rows(layer, [found.max_prob, found.entropy, *_shares(call, found.lse, own_sets)], rows)
         offsets.add(layer, call, found.argmax, rows)
 
     with reading(model, look, chosen):
         for batch in each_batch(data):
             excluded = keys_by_kind(exclude_keys, batch, there, "exclude_keys")
             members = {
-                name: keys_by_kind(tokens, batch, there, f"token_sets[{name!r}]")
-                for name, tokens in sets.items()
+                name: keys_by_kind(tokens, batch, there, f"token_sets[{name!r}]") for name, tokens in sets.items()
             }
             run(model, batch)
     for layer in chosen:
@@ -176,8 +172,7 @@ def _shares(call: AttentionCall, lse: Tensor, sets: list[Tensor]) -> list[Tensor
     share, place_sum = (behind - ahead)[..., :2].unbind(-1)
     distance = own[:, None] * share - place_sum
     beside = [
-        near.gather(3, ((own + step) % 3)[:, None, :, None].expand(*near.shape[:3], 1))[..., 0]
-        for step in (0, -1, 1)
+        near.gather(3, ((own + step) % 3)[:, None, :, None].expand(*near.shape[:3], 1))[..., 0] for step in (0, -1, 1)
     ]
     return [distance, *beside, *(behind + ahead)[..., 2:].unbind(-1)]
 
@@ -239,9 +234,7 @@ def received(
         weights = rows.double() / rows.sum(1, keepdim=True).clamp(min=1)
         sums = call.statistics(received=weights[:, None]).received
         assert sums is not None
-        runs[layer.index].append(
-            [each[:, real] for each, real in zip(sums, call.real_keys, strict=True)]
-        )
+        runs[layer.index].append([each[:, real] for each, real in zip(sums, call.real_keys, strict=True)])
 
     with reading(model, look, layers):
         for batch in each_batch(data):

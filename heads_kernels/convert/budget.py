@@ -125,9 +125,7 @@ def check_target(dim: Dim | None, error: float | None) -> None:
         check_size("dim", dim)
 
 
-def dims_of(
-    layers: Sequence[Sizes], spectra: Sequence[Spectrum], dim: Dim | None, error: float | None
-) -> list[int]:
+def dims_of(layers: Sequence[Sizes], spectra: Sequence[Spectrum], dim: Dim | None, error: float | None) -> list[int]:
     """Ds of each layer; values above its rank mean its rank."""
     if dim is None:
         return allot(layers, spectra, None, error)
@@ -148,10 +146,7 @@ def _in_rows(layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int) 
     dims = allot(layers, spectra, params, None)
     costs = [sizes.of_feature for sizes in layers]
     missing = [spectrum.rank - dim for spectrum, dim in zip(spectra, dims, strict=True)]
-    over = [
-        dim % _ROW if dim > _ROW and lacks > 0 else 0
-        for dim, lacks in zip(dims, missing, strict=True)
-    ]
+    over = [dim % _ROW if dim > _ROW and lacks > 0 else 0 for dim, lacks in zip(dims, missing, strict=True)]
     free = sum(map(operator.mul, over, costs))
     for n in sorted(range(len(dims)), key=lambda n: -over[n]):
         dims[n] -= over[n]
@@ -162,9 +157,7 @@ def _in_rows(layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int) 
     return dims
 
 
-def allot(
-    layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int | None, error: float | None
-) -> list[int]:
+def allot(layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int | None, error: float | None) -> list[int]:
     """The `dim` of each layer, at least one group, that keeps most of the scores of all layers together.
 
     Singular values of all layers are chosen by the mean square that they add to the scores, scale included, per

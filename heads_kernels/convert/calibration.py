@@ -69,9 +69,7 @@ def moments_of(
     """Moments of these layers: those that `calibrate` returned, or computed from batches; Nones without calibration."""
     if calibration is None:
         return [None] * len(layers)
-    if isinstance(calibration, Mapping) and all(
-        isinstance(each, Sums) for each in calibration.values()
-    ):
+    if isinstance(calibration, Mapping) and all(isinstance(each, Sums) for each in calibration.values()):
         if missing := [layer.name for layer in layers if layer.name not in calibration]:
             theirs, ours = (", ".join(map(repr, names)) for names in (calibration, missing))
             was = f"has moments of {theirs or 'no layer'}"
@@ -108,15 +106,11 @@ def _gathered(
             inputs.clear()
             for name, moments in sums.items():
                 if moments.count > 0:
-                    moments.check(
-                        moments.widths, f"calibration of layer {name!r} in batch {number}"
-                    )
+                    moments.check(moments.widths, f"calibration of layer {name!r} in batch {number}")
     return {layer.name: _fitting(layer, sums) for layer in layers}
 
 
-def tracked(
-    items: Iterable[Item], title: str, shown: bool, total: int | None = None
-) -> Iterable[Item]:
+def tracked(items: Iterable[Item], title: str, shown: bool, total: int | None = None) -> Iterable[Item]:
     """`items`, with a bar on a terminal while they are taken, if `shown` and rich is installed."""
     try:
         from rich.console import Console
@@ -132,9 +126,7 @@ def _keep(inputs: dict[Any, Tensor], place: Any, module: nn.Module, arguments: A
     inputs[place] = arguments[0]
 
 
-def _moments(
-    layer: ProjectedLayer, call: AttentionCall, query: Tensor | None, key: Tensor | None
-) -> AnyMoments:
+def _moments(layer: ProjectedLayer, call: AttentionCall, query: Tensor | None, key: Tensor | None) -> AnyMoments:
     """Of one call, from the inputs of its projections, as far as those ran."""
     real_queries, real_keys = call.real_queries, call.real_keys
     for real, rows, what in ((real_queries, query, "queries"), (real_keys, key, "keys")):

@@ -99,10 +99,7 @@ def collaborate(
         heads = [read_heads(layer) for layer in chosen]
         moments = moments_of(model, chosen, calibration, progress)
         spectra = [each.spectrum(own, method) for each, own in zip(heads, moments, strict=True)]
-        sizes = [
-            replace(each.sizes, Hk=layer.num_key_heads)
-            for each, layer in zip(heads, chosen, strict=True)
-        ]
+        sizes = [replace(each.sizes, Hk=layer.num_key_heads) for each, layer in zip(heads, chosen, strict=True)]
         factors: list[AnyFactors] = []
         dims = dims_of(sizes, spectra, dim, error)
         for n, Ds in enumerate(tracked(dims, "Conversion", progress)):
@@ -111,9 +108,7 @@ def collaborate(
                 options["multiple"] = min(_GROUP, Ds) if error is None else 1
                 options["spectrum"] = spectra[n]
             factors.append(heads[n].fit(Ds, moments[n], method=method, **options))
-        reports = tuple(
-            Report.of(each, made, length) for each, made in zip(sizes, factors, strict=True)
-        )
+        reports = tuple(Report.of(each, made, length) for each, made in zip(sizes, factors, strict=True))
         _warn_of_flops(reports, method)
         found = Curves.of([layer.name for layer in chosen], heads, spectra)
         parameters_before = _parameters(model)

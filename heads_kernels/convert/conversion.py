@@ -87,9 +87,7 @@ class Curves:
     energy: tuple[CapturedEnergy | None, ...]
 
     @classmethod
-    def of(
-        cls, layers: Sequence[str], heads: Sequence[AnyHeads], spectra: Sequence[Spectrum]
-    ) -> Curves:
+    def of(cls, layers: Sequence[str], heads: Sequence[AnyHeads], spectra: Sequence[Spectrum]) -> Curves:
         energy = (captured_energy(each) if isinstance(each, Heads) else None for each in heads)
         return cls(
             layers=tuple(layers),

@@ -170,8 +170,7 @@ def balanced(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor
     norms = query.norm(dim=1), key.norm(dim=1)
     strength = (peak.abs() * norms[0] * norms[1]).sqrt()
     query, key = (
-        rows * (strength / norm.where(norm != 0, 1.0))[:, None]
-        for rows, norm in zip((query, key), norms, strict=True)
+        rows * (strength / norm.where(norm != 0, 1.0))[:, None] for rows, norm in zip((query, key), norms, strict=True)
     )
     return query * peak.sign()[:, None], key, mixing / peak
 
@@ -252,9 +251,7 @@ class Products:
         key = self._solve(alike * query_alike.conj(), weights * asked.conj())
         return self._mixed(query, asked, query_alike, *_unit(key, self.key_gram))
 
-    def _mixed(
-        self, query: Tensor, asked: Tensor, query_alike: Tensor, key: Tensor, scored: Tensor
-    ) -> Fit:
+    def _mixed(self, query: Tensor, asked: Tensor, query_alike: Tensor, key: Tensor, scored: Tensor) -> Fit:
         """The best mixing of given features."""
         own = (asked * scored.conj()).real
         by_head = own.view(*own.shape[:-2], self.num_heads, -1, own.shape[-1])

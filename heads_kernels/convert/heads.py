@@ -161,9 +161,7 @@ class Heads:
             mean_query = mean_query + self.query @ moments.query_mean
         return torch.einsum("hd,hde->he", mean_query, self.key)
 
-    def _factors(
-        self, moments: Moments | None, query: Tensor, key: Tensor, mixing: Tensor, error: float
-    ) -> Factors:
+    def _factors(self, moments: Moments | None, query: Tensor, key: Tensor, mixing: Tensor, error: float) -> Factors:
         """What the features miss of the mean of the queries' inputs is in `content`, so the mean query scores what it
         scored."""
         query, key, mixing = balanced(query, key, mixing)

@@ -88,9 +88,7 @@ class RotaryHeads:
             squares = moments.squares.T.sort(descending=True).values
         return Spectrum((squares / 2).sqrt().repeat_interleave(2, 1), 0.0, self.scale)
 
-    def fit(
-        self, dim: int, moments: RotaryMoments | None = None, *, method: str = "cp"
-    ) -> RotaryFactors:
+    def fit(self, dim: int, moments: RotaryMoments | None = None, *, method: str = "cp") -> RotaryFactors:
         """The projections of `dim / 2` pairs for all heads, with the smallest error that the method finds.
 
         `"ragged"` keeps the pairs of all heads with the largest mean squares, which is the best choice of pairs. With
@@ -115,9 +113,7 @@ class RotaryHeads:
             fit = moments._shared(used)
             if fit.cut / 2 < cut:
                 frequency, place = used.nonzero(as_tuple=True)
-                query, key, mixing = (
-                    each[frequency, :, place] for each in (fit.query, fit.key, fit.mixing)
-                )
+                query, key, mixing = (each[frequency, :, place] for each in (fit.query, fit.key, fit.mixing))
                 return self._factors(frequency, query, key, mixing.T, ratio(fit.cut / 2, whole))
         owner, place, mixing = separate(counts // 2, MIXING_CHUNK // 2)
         by_size = moments.squares.T.argsort(dim=1, descending=True, stable=True)  # [H, F]
@@ -125,18 +121,14 @@ class RotaryHeads:
         frequency, error = by_size[owner, place], ratio(cut, whole)
         return self._factors(frequency, combined, combined, mixing, error)
 
-    def _factors(
-        self, frequency: Tensor, query: Tensor, key: Tensor, mixing: Tensor, error: float
-    ) -> RotaryFactors:
+    def _factors(self, frequency: Tensor, query: Tensor, key: Tensor, mixing: Tensor, error: float) -> RotaryFactors:
         """Factors of pairs that are combinations `[R, H]` of the heads' own."""
         query, key = (
             torch.einsum("rh,hre->re", coefficients, weights[:, frequency])
             for coefficients, weights in ((query, self.query), (key, self.key))
         )
         query, key, mixing = balanced(query, key, mixing)
-        query, key = (
-            torch.view_as_real(rows).transpose(1, 2).flatten(0, 1) for rows in (query, key)
-        )
+        query, key = (torch.view_as_real(rows).transpose(1, 2).flatten(0, 1) for rows in (query, key))
         return RotaryFactors(query, key, mixing, self.scale, error, frequency)
 
 
@@ -157,9 +149,7 @@ class RotaryMoments(Sums):
     @classmethod
     def of_weights(cls, heads: RotaryHeads) -> RotaryMoments:
         """Of inputs that are uncorrelated, of mean 0 and variance 1."""
-        query, key = (
-            torch.einsum("hfe,gfe->fhg", rows, rows.conj()) for rows in (heads.query, heads.key)
-        )
+        query, key = (torch.einsum("hfe,gfe->fhg", rows, rows.conj()) for rows in (heads.query, heads.key))
         return cls(query.new_ones((), dtype=torch.float64), query, key)
 
     @classmethod

@@ -149,8 +149,7 @@ def installed() -> dict[str, str]:
         "PyTorch": torch.__version__,
         "Python": platform.python_version(),
         "CPU kernels": ", ".join(cpu.get("levels", [])) or cpu.get("missing", "none built"),
-        "CUDA kernels": ", ".join(cuda.get("architectures", []))
-        or cuda.get("missing", "none built"),
+        "CUDA kernels": ", ".join(cuda.get("architectures", [])) or cuda.get("missing", "none built"),
     }
 
 

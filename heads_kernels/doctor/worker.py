@@ -36,9 +36,7 @@ def ask(job: dict[str, Any]) -> tuple[list[dict[str, Any]], str, bool]:
     """Run a worker: its rows, how it ended early in words or "", and whether it ran out of time."""
     command = [sys.executable, "-m", __name__, json.dumps(job)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=job["seconds"] + _GRACE_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, timeout=job["seconds"] + _GRACE_S, check=False)
     except subprocess.TimeoutExpired as late:
         return _rows(late.stdout or b""), f"did not end in {late.timeout:.0f} s", True
     rows = _rows(done.stdout)
@@ -82,9 +80,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------- times
-def time_backends(
-    backends: Sequence[str], device: torch.device, budget_s: float
-) -> Iterator[dict[str, Any]]:
+def time_backends(backends: Sequence[str], device: torch.device, budget_s: float) -> Iterator[dict[str, Any]]:
     """For each "shape" the "seconds" by backend, with "sdpa" among them."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name in SHAPES:
@@ -95,9 +91,7 @@ def time_backends(
             **{backend: partial(Inputs.call, backend=backend) for backend in backends},
         }
         calls = {who: partial(_both, inputs, function) for who, function in functions.items()}
-        times = time_in_turn(
-            calls, device=device, budget_s=budget_s / len(SHAPES), warmup=1, least=3
-        )
+        times = time_in_turn(calls, device=device, budget_s=budget_s / len(SHAPES), warmup=1, least=3)
         seconds = {candidate: timing.median for candidate, timing in times.items()}
         yield {"shape": name, "seconds": seconds}
 
@@ -106,9 +100,7 @@ def sdpa(inputs: Inputs) -> Tensor:
     """The same call by `scaled_dot_product_attention`, times the gate."""
     p, t = inputs.parsed(), inputs.tensors
     is_causal = bool(inputs.options.get("is_causal"))
-    out = F.scaled_dot_product_attention(
-        t["query"], t["key"], t["value"], is_causal=is_causal, scale=p.scale
-    )
+    out = F.scaled_dot_product_attention(t["query"], t["key"], t["value"], is_causal=is_causal, scale=p.scale)
     return out if p.gate is None else out * as_4d(p.gate).to(out.dtype)
 
 

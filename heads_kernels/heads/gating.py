@@ -176,9 +176,7 @@ def _made(
     return head_gate.to(layer.weight.device).train(layer.module.training)
 
 
-def _check_passes_gradients(
-    layer: AttentionLayer, held: tuple[str, nn.Module, HeadLayout] | None
-) -> None:
+def _check_passes_gradients(layer: AttentionLayer, held: tuple[str, nn.Module, HeadLayout] | None) -> None:
     """Refuse a layer with projections that pass no gradient to their inputs: learned gates would not learn."""
     parts = dict(layer.module.named_modules())
     if held is not None:  # its output projection may be outside of its module

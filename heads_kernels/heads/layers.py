@@ -140,9 +140,7 @@ def kind_of(module: Any, name: str) -> str:
 
 
 # ---------------------------------------------------------------------- layers and heads that are asked for
-def choose_layers(
-    there: list[AttentionLayer], layers: Iterable[int | str] | None
-) -> list[AttentionLayer]:
+def choose_layers(there: list[AttentionLayer], layers: Iterable[int | str] | None) -> list[AttentionLayer]:
     """The layers of these indices or names, in the given order; all for None."""
     if layers is None:
         return there
@@ -159,9 +157,7 @@ def choose_layers(
     return chosen
 
 
-def heads_of_layers(
-    layers: list[AttentionLayer], heads: HeadsByLayer
-) -> list[tuple[AttentionLayer, list[int]]]:
+def heads_of_layers(layers: list[AttentionLayer], heads: HeadsByLayer) -> list[tuple[AttentionLayer, list[int]]]:
     """Resolve `{layer: heads}` to layers and sorted lists of heads; refuses those that do not exist."""
     if not isinstance(heads, Mapping):
         refuse_type("heads", heads, "pass {layer: heads}, layers by index or name")

@@ -77,9 +77,7 @@ _Q_PROJ = HeadLayout(
     beside=("gate_proj", "g_proj"),
     rows=("sinks", "gate_bias"),
 )
-_QUERY = HeadLayout(
-    "query", "query", "key", "value", "dense|output|proj", head_dim="head_dim|attention_head_size"
-)
+_QUERY = HeadLayout("query", "query", "key", "value", "dense|output|proj", head_dim="head_dim|attention_head_size")
 _SELF_QUERY = HeadLayout(
     "self.query",
     "self.query",
@@ -106,9 +104,7 @@ FORMS: Final = (
         head_dim="attention.attention_head_size",
     ),
     HeadLayout("q", "q", "k", "v", "proj"),
-    HeadLayout(
-        "linear_q", "linear_q", "linear_k", "linear_v", "linear_out", head_dim="head_size|head_dim"
-    ),
+    HeadLayout("linear_q", "linear_q", "linear_k", "linear_v", "linear_out", head_dim="head_size|head_dim"),
     HeadLayout("qkv", "qkv", "qkv", "qkv", "proj|projection"),
 )
 
@@ -149,9 +145,7 @@ LAYOUTS: dict[str, HeadLayout] = {
     "AlbertAttention": _QUERY,
     **dict.fromkeys(_OF_BART_AND_VIT, _Q_PROJ),
     **dict.fromkeys(_OF_LLAMA, replace(_Q_PROJ, rotary=True)),
-    "ModernBertAttention": HeadLayout(
-        "ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", scale="", rotary=True
-    ),
+    "ModernBertAttention": HeadLayout("ModernBERT", "Wqkv", "Wqkv", "Wqkv", "Wo", scale="", rotary=True),
     "DistilBertSelfAttention": HeadLayout(
         "DistilBERT", "q_lin", "k_lin", "v_lin", "out_lin", head_dim="attention_head_size"
     ),
@@ -159,9 +153,7 @@ LAYOUTS: dict[str, HeadLayout] = {
     # `n_heads` counts the heads of the position bias, which layers hand on to each other.
     **dict.fromkeys(
         ("MT5Attention", "SwitchTransformersAttention", "T5Attention"),
-        HeadLayout(
-            "T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",)
-        ),
+        HeadLayout("T5", "q", "k", "v", "o", head_dim="key_value_proj_dim", keeps_count=("n_heads",)),
     ),
 }
 

@@ -38,9 +38,7 @@ _LOCK: Final = threading.Lock()
 
 
 @contextmanager
-def observed(
-    every: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver
-) -> Iterator[None]:
+def observed(every: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver) -> Iterator[None]:
     """In this block and thread, `observer` sees the calls of the chosen layers that have heads.
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it

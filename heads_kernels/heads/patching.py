@@ -24,17 +24,13 @@ from heads_kernels.nn.attention_call import AttentionCall
 #: What takes the place of a head's output.
 Replacement: TypeAlias = Tensor | Literal["mean", "zero"]
 #: `{layer: {head: replacement}}`, layers by index or by name.
-ReplacementsByLayer: TypeAlias = (
-    Mapping[int, Mapping[int, Replacement]] | Mapping[str, Mapping[int, Replacement]]
-)
+ReplacementsByLayer: TypeAlias = Mapping[int, Mapping[int, Replacement]] | Mapping[str, Mapping[int, Replacement]]
 #: Takes a call and the outputs of its heads `[B, T, H, Dv]`, after their gates; returns what goes on.
 Edit: TypeAlias = Callable[[AttentionCall, Tensor], Tensor]
 
 
 @contextmanager
-def patch(
-    model: nn.Module, heads: ReplacementsByLayer, rows: slice | Tensor | None = None
-) -> Iterator[None]:
+def patch(model: nn.Module, heads: ReplacementsByLayer, rows: slice | Tensor | None = None) -> Iterator[None]:
     """In this block, outputs of heads are replaced before the output projection, after their gates.
 
         with torch.no_grad(), hk.heads.outputs(model) as clean:
@@ -76,9 +72,7 @@ def patch(
         if chosen:
             by_layer.setdefault(layer.index, {}).update(chosen)
     ran: set[int] = set()  # indices of layers
-    edits = {
-        index: _replacing(there[index], chosen, rows, ran) for index, chosen in by_layer.items()
-    }
+    edits = {index: _replacing(there[index], chosen, rows, ran) for index, chosen in by_layer.items()}
     with edited(there, edits):
         yield
     for index in edits:
@@ -88,9 +82,7 @@ def patch(
 
 
 @contextmanager
-def outputs(
-    model: nn.Module, layers: Iterable[int | str] | None = None
-) -> Iterator[dict[int, list[Tensor]]]:
+def outputs(model: nn.Module, layers: Iterable[int | str] | None = None) -> Iterator[dict[int, list[Tensor]]]:
     """In this block, the outputs of heads are recorded: `{index of the layer: [output of each run]}`.
 
     An output is `[B, T, H, Dv]`, after gates and patches and before the output projection (TransformerLens: `hook_z`),

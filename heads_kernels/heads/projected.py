@@ -104,9 +104,7 @@ def holders_of(model: nn.Module) -> dict[nn.Module, tuple[str, nn.Module, HeadLa
     return found
 
 
-def _verified(
-    layer: AttentionLayer, name: str, holder: nn.Module, layout: HeadLayout
-) -> ProjectedLayer | str:
+def _verified(layer: AttentionLayer, name: str, holder: nn.Module, layout: HeadLayout) -> ProjectedLayer | str:
     named, converted = f"module {name!r}", as_converted(holder, layout)
     is_of_class = layout_of(holder) is not None
     if converted is not layout or is_of_class:
@@ -248,9 +246,7 @@ def _difference(
     if isinstance(by_gate, str):
         return f"cannot run with a gate on its heads ({by_gate})"
     if by_gate is not None and _differ(by_gate, folded, tolerance):
-        return (
-            "computes something else with gates than with gates folded into its output projection"
-        )
+        return "computes something else with gates than with gates folded into its output projection"
     return None
 
 

@@ -231,9 +231,7 @@ def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
         refuse(str(layer), f"{was} with one projection for several roles", instead)
 
 
-def share(
-    model: nn.Module, layer: ProjectedLayer, dim: int, *, ragged: bool, slots: int = 0
-) -> dict[str, Tensor]:
+def share(model: nn.Module, layer: ProjectedLayer, dim: int, *, ragged: bool, slots: int = 0) -> dict[str, Tensor]:
     """Make a layer of `dim` shared features, which passes `check_can_share`; it is invalid afterwards.
 
     A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. Other
@@ -282,9 +280,7 @@ def share(
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _collaborative(
-    layer: ProjectedLayer, dim: int, ragged: bool
-) -> CollaborativeMultiheadAttention:
+def _collaborative(layer: ProjectedLayer, dim: int, ragged: bool) -> CollaborativeMultiheadAttention:
     old: GatedMultiheadAttention = layer.module
     made = CollaborativeMultiheadAttention(
         old.embed_dim,
@@ -319,9 +315,7 @@ def _collaborative(
     return made
 
 
-def _put_projections(
-    layer: ProjectedLayer, query: SharedProjection, key: SharedProjection
-) -> dict[str, str]:
+def _put_projections(layer: ProjectedLayer, query: SharedProjection, key: SharedProjection) -> dict[str, str]:
     """Replace the projections of query and key, a fused one by a `FusedProjection`; returns the paths of the new."""
     holder, layout = layer.holder, layer.layout
     paths = {role: existing(holder, getattr(layout, role)) for role in ("query", "key", "value")}

@@ -76,9 +76,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> None:
         record_in_config(model)
 
 
-def _check_weights(
-    model: nn.Module, sizes: Mapping[str, list[int]], path: str | os.PathLike[str]
-) -> None:
+def _check_weights(model: nn.Module, sizes: Mapping[str, list[int]], path: str | os.PathLike[str]) -> None:
     """Check that the file has exactly the weights of the model, with equal sizes; shared ones under one name."""
     weights = model.state_dict(keep_vars=True)
     if unknown := sorted(sizes.keys() - weights.keys()):
@@ -251,9 +249,7 @@ def _check_known(model: nn.Module, names: Iterable[str], partly: bool) -> None:
             refuse(f"layer {name!r}", "does not exist in the model", f"it has {there}")
 
 
-def _kept(
-    layer: ProjectedLayer, left: Mapping[str, Any], shared: bool
-) -> tuple[list[int], list[int]]:
+def _kept(layer: ProjectedLayer, left: Mapping[str, Any], shared: bool) -> tuple[list[int], list[int]]:
     """The heads and key heads of the layer that the record keeps, by their current numbers."""
     own = _kept_heads(layer)
     widths = layer.head_dim, layer.value_dim

@@ -138,16 +138,11 @@ class GateSchedule(nn.Module):
 
     def _excess(self) -> Tensor:
         device = self._heads.device
-        expected = [
-            torch.stack([gate.penalty().to(device) for gate in gates]).sum()
-            for gates, _ in self._counts
-        ]
+        expected = [torch.stack([gate.penalty().to(device) for gate in gates]).sum() for gates, _ in self._counts]
         return torch.stack(expected) - self.target
 
 
-def _counts(
-    model: nn.Module, open_heads: int | Mapping[str, int]
-) -> list[tuple[list[HardConcrete], int]]:
+def _counts(model: nn.Module, open_heads: int | Mapping[str, int]) -> list[tuple[list[HardConcrete], int]]:
     """The gates that are counted together, and the number of their heads to keep open."""
     if not isinstance(open_heads, Mapping):
         return [(hard_concrete_gates(model), open_heads)]

@@ -69,9 +69,7 @@ class SharedProjection(nn.Module):
         self.register_buffer("places", places)
         self.content = None
         if content_heads is not None:
-            self.content = nn.Linear(
-                in_features, content_heads, bias=False, device=device, dtype=dtype
-            )
+            self.content = nn.Linear(in_features, content_heads, bias=False, device=device, dtype=dtype)
 
     @property
     def out_features(self) -> int:
@@ -104,9 +102,7 @@ class FusedProjection(nn.Module):
         equal: whether parts are padded with zeros to the widest, for a module that splits the output into equal parts.
     """
 
-    def __init__(
-        self, parts: Mapping[str, nn.Linear | SharedProjection], equal: bool = False
-    ) -> None:
+    def __init__(self, parts: Mapping[str, nn.Linear | SharedProjection], equal: bool = False) -> None:
         super().__init__()
         self.equal = equal
         for role, part in parts.items():
@@ -141,9 +137,7 @@ def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Te
     return query[..., :Ds], key[..., :Ds], key[..., Ds : Ds + H].transpose(1, 2)
 
 
-def split_rotary(
-    query: Tensor, key: Tensor, mixing: Tensor, places: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def split_rotary(query: Tensor, key: Tensor, mixing: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Operands of `hk.collaborative_attention` from rotated outputs of `SharedProjection`s with places.
 
     Args:
@@ -180,9 +174,7 @@ def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     """
     if (runs := attention_function(module)) != NAME:
         was = f"is {runs!r} in a {type(module).__name__}"
-        instead = (
-            "queries and keys that heads share need attn_implementation='heads_kernels': call "
-        )
+        instead = "queries and keys that heads share need attn_implementation='heads_kernels': call "
         instead += "hk.integrations.transformers.use(model)"
         refuse("attn_implementation", was, instead)
     _check_whole(module)

@@ -81,9 +81,7 @@ class ProjectedLayer(AttentionLayer):
 
 
 # ---------------------------------------------------------------------- one layer from its layout
-def layer_of(
-    holder: nn.Module, layout: HeadLayout, index: int = 0, name: str = ""
-) -> ProjectedLayer:
+def layer_of(holder: nn.Module, layout: HeadLayout, index: int = 0, name: str = "") -> ProjectedLayer:
     """The layer of this index and name in `holder`."""
     module = at_path(holder, layout.inner)
     D = at_path(holder, layout.head_dim)
@@ -107,11 +105,7 @@ def layer_of(
         holder=holder,
         layout=layout,
         scale=at_path(holder, layout.scale) if layout.scale else D**-0.5,
-        beside=tuple(
-            Projection(linear, H, size(linear) // max(H, 1))
-            for linear in beside
-            if is_projection(linear)
-        ),
+        beside=tuple(Projection(linear, H, size(linear) // max(H, 1)) for linear in beside if is_projection(linear)),
     )
 
 

@@ -25,6 +25,4 @@ else:
 
 
 # Every model of transformers needs this module, which `import transformers` does not load yet.
-after_import(
-    "transformers.modeling_utils", lambda: importlib.import_module(f"{__name__}.transformers")
-)
+after_import("transformers.modeling_utils", lambda: importlib.import_module(f"{__name__}.transformers"))

@@ -70,9 +70,7 @@ class Intervals(NamedTuple):
     def from_row(self, row: int) -> Intervals:
         """The same with the band of a call that starts at row `row` of this one; tensors are unchanged."""
         lo, hi = self.band_lo, self.band_hi
-        return self._replace(
-            band_lo=lo + row if lo > -UNBOUNDED else lo, band_hi=hi + row if hi < UNBOUNDED else hi
-        )
+        return self._replace(band_lo=lo + row if lo > -UNBOUNDED else lo, band_hi=hi + row if hi < UNBOUNDED else hi)
 
     def at_keys(self, T: int, positions: Tensor) -> Intervals:
         """The intervals of a call with the same T rows and only the keys at `positions` (int64, ascending)."""
@@ -85,9 +83,7 @@ class Intervals(NamedTuple):
         # Positions ascend, so those within [lo, hi) are consecutive, and so are first keys, which begin at key 0.
         at = functools.partial(torch.searchsorted, positions, out_int32=True)
         first = None if self.first_keys is None else at(self.first_keys.to(torch.int64))
-        return Intervals(
-            k_lo=at(lo), k_hi=at(hi), first_keys=first, key_visible=visible, dense_mask=dense
-        )
+        return Intervals(k_lo=at(lo), k_hi=at(hi), first_keys=first, key_visible=visible, dense_mask=dense)
 
     def bounds(self, T: int, device: Device) -> tuple[Tensor, Tensor]:
         """Band and vectors together, each `[B or 1, H or 1, T]`, not clamped: `lo <= j < hi`, first keys aside."""
@@ -166,9 +162,7 @@ def _vectors(bounds: Tensor) -> Tensor:
     return bounds.to(torch.int32).contiguous()
 
 
-def _both(
-    operation: Callable[[Tensor, Tensor], Tensor], a: Tensor | None, b: Tensor | None
-) -> Tensor | None:
+def _both(operation: Callable[[Tensor, Tensor], Tensor], a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return operation(a, b)

@@ -52,9 +52,7 @@ def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
     """
     if device == CPU:
         return [t.clone() for t in tensors] if all(map(_is_plain_on_cpu, tensors)) else None
-    if not _keeps(device) or not all(
-        type(t) is Tensor and t.device.type == device.type for t in tensors
-    ):
+    if not _keeps(device) or not all(type(t) is Tensor and t.device.type == device.type for t in tensors):
         return None
     if any(t.is_inference() for t in tensors):  # they count no writes
         return None
@@ -97,9 +95,7 @@ def _made(make: Callable[[Any, torch.device], Tensor], of: Any, device: torch.de
 
 
 @functools.lru_cache(maxsize=_TENSORS)
-def _kept(
-    make: Callable[[Any, torch.device], Tensor], of: Any, device: torch.device, stream: int
-) -> Tensor:
+def _kept(make: Callable[[Any, torch.device], Tensor], of: Any, device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):  # a later call may not be in it
         return make(of, device)
 

@@ -144,8 +144,7 @@ class Mask:
         """
         mask = Mask.of(
             tuple(
-                type(term)(*(v.clone() if isinstance(v, Tensor) else v for v in term.values()))
-                for term in self.terms
+                type(term)(*(v.clone() if isinstance(v, Tensor) else v for v in term.values())) for term in self.terms
             )
         )
         mask._is_snapshot = True
@@ -301,18 +300,12 @@ def _constant(value: object) -> bool:
 def _flatten(mask: Mask) -> tuple[list[Any], Any]:
     rows = [(type(term), term.values()) for term in mask.terms]
     leaves = [value for _, row in rows for value in row if not _constant(value)]
-    return leaves, tuple(
-        (kind, tuple(value if _constant(value) else ... for value in row)) for kind, row in rows
-    )
+    return leaves, tuple((kind, tuple(value if _constant(value) else ... for value in row)) for kind, row in rows)
 
 
 def _unflatten(leaves: Iterable[Any], context: Any) -> Mask:
     rest = iter(leaves)
-    return Mask.of(
-        tuple(
-            kind(*(next(rest) if value is ... else value for value in row)) for kind, row in context
-        )
-    )
+    return Mask.of(tuple(kind(*(next(rest) if value is ... else value for value in row)) for kind, row in context))
 
 
 pytree.register_pytree_node(Mask, _flatten, _unflatten)

@@ -250,9 +250,7 @@ def _describe(value: object) -> str:
 
 
 # ---------------------------------------------------------------------- checks against a call
-def _check_rows(
-    argument: str, tensor: Tensor, B: int, size: int, letter: str, device: Device
-) -> None:
+def _check_rows(argument: str, tensor: Tensor, B: int, size: int, letter: str, device: Device) -> None:
     """Check that `tensor` is `[B or 1, size]` on `device`."""
     batch, width = tensor.shape
     if (batch != 1 and batch != B) or width != size:
@@ -365,9 +363,7 @@ def parse_windows(window: object, first_keys: object, align: Alignment) -> Term:
             refuse("window", f"has shape {list(sides.shape)}", layout)
         if readable(sides) and sides.numel() and int(sides.min()) < -1:
             refuse("window", f"has {int(sides.min())}", "-1 is unlimited")
-    elif isinstance(window, (tuple, list)) and any(
-        isinstance(each, (tuple, list)) for each in window
-    ):
+    elif isinstance(window, (tuple, list)) and any(isinstance(each, (tuple, list)) for each in window):
         sides = tuple(map(parse_window, window))
     elif first_keys is None:
         return Window(parse_window(window), align)

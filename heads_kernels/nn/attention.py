@@ -266,8 +266,6 @@ def split_projections(state: dict[str, Tensor], prefix: str = "") -> None:
                 state[f"{prefix}{letter}_proj.{kind}"] = part
 
 
-def _load_torch_projections(
-    module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any
-) -> None:
+def _load_torch_projections(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
     """`split_projections` as a hook that runs before `load_state_dict`."""
     split_projections(state, prefix)

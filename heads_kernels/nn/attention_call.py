@@ -117,11 +117,7 @@ class AttentionCall:
             return True
         dense = self._dense
         later = torch.arange(self.call.S, device=own.device) > own[:, None]
-        return (
-            dense is not None
-            and dense.shape[-2:] == (self.call.T, self.call.S)
-            and not bool((dense & later).any())
-        )
+        return dense is not None and dense.shape[-2:] == (self.call.T, self.call.S) and not bool((dense & later).any())
 
     @cached_property
     def _dense(self) -> Tensor | None:
@@ -177,9 +173,7 @@ class AttentionCall:
         return measure(call, select(call))
 
     @torch.no_grad()
-    def probabilities(
-        self, rows: slice = slice(None), heads: Sequence[int] | None = None
-    ) -> Tensor:
+    def probabilities(self, rows: slice = slice(None), heads: Sequence[int] | None = None) -> Tensor:
         """`[B, heads, rows, S]`: attention probabilities, before dropout; zeros for a row that sees no key.
 
         float32, or float64 for float64 operands.

@@ -149,9 +149,7 @@ class HardConcrete(HeadGate):
         check_size("num_heads", num_heads)
         if not is_real(temperature) or temperature <= 0:
             refuse("temperature", f"is {temperature!r}", "pass a float above 0, such as 0.33")
-        pair = (
-            isinstance(stretch, (tuple, list)) and len(stretch) == 2 and all(map(is_real, stretch))
-        )
+        pair = isinstance(stretch, (tuple, list)) and len(stretch) == 2 and all(map(is_real, stretch))
         if not pair or not stretch[0] < 0 < 1 < stretch[1]:
             refuse("stretch", f"is {stretch!r}", "pass (low, high) with low < 0 and high > 1")
         check_choice("evaluate", evaluate, get_args(Evaluate))

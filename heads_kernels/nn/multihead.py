@@ -195,9 +195,7 @@ class Multihead(nn.Module, ABC):
             heads, give the bias of `out_proj`.
         """
         if need_weights:
-            instead = (
-                "hk.analysis.observe gives statistics of each row, and probabilities of chosen ones"
-            )
+            instead = "hk.analysis.observe gives statistics of each row, and probabilities of chosen ones"
             refuse("need_weights", "is True, but the weights are never stored", instead)
         check_flag("is_causal", is_causal)
         alone = key is None or key is query
@@ -249,9 +247,7 @@ class Multihead(nn.Module, ABC):
         output = unflatten(self.out_proj(heads.flatten(2)), batch)
         return output if self.batch_first else output.transpose(0, 1), None
 
-    def _source(
-        self, key: Tensor, value: Tensor, cache: KeyValueCache | None, alone: bool
-    ) -> tuple[Tensor, ...]:
+    def _source(self, key: Tensor, value: Tensor, cache: KeyValueCache | None, alone: bool) -> tuple[Tensor, ...]:
         """`source`, including cached keys and values."""
         if cache is None:
             return self.source(key, value)
@@ -263,9 +259,7 @@ class Multihead(nn.Module, ABC):
             refuse("cache", was, "call reorder(beams) or reset() first")
         return source
 
-    def _attend(
-        self, query: Tensor, arguments: dict[str, Any], batch: Batch, beside: Tensor | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, arguments: dict[str, Any], batch: Batch, beside: Tensor | None) -> Tensor:
         """Call the operator, whose `arguments` have batch dimensions `batch`, with the gates: `[B, H, T, Dv]`."""
         gate, activation = None, "identity"
         if self.head_gate is not None:
@@ -340,9 +334,7 @@ class Multihead(nn.Module, ABC):
                 instead = f"pass {layout}, with batch_first={self.batch_first}"
                 refuse(name, f"has shape {list(tensor.shape)}", instead)
         # Batch dimensions are those before the length, or the second.
-        found, wanted = (
-            each.shape[:-2] if self.batch_first else each.shape[1:2] for each in (key, query)
-        )
+        found, wanted = (each.shape[:-2] if self.batch_first else each.shape[1:2] for each in (key, query))
         if found != wanted:
             was = f"has batch {list(found)}, but query has batch {list(wanted)}"
             refuse("key", was, "make them equal")

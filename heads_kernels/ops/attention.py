@@ -142,9 +142,7 @@ def _needs_formula(call: Call, backend: str) -> bool:
         is_recorded = transformed and _is_recorded(call)
     else:
         forward_mode = forward_mode and any(map(_has_tangent, call.operands))
-        is_recorded = (
-            transformed and torch.is_grad_enabled() and any(map(_requires_grad, call.operands))
-        )
+        is_recorded = transformed and torch.is_grad_enabled() and any(map(_requires_grad, call.operands))
     if backend == "eager":
         return forward_mode or transformed
     if forward_mode or is_recorded:
@@ -304,9 +302,7 @@ class _Attention(torch.autograd.Function):
         return None, *(_first_order_only(call, grads, dout, dlse) if create_graph else grads)
 
 
-def _gradients_of_formula(
-    call: Call, needs: Sequence[bool], dout: Tensor, dlse: Tensor | None
-) -> list[Tensor | None]:
+def _gradients_of_formula(call: Call, needs: Sequence[bool], dout: Tensor, dlse: Tensor | None) -> list[Tensor | None]:
     """Differentiable gradients of the operands that `needs` names, None for the others."""
     operands: Any = [each for each, need in zip(call.operands, needs, strict=True) if need]
     results = derivatives.attend(call)[: 1 if dlse is None else 2]
@@ -320,9 +316,7 @@ class _FirstOrderOnly(torch.autograd.Function):
     """Passes gradients through and raises where they are differentiated again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, operator: str, count: int, *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, operator: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.operator = operator
         return tuple(tensors[:count])
 

@@ -94,9 +94,7 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     _bias_pass(call, read, cells, gradients)
 
 
-def _rows_pass(
-    call: Call, dout: Tensor, saved: Saved, gradients: Gradients
-) -> tuple[Tensor, Tensor]:
+def _rows_pass(call: Call, dout: Tensor, saved: Saved, gradients: Gradients) -> tuple[Tensor, Tensor]:
     """Fill `dgate` of open heads and `dsinks`; returns `delta`, and `dout` times the gate if it is elementwise."""
     delta = torch.empty_like(saved.lse)
     product = None
@@ -238,9 +236,7 @@ def _tiles(call: Call, name: str) -> _Tiles:
 
 
 @functools.cache
-def _tiles_of(
-    kernel: str, dtype: torch.dtype, D: int, Dv: int, has_terms: bool, device: int
-) -> _Tiles:
+def _tiles_of(kernel: str, dtype: torch.dtype, D: int, Dv: int, has_terms: bool, device: int) -> _Tiles:
     return _Tiles(*_cuda.tiles_of(kernel, dtype, D, Dv, has_terms, device))
 
 

@@ -41,9 +41,7 @@ def attend(call: Call, backend: str | None) -> Tensor | tuple[Tensor, Tensor | N
         return None
 
 
-def backward(
-    call: Call, saved: tuple[Tensor | None, ...], needs: tuple[bool, ...]
-) -> list[Tensor] | None:
+def backward(call: Call, saved: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> list[Tensor] | None:
     """What `attention_backward` returns on `cpu`, or None if the pass has to run as an op."""
     if not is_unobserved():
         return None

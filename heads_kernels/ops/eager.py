@@ -131,9 +131,7 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
         gradients.dgate.copy_(formula.gate_rows(dout, attended, gate, seen))
 
 
-def _fill_sinks(
-    call: Call, saved: Saved, delta: Tensor, pairs: Tensor | None, dsinks: Tensor
-) -> None:
+def _fill_sinks(call: Call, saved: Saved, delta: Tensor, pairs: Tensor | None, dsinks: Tensor) -> None:
     """Fill the gradient of sinks, from their share of the probability of each row."""
     assert call.sinks is not None
     lse, dlse = saved.lse, saved.dlse

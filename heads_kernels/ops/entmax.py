@@ -96,8 +96,6 @@ def alpha_derivative(logs: Tensor, order: Tensor) -> Tensor:
     series = x.square() * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x / 720))))
     small = x.abs() < torch.finfo(x.dtype).eps ** (1 / 6)
     second = torch.where(small, series, torch.expm1(x) - x) / order.square()
-    entropy, mean_first, mean_second = (
-        (p * each).sum(-1, keepdim=True) for each in (-inside, first, second)
-    )
+    entropy, mean_first, mean_second = ((p * each).sum(-1, keepdim=True) for each in (-inside, first, second))
     change = mean_second - second - inside * mean_first - first * entropy
     return p * change / (1.0 + order * mean_first)

@@ -111,9 +111,7 @@ _DTYPES: Final = {
 _CONTIGUOUS: Final = "k_lo", "k_hi", "first_keys", "key_visible", "exclude_keys", "lse", "dlse"
 
 
-def check_arguments(
-    backend: str | None, call: Call, has_value: bool, **saved: Tensor | None
-) -> None:
+def check_arguments(backend: str | None, call: Call, has_value: bool, **saved: Tensor | None) -> None:
     """Check that the tensors of an op are given and fit each other; `backend` is None in its fake.
 
     The package's own calls are valid, but users may call an op directly, and a kernel would read past the end of a

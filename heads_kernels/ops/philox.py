@@ -56,9 +56,7 @@ def seed_of(number: int, b: int = 0, h: int = 0, i: int = 0, j: int = 0) -> Tens
     return torch.tensor([number, b, h, i, j])
 
 
-def keep_mask(
-    seed: Tensor, dropout_p: float, B: int, H: int, T: int, S: int, device: torch.device
-) -> Tensor:
+def keep_mask(seed: Tensor, dropout_p: float, B: int, H: int, T: int, S: int, device: torch.device) -> Tensor:
     """bool `[B, H, T, S]`, True where the probability of key j in row i is kept.
 
     Element (b, h, i, j) reads word `j & 3` of counter `(j >> 2, i, h, b)` under the key

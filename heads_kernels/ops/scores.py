@@ -68,9 +68,7 @@ def of_heads(call: Call, heads: Sequence[int]) -> Call:
     """The call of only these query heads, without a value."""
     call = call._replace(value=None, gate=None)
     index = torch.tensor(list(heads), dtype=torch.int64, device=call.query.device)
-    own: dict[str, Any] = {
-        name: getattr(call, name).index_select(dim, index) for name, dim in call.along("H").items()
-    }
+    own: dict[str, Any] = {name: getattr(call, name).index_select(dim, index) for name, dim in call.along("H").items()}
     if call.mixing is None:
         own["key"] = call.key[:, index // max(call.H // max(call.Hk, 1), 1)]
     return call._replace(**own)

@@ -63,9 +63,7 @@ def part_of(call: Call) -> Part | None:
 class Part:
     """One process's part of a call; `call` has its tensors, which are not DTensors."""
 
-    def __init__(
-        self, call: Call, layouts: dict[str, list[str]], splits: list[str], mesh: Any
-    ) -> None:
+    def __init__(self, call: Call, layouts: dict[str, list[str]], splits: list[str], mesh: Any) -> None:
         self.mesh = mesh
         self._sizes = {"B": call.B, "H": call.H, "T": call.T}
         #: For each dimension of the mesh, the dimension in `_sizes` that it splits; "": its processes compute the same.
@@ -95,9 +93,7 @@ class Part:
             for d, stride in enumerate(strides):
                 if d != dim and stride >= strides[dim]:  # it steps over dimension `dim`
                     strides[d] = stride // max(here, 1) * size
-        return DTensor.from_local(
-            result, self.mesh, placements, run_check=False, shape=sizes, stride=tuple(strides)
-        )
+        return DTensor.from_local(result, self.mesh, placements, run_check=False, shape=sizes, stride=tuple(strides))
 
     def whole_statistics(self, found: AttentionStatistics) -> AttentionStatistics:
         """`whole` of all statistics of the part."""
@@ -129,9 +125,7 @@ class Part:
         return self._spans[letter][tuple(self._at)]
 
     def _of(self, call: Call, layouts: dict[str, list[str]]) -> Call:
-        parts: dict[str, Any] = {
-            name: self._local(getattr(call, name), layout) for name, layout in layouts.items()
-        }
+        parts: dict[str, Any] = {name: self._local(getattr(call, name), layout) for name, layout in layouts.items()}
         row, rows = self._span("T")
         if (table := parts.get("offset_bias")) is not None:
             # Offsets from -(T - 1): those of the last row come first.
@@ -143,13 +137,8 @@ class Part:
     # ------------------------------------------------------------------ tensors
     def _placements(self, layout: Sequence[str], shape: torch.Size) -> list[Placement]:
         """How a tensor of the call is split; sizes of 1 broadcast, so every process has them."""
-        of_call = [
-            _SPLIT.get(each) if n != 1 else None for each, n in zip(layout, shape, strict=True)
-        ]
-        return [
-            Shard(of_call.index(split)) if split in of_call else Replicate()
-            for split in self._splits
-        ]
+        of_call = [_SPLIT.get(each) if n != 1 else None for each, n in zip(layout, shape, strict=True)]
+        return [Shard(of_call.index(split)) if split in of_call else Replicate() for split in self._splits]
 
     def _local(self, tensor: Tensor, layout: Sequence[str]) -> Tensor:
         if not isinstance(tensor, DTensor):

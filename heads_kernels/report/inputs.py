@@ -108,9 +108,7 @@ def _model(path: Path) -> Any:
         if config.is_encoder_decoder:
             was = f"is an encoder-decoder model ({config.model_type}), which takes pairs of texts"
             raise BadOption("model", was, instead)
-        model = hk.integrations.transformers.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True
-        )
+        model = hk.integrations.transformers.from_pretrained(path, dtype=torch.float32, local_files_only=True)
         if model.main_input_name != "input_ids":
             was = f"takes {model.main_input_name} ({config.model_type}), not text"
             raise BadOption("model", was, instead)

@@ -37,8 +37,7 @@ STEPS: Final = {False: 10, True: 5}
 ORDERS: Final = {False: 3, True: 1}
 #: What --fast does without.
 LEFT_OUT: Final = (
-    "heads are not left out one at a time, and the pruning curve has 5 steps and 1 random order "
-    "instead of 10 and 3"
+    "heads are not left out one at a time, and the pruning curve has 5 steps and 1 random order instead of 10 and 3"
 )
 #: A cosine that counts as hardly changed.
 CLOSE: Final = 0.95
@@ -62,9 +61,7 @@ def importance(inputs: Inputs) -> Found:
     model, data = inputs.model, inputs.batches
     scores: dict[str, hk.analysis.HeadScores] = {}
     if not inputs.fast:
-        scores["leaving out"] = hk.analysis.importance(
-            model, data, embeddings, method="leave_one_out"
-        )
+        scores["leaving out"] = hk.analysis.importance(model, data, embeddings, method="leave_one_out")
     scores["Fisher"] = _fisher(inputs)
     scores["confidence"] = _statistics(inputs).confidence
     reference, *others = scores
@@ -113,14 +110,9 @@ def pruning(inputs: Inputs) -> Found:
 
     steps = STEPS[inputs.fast]
     counts = sorted({round(step / steps * len(least_first)) for step in range(steps + 1)})
-    curves = {
-        name: [cosine(frozenset(order[:count])) for count in counts]
-        for name, order in orders.items()
-    }
+    curves = {name: [cosine(frozenset(order[:count])) for count in counts] for name, order in orders.items()}
     most = {
-        name: max(
-            (count for count, at in zip(counts, curve, strict=True) if at >= CLOSE), default=0
-        )
+        name: max((count for count, at in zip(counts, curve, strict=True) if at >= CLOSE), default=0)
         for name, curve in curves.items()
     }
     return {
@@ -163,9 +155,7 @@ def _statistics(inputs: Inputs) -> hk.analysis.HeadStatistics:
         "punctuation": [token for token, word in words if _is_mark(word)],
     }
     special = _ids(inputs, *SPECIAL)
-    return hk.analysis.statistics(
-        inputs.model, inputs.batches, exclude_keys=special, token_sets=sets
-    )
+    return hk.analysis.statistics(inputs.model, inputs.batches, exclude_keys=special, token_sets=sets)
 
 
 #: Tokens of tokenizers, by their attributes, that are no words.
@@ -209,9 +199,7 @@ def roles(inputs: Inputs) -> Found:
         "offset_share": _lists(found.offset_share),
         "rarest": _lists(rare.rarest) if rare else None,
         "chance": rare.chance[0] if rare else None,
-        "positional": {
-            f"{index[role.layer]}:{role.head}": role.what for role in found.positional()
-        },
+        "positional": {f"{index[role.layer]}:{role.head}": role.what for role in found.positional()},
         "rare_word": {f"{index[role.layer]}:{role.head}": role.what for role in found.rare_word()},
     }
 
@@ -250,10 +238,7 @@ def maps(inputs: Inputs) -> Found:
     found = hk.analysis.maps(inputs.model, batch_of([inputs.sentence]))
     words = inputs.words(inputs.sentence)
     layers = _places(inputs, [each.layer for each in found])
-    sharpest = [
-        (layer, int(each.maps.amax(-1).mean(-1).argmax()))
-        for layer, each in zip(layers, found, strict=True)
-    ]
+    sharpest = [(layer, int(each.maps.amax(-1).mean(-1).argmax())) for layer, each in zip(layers, found, strict=True)]
     pictures = {}
     for layer, head in sharpest[:: ceil(len(sharpest) / MOST_MAPS)]:
         each = found[layers.index(layer)]
@@ -281,9 +266,7 @@ def _lists(scores: hk.analysis.HeadScores) -> list[list[float]]:
     return [layer.tolist() for layer in scores.scores]
 
 
-def _ranked(
-    values: Sequence[Sequence[float]], layers: Sequence[int] | None = None
-) -> list[tuple[float, str]]:
+def _ranked(values: Sequence[Sequence[float]], layers: Sequence[int] | None = None) -> list[tuple[float, str]]:
     """The value and the name, layer:head, of each head, the highest first."""
     named = [
         (value, f"{layer}:{head}")

@@ -103,9 +103,7 @@ class Report:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        head = (
-            f"{self.operator} {self.name} {dtype} on {self.backend}: {self.ratio:.2f} of the bound"
-        )
+        head = f"{self.operator} {self.name} {dtype} on {self.backend}: {self.ratio:.2f} of the bound"
         return "\n".join([head, *(f"  {quantity}" for quantity in self.quantities)])
 
 
@@ -121,9 +119,7 @@ class Reference:
     def judge(self, name: str, got: Tensor) -> Quantity:
         """Compare a result with its references, by the rule above."""
         simulations = samples(self.inputs.dout.dtype)
-        return _judge(
-            name, got, self.oracle[name], self.eager[name], self.floors[name], simulations
-        )
+        return _judge(name, got, self.oracle[name], self.eager[name], self.floors[name], simulations)
 
 
 def check(
@@ -161,9 +157,7 @@ def reference(inputs: Inputs, backward: bool = True) -> Reference:
 
 
 @functools.lru_cache(maxsize=2)
-def _case_reference(
-    case: Case, dtype: torch.dtype, device: str, seed: int, backward: bool
-) -> Reference:
+def _case_reference(case: Case, dtype: torch.dtype, device: str, seed: int, backward: bool) -> Reference:
     """The reference of a case, cached for the backends that are checked one after the other."""
     return reference(case.make(dtype, device, seed), backward)
 
@@ -193,9 +187,7 @@ def _seed(inputs: Inputs) -> Tensor | None:
     return draw_seed(inputs.tensors["query"].device)
 
 
-def _judge(
-    name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Floor, simulations: int
-) -> Quantity:
+def _judge(name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Floor, simulations: int) -> Quantity:
     wrong = ""
     if got.shape != oracle.shape:
         wrong = f"shape is {list(got.shape)}, not {list(oracle.shape)}"

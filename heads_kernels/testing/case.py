@@ -230,9 +230,7 @@ class CollaborativeCase(Case):
 class _Draw:
     """Draws in float64 on the CPU, then rounds, moves and lays out: the same numbers everywhere."""
 
-    def __init__(
-        self, case: Case, dtype: torch.dtype, device: torch.device, seed: int, large: torch.device
-    ) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device, seed: int, large: torch.device) -> None:
         self.case, self.dtype, self.device = case, dtype, device
         seed += zlib.crc32(case.name.encode())
         self._generator = torch.Generator("cpu").manual_seed(seed)

@@ -51,9 +51,7 @@ class Inputs:
             arguments["bias"] = OffsetBias(arguments.pop("offset_table"))
         return arguments
 
-    def backward(
-        self, backend: str | None = None, **options: Any
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def backward(self, backend: str | None = None, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The output, and by argument name the gradients of the tensors that require one.
 
         If none requires a gradient, all get one.
@@ -83,8 +81,5 @@ class Inputs:
 
     def requires_grad(self, *names: str) -> Inputs:
         """The same memory as leaves; those named, or all, require a gradient."""
-        tensors = {
-            name: t.detach().requires_grad_(not names or name in names)
-            for name, t in self.tensors.items()
-        }
+        tensors = {name: t.detach().requires_grad_(not names or name in names) for name, t in self.tensors.items()}
         return replace(self, tensors=tensors)

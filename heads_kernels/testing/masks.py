@@ -99,9 +99,7 @@ def packed(*documents: int, causal: bool = False) -> MaskBuilder:
 
 def prefix(*lengths: int) -> MaskBuilder:
     """A causal mask whose first `lengths[b]` keys all rows see."""
-    return lambda sizes, device: Mask(
-        causal=True, prefix_lengths=torch.tensor(lengths, device=device)
-    )
+    return lambda sizes, device: Mask(causal=True, prefix_lengths=torch.tensor(lengths, device=device))
 
 
 def key_padding_tensor(sizes: Sizes, device: torch.device) -> Tensor:
@@ -128,7 +126,5 @@ def dense_blocks(sizes: Sizes, device: torch.device) -> Tensor:
 
 def dense_heads(sizes: Sizes, device: torch.device) -> Tensor:
     """A dense bool tensor `[B, H, T, S]`, different for every head."""
-    b, h, i, j = torch.meshgrid(
-        *(torch.arange(size, device=device) for size in sizes), indexing="ij"
-    )
+    b, h, i, j = torch.meshgrid(*(torch.arange(size, device=device) for size in sizes), indexing="ij")
     return (i * 3 + j * 5 + h * 7 + b * 11) % 4 != 0

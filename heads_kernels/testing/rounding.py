@@ -91,9 +91,7 @@ def finite(tensor: Tensor, exact: Tensor) -> Tensor:
     return tensor.where(exact.isfinite(), 0.0)
 
 
-def attention(
-    inputs: Inputs, seed: Tensor | None, backward: bool, simulated: Rounding
-) -> dict[str, Tensor]:
+def attention(inputs: Inputs, seed: Tensor | None, backward: bool, simulated: Rounding) -> dict[str, Tensor]:
     """The results of a simulated kernel; `inputs` are in the dtype of the call, `seed` is that of dropout."""
     leaves = inputs.to(simulated.wide).requires_grad()
     recorded = leaves.parsed()._replace(seed=seed)
@@ -111,19 +109,14 @@ def attention(
         with torch.no_grad(), simulated:
             eager.backward(call, saved, gradients)
             of_operands = [
-                finish(name, sums, call)
-                for name, sums, need in zip(OPERANDS, gradients, needs, strict=True)
-                if need
+                finish(name, sums, call) for name, sums, need in zip(OPERANDS, gradients, needs, strict=True) if need
             ]
         operands = [operand for operand in recorded.operands if operand is not None]
         of_tensors = torch.autograd.grad(operands, list(leaves.tensors.values()), of_operands)
         found |= {f"d{name}": grad for name, grad in zip(leaves.tensors, of_tensors, strict=True)}
     dtypes = {f"d{name}": tensor.dtype for name, tensor in inputs.tensors.items()}
     dtypes |= {"out": simulated.working, "lse": torch.float32}
-    return {
-        name: simulated.rounded(result, at_most_float32(dtypes[name]))
-        for name, result in found.items()
-    }
+    return {name: simulated.rounded(result, at_most_float32(dtypes[name])) for name, result in found.items()}
 
 
 def at_most_float32(dtype: torch.dtype) -> torch.dtype:
@@ -147,9 +140,7 @@ class Rounding(TorchFunctionMode):
         self.wide, self.working, self.scale = wide, working, scale
         self.sums = 0
 
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, options = function.__name__.strip("_"), kwargs or {}
         if name == "matmul":
             a, b = map(self._operand, args)
@@ -166,9 +157,7 @@ class Rounding(TorchFunctionMode):
 
     def _operand(self, tensor: Tensor) -> Tensor:
         """Rounded, unless it is an argument of the call; results of arithmetic are float32 already."""
-        if self.working == torch.float32 or torch.equal(
-            tensor, tensor.to(self.working).to(tensor.dtype)
-        ):
+        if self.working == torch.float32 or torch.equal(tensor, tensor.to(self.working).to(tensor.dtype)):
             return tensor
         return self.rounded(tensor, self.working)
 

@@ -88,9 +88,7 @@ def time_in_turn(
     return {name: Timing(tuple(taken), calls[name]) for name, taken in samples.items()}
 
 
-def _sample(
-    function: Callable[[], object], calls: int, device: torch.device, flush: Tensor | None
-) -> float:
+def _sample(function: Callable[[], object], calls: int, device: torch.device, flush: Tensor | None) -> float:
     """Mean seconds per call of `calls` calls, after writing `flush`."""
     if device.type == "cuda":
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -33,9 +33,7 @@ FAMILIES = ["bert", "gpt2", "t5", "albert", "llama"]
 def examples_of(model: Any, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """What the model says of real tokens, `[B, T, width]`, 0 elsewhere; and weights of them that differ everywhere."""
     values = model(**arguments)[0]
-    real = arguments.get("decoder_attention_mask", arguments["attention_mask"])[
-        :, : values.shape[1]
-    ]
+    real = arguments.get("decoder_attention_mask", arguments["attention_mask"])[:, : values.shape[1]]
     weights = torch.linspace(-1, 1, values[0].numel(), dtype=values.dtype).view(values[0].shape)
     return torch.where(real[..., None] != 0, values, 0), weights
 
@@ -51,9 +49,7 @@ def embeddings(model: Any, arguments: dict[str, Tensor]) -> Tensor:
     return examples_of(model, arguments)[0].sum(1)
 
 
-def derivatives(
-    model: Any, arguments: dict[str, Tensor], objective: Callable[..., Tensor]
-) -> dict[str, Tensor]:
+def derivatives(model: Any, arguments: dict[str, Tensor], objective: Callable[..., Tensor]) -> dict[str, Tensor]:
     """By factors of 1 before each output projection: `[B, H, T]`, runs one behind the other; padded rows 0."""
     layers = hk.heads.projected_layers(model)
     factors: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
@@ -66,9 +62,7 @@ def derivatives(
 
     with ExitStack() as hooks:
         for layer in layers:
-            hook = layer.output.linear.register_forward_pre_hook(
-                lambda _, args, layer=layer: multiply(layer, args[0])
-            )
+            hook = layer.output.linear.register_forward_pre_hook(lambda _, args, layer=layer: multiply(layer, args[0]))
             hooks.callback(hook.remove)
         value = objective(model, arguments).sum()
     found = {}
@@ -105,9 +99,7 @@ def test_gradients_are_those_of_factors_in_stock_attention(family: str) -> None:
     expected = derivatives(stock, arguments, losses)
     for reduce, reduced in REDUCED.items():
         found = importance(ours, [arguments], lambda *args: losses(*args).sum(), reduce=reduce)
-        assert_alike(
-            by_name(found), {n: reduced(terms) for n, terms in expected.items()}, dtype=NORMS
-        )
+        assert_alike(by_name(found), {n: reduced(terms) for n, terms in expected.items()}, dtype=NORMS)
         assert found.method == f"gradient by {reduce}"
     fisher = importance(ours, [arguments], losses, method="fisher")
     squares = {name: terms.sum(2).square().mean(0) for name, terms in expected.items()}

@@ -39,10 +39,7 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
     call = AttentionCall.of(hk.gated_attention, query, key, key, mask, **terms)
     second = torch.arange(6) == 1
     excluded = [None, second, second[None], torch.stack([second, ~second])]
-    expected = [
-        hk.attention_statistics(query, key, exclude_keys=keys, attn_mask=mask, **terms)
-        for keys in excluded
-    ]
+    expected = [hk.attention_statistics(query, key, exclude_keys=keys, attn_mask=mask, **terms) for keys in excluded]
     assert call.real_queries.all()
     assert (call.scale, call.Hk, call.intervals.band_hi) == (0.5, 2, 1)
     assert call.sinks is terms["sinks"]

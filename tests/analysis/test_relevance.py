@@ -29,9 +29,7 @@ def random(*sizes: int, positive: bool = False) -> Tensor:
 
 
 # ---------------------------------------------------------------------- the rule as it is written
-def by_jacobian(
-    function: Callable[..., Tensor], inputs: list[Tensor], given: Tensor
-) -> list[Tensor]:
+def by_jacobian(function: Callable[..., Tensor], inputs: list[Tensor], given: Tensor) -> list[Tensor]:
     """For one example: its Jacobian, both signs with a factor of 1/2, then scaled."""
     slopes = torch.autograd.functional.jacobian(function, tuple(inputs))
     m, n = given.numel(), sum(x.numel() for x in inputs)
@@ -55,10 +53,7 @@ def by_rows(function: Callable[..., Tensor], inputs: list[Tensor], given: Tensor
         by_jacobian(function, list(parts), each)
         for *parts, each in zip(*flat, given.reshape(-1, given.shape[-1]), strict=True)
     ]
-    return [
-        torch.stack(found).view(x.shape)
-        for found, x in zip(zip(*rows, strict=True), inputs, strict=True)
-    ]
+    return [torch.stack(found).view(x.shape) for found, x in zip(zip(*rows, strict=True), inputs, strict=True)]
 
 
 # ---------------------------------------------------------------------- rules
@@ -174,9 +169,7 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2)
-        )
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2))
         for layer in self.layers:
             layer.self_attn = hk.nn.GatedMultiheadAttention(8, 4)
         self.scores = nn.Linear(8, 3)

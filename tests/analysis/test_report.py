@@ -59,9 +59,7 @@ def saved(path: Path, family: str, special: bool = True) -> Path:
 
 
 def save_tokenizer(path: Path, special: bool = True) -> None:
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]")
-    )
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     names = {"unk_token": "[UNK]"}
     if special:
@@ -200,9 +198,7 @@ Refused = Callable[..., None]
 
 
 @pytest.fixture
-def assert_refused(
-    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Refused:
+def assert_refused(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """A run with other options says what it refuses, and writes nothing."""
 
     def check(*said: str, **changes: object) -> None:
@@ -217,9 +213,7 @@ def assert_refused(
     return check
 
 
-def test_bad_options(
-    assert_refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_options(assert_refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("blank.txt").write_text("\n \n")
     Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))

@@ -25,17 +25,13 @@ class Planted(nn.Module):
     def __init__(self, **names: Any) -> None:
         super().__init__()
         H, width = 4, 4 * LONGEST
-        self.attention = hk.nn.GatedMultiheadAttention(
-            width + LONGEST, H, head_dim=LONGEST, bias=False
-        )
+        self.attention = hk.nn.GatedMultiheadAttention(width + LONGEST, H, head_dim=LONGEST, bias=False)
         with torch.no_grad():
             self.attention.q_proj.weight.copy_(30 * torch.eye(width, width + LONGEST))
             places = torch.eye(LONGEST).repeat(H, 1)
             self.attention.k_proj.weight.copy_(nn.functional.pad(places, (width, 0)))
 
-    def forward(
-        self, input_ids: Tensor, targets: Tensor, padding: Tensor | None = None, times: int = 1
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, targets: Tensor, padding: Tensor | None = None, times: int = 1) -> Tensor:
         """On `times` as many tokens as there are ids."""
         B, T = input_ids.shape
         asked = nn.functional.one_hot(targets, LONGEST).transpose(1, 2).flatten(2)
@@ -108,9 +104,7 @@ def test_a_syntactic_head_and_its_baseline() -> None:
     data = [batch(ids([3] * 6, [4] * 6), torch.stack([first, second]), following(1, 6))]
     found = planted(data, relations=pairs)
     named = {(of.name, of.direction): of for of in found.relations}
-    assert list(named) == [
-        (name, way) for name in ("amod", "nsubj") for way in ("to head", "to dependent")
-    ]
+    assert list(named) == [(name, way) for name in ("amod", "nsubj") for way in ("to head", "to dependent")]
     nsubj = named["nsubj", "to head"]
     assert (nsubj.pairs, nsubj.offset, nsubj.baseline) == (3, 1, 2 / 3)
     assert_alike(nsubj.accuracy.scores[0], torch.tensor([3, 2, 0, 0]).double() / 3)
@@ -158,9 +152,7 @@ def test_sentences_without_a_rare_word_and_heads_without_a_role() -> None:
     found = planted(data, counts={10: 5, 11: 4, 12: 3})
     assert found.rare_words is None
     assert found.rare_word() == []
-    assert repr(found) == (
-        "HeadRoles: 0 of 4 heads have a role; the highest share of rows at one offset is 0.50"
-    )
+    assert repr(found) == ("HeadRoles: 0 of 4 heads have a role; the highest share of rows at one offset is 0.50")
 
 
 def test_a_translation_model_reads_sentences_with_its_encoder() -> None:

@@ -32,8 +32,7 @@ class Maps:
     def offsets(self) -> Tensor:
         """`[B, T, S]`: places from row to key, each counted from the first real one."""
         places = [
-            torch.arange(real.shape[1])[None]
-            - torch.tensor([[row.tolist().index(True)] for row in real])
+            torch.arange(real.shape[1])[None] - torch.tensor([[row.tolist().index(True)] for row in real])
             for real in (self.rows, self.keys)
         ]
         return places[1][:, None, :] - places[0][:, :, None]
@@ -122,9 +121,7 @@ def assert_reads(found: hk.analysis.HeadStatistics, maps: Maps, kind: str = "enc
         assert torch.equal(own, torch.bincount(chosen, minlength=2 * N + 1))
 
 
-def assert_received(
-    found: hk.analysis.HeadReceived, maps: Maps, kind: str, last_rows: int | None = None
-) -> None:
+def assert_received(found: hk.analysis.HeadReceived, maps: Maps, kind: str, last_rows: int | None = None) -> None:
     """Means over the real rows, or the last of them; of a layer that runs several times over its runs too."""
     of_kind = [each for each, name in zip(found.examples, found.kinds, strict=True) if name == kind]
     runs = len(maps.maps) // len(of_kind)

@@ -17,9 +17,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def random_heads(
-    H: int = H, D: int = D, D_in: int = D_in, D_in_k: int = D_in_k, bias: bool = True
-) -> Heads:
+def random_heads(H: int = H, D: int = D, D_in: int = D_in, D_in_k: int = D_in_k, bias: bool = True) -> Heads:
     """Heads whose singular values fall, and differ from head to head."""
     by_head = (1 + torch.arange(H))[:, None, None]
     fall = torch.logspace(0, -1, D, dtype=torch.float64)[:, None] / by_head

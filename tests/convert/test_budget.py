@@ -47,9 +47,7 @@ PUBLISHED: list[tuple[tuple[float, int, int, int], int, int | None, float]] = [
 
 
 @pytest.mark.parametrize(("model", "D_k", "Ds", "expected"), PUBLISHED)
-def test_published_tables(
-    model: tuple[float, int, int, int], D_k: int, Ds: int | None, expected: float
-) -> None:
+def test_published_tables(model: tuple[float, int, int, int], D_k: int, Ds: int | None, expected: float) -> None:
     millions, layers, D_in, H = model
     before, after = Sizes(D_in, D_in, D_in, H), Sizes(D_in, D_in, D_k, H)
     change = layers * (after.parameters(Ds) - before.parameters())
@@ -198,9 +196,7 @@ def test_budgets_of_error(error: float) -> None:
     cuts = cuts_of(layers)
     whole = total(cuts, (0, 0))
     choices = itertools.product(range(1, H * D + 1), repeat=2)
-    fewest = min(
-        sum(each) for each in choices if (total(cuts, each) / whole) ** 0.5 <= error + 1e-9
-    )
+    fewest = min(sum(each) for each in choices if (total(cuts, each) / whole) ** 0.5 <= error + 1e-9)
     dims = solved(layers, error=error)
     assert (total(cuts, dims) / whole) ** 0.5 <= error + 1e-6
     assert sum(dims) == fewest

@@ -147,9 +147,7 @@ def test_the_average_is_kept(name: str, method: str) -> None:
     assert found.parameters == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("method", "calibrated"), [("cp", True), ("ragged", False), ("ragged", True)]
-)
+@pytest.mark.parametrize(("method", "calibrated"), [("cp", True), ("ragged", False), ("ragged", True)])
 def test_budget_of_error(method: str, calibrated: bool) -> None:
     model = build("bert")
     data = [batch(model)] if calibrated else None

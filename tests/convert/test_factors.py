@@ -104,9 +104,7 @@ def dense_als(tensor: Any, rank: int, iterations: int, seed: int) -> float:
 
 @pytest.mark.check
 @pytest.mark.parametrize(("dim", "calibrated"), [(3, False), (8, True), (14, False)])
-def test_cp_is_as_good_as_dense_least_squares(
-    dim: int, calibrated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cp_is_as_good_as_dense_least_squares(dim: int, calibrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best of three long runs from random starts, on the tensor that is never built otherwise."""
     monkeypatch.setattr(features, "_TOLERANCE", 1e-6)
     monkeypatch.setattr(features, "_ITERATIONS", 500)
@@ -209,9 +207,7 @@ def test_groups_of_features(dim: int, multiple: int) -> None:
     assert whole.features == [D] * H  # the last group of a head is what is left
 
 
-@pytest.mark.parametrize(
-    "counts", [[16, 16], [15, 1, 14, 2], [31, 14, 1, 2], [23, 27, 30, 18, 31], [0, 5, 0], [33]]
-)
+@pytest.mark.parametrize("counts", [[16, 16], [15, 1, 14, 2], [31, 14, 1, 2], [23, 27, 30, 18, 31], [0, 5, 0], [33]])
 def test_heads_touch_few_chunks(counts: list[int]) -> None:
     order = chunked(counts)
     assert [order.count(head) for head in range(len(counts))] == counts

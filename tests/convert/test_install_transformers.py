@@ -102,9 +102,7 @@ def test_a_float_mask_and_dropout() -> None:
     mask = torch.randn(3, 1, 9, 9, dtype=torch.float64)
     expected = outputs(in_use("bert").double(), attention_mask=mask)
     assert_alike(outputs(convert(in_use("bert").double()), attention_mask=mask), expected)
-    model = convert(
-        in_use("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5), 12, "cp"
-    )
+    model = convert(in_use("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5), 12, "cp")
     whole = outputs(model)
     assert not torch.equal(outputs(model.train()), whole)
 
@@ -220,9 +218,7 @@ def test_compile(name: str) -> None:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_other_attention_is_refused(implementation: str, tmp_path: Path) -> None:
     """In the model, a copy, and one that is loaded so."""
-    model = convert(
-        in_use("bert"), 28, "cp"
-    )  # padded to 4 and to 4 heads of 8: stock attention would not notice
+    model = convert(in_use("bert"), 28, "cp")  # padded to 4 and to 4 heads of 8: stock attention would not notice
     expected = outputs(model)
     model.save_pretrained(tmp_path)
     copied = copy.deepcopy(model)
@@ -295,9 +291,7 @@ class Normed(transformers.models.vit.modeling_vit.ViTAttention):  # type: ignore
             each(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for each in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out, weights = ALL_ATTENTION_FUNCTIONS["heads_kernels"](
-            self, self.changed(query), key, value, None
-        )
+        out, weights = ALL_ATTENTION_FUNCTIONS["heads_kernels"](self, self.changed(query), key, value, None)
         return self.o_proj(out.flatten(2)), weights
 
 
@@ -333,9 +327,7 @@ class Fused(House):
 
 
 @pytest.mark.parametrize("in_transformers", [False, True])
-def test_modules_of_others_are_read_and_not_converted(
-    in_transformers: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_of_others_are_read_and_not_converted(in_transformers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = hk.heads.HeadLayout("other", "qkv", "qkv", "qkv", "out", scale="scaling")
     monkeypatch.setitem(hk.heads.layouts.LAYOUTS, "Fused", layout)
     model = nn.Sequential(Fused(in_use("bert").config if in_transformers else None))

@@ -84,10 +84,7 @@ def test_the_calibrated_error_is_that_of_the_scores(method: str) -> None:
     """Of rotated queries and keys of random inputs, each frequency by itself, for phases that are spread evenly."""
     heads, angles = random_heads(), torch.tensor([1.0, 0.3, 0.1, 0.02]).double()
     x, y = (torch.cat((normal(40, D_in) @ normal(D_in, D_in), torch.ones(40, 1)), 1) for _ in "xy")
-    operands = [
-        torch.cat((each.real, each.imag), 1).transpose(1, 2)[None]
-        for each in turned(heads, x, y, angles)
-    ]
+    operands = [torch.cat((each.real, each.imag), 1).transpose(1, 2)[None] for each in turned(heads, x, y, angles)]
     real = torch.ones(1, 40, dtype=torch.bool)
     moments = RotaryMoments.of(*operands, query_mask=real, key_mask=real)
     factors = heads.fit(20, moments, method=method)
@@ -123,9 +120,7 @@ def test_moments_of_two_batches_add_up() -> None:
     query, key = normal(3, H, 5, 2 * F), normal(3, 2, 5, 2 * F)
     real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [1, 0, 1, 0, 0]]).bool()
     whole, *parts = (
-        RotaryMoments.of(
-            query[rows], key[rows], query_mask=real[rows], key_mask=real[rows], is_causal=True
-        )
+        RotaryMoments.of(query[rows], key[rows], query_mask=real[rows], key_mask=real[rows], is_causal=True)
         for rows in (slice(0, 3), slice(0, 1), slice(1, 3))
     )
     summed = parts[0] + parts[1]

@@ -27,9 +27,7 @@ def fake_mesh() -> Iterator[Callable[..., Any]]:
 
     def make(*shape: int, names: tuple[str, ...] | None = None) -> Any:
         world = torch.Size(shape).numel()
-        torch.distributed.init_process_group(
-            "fake", store=fake.FakeStore(), rank=0, world_size=world
-        )
+        torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=world)
         return torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
 
     yield make

@@ -31,12 +31,9 @@ MASKS = {
     "window": hk.Mask(causal=True, window=(5, 0)),
     "documents": hk.Mask(document_ids=torch.arange(T) // 7) & hk.Mask(causal=True),
     "prefix": hk.Mask(causal=True, prefix_lengths=[7, 12]),
-    "windows by head": hk.Mask(
-        causal=True, window=[(-1, 0), (5, 0), (0, 0), (9, -1)], first_keys=[0, 2, 7, 1]
-    ),
+    "windows by head": hk.Mask(causal=True, window=[(-1, 0), (5, 0), (0, 0), (9, -1)], first_keys=[0, 2, 7, 1]),
     "dense": torch.arange(T)[:, None] % 5 != torch.arange(T) % 3,
-    "dense by head": torch.arange(H)[:, None, None] % 3
-    != (torch.arange(T) % 5)[:, None] - torch.arange(T) % 3,
+    "dense by head": torch.arange(H)[:, None, None] % 3 != (torch.arange(T) % 5)[:, None] - torch.arange(T) % 3,
 }
 GATES = {
     "no gate": None,
@@ -73,9 +70,7 @@ def context_of(method: str = "all_gather", **options: Any) -> Any:
     return distributed.ContextParallel(mesh, method, **options)
 
 
-def parts_of(
-    context: Any, given: dict[str, Tensor], dims: dict[str, int] = PARTS
-) -> dict[str, Tensor]:
+def parts_of(context: Any, given: dict[str, Tensor], dims: dict[str, int] = PARTS) -> dict[str, Tensor]:
     """What this process has of operands, as leaves."""
     return {
         name: (context.split(t, dims[name]) if name in dims else t.clone()).requires_grad_()
@@ -268,9 +263,7 @@ HOW = {
 OPERATORS = ["gated_attention", "collaborative_attention"]
 
 
-@pytest.mark.parametrize(
-    "world", [2, 3, *(pytest.param(each, marks=pytest.mark.release) for each in (1, 4))]
-)
+@pytest.mark.parametrize("world", [2, 3, *(pytest.param(each, marks=pytest.mark.release) for each in (1, 4))])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_table(operator: str, how: str, world: int, ranks: Callable[[int], Processes]) -> None:

@@ -70,9 +70,7 @@ def four(*shape: int, method: str = "all_gather") -> Any:
         four(1, 2, 2, method="ring"),
     ],
 )
-def test_any_mesh(
-    shape: tuple[int, int, int], method: str, folder: Path, ranks: Callable[[int], Processes]
-) -> None:
+def test_any_mesh(shape: tuple[int, int, int], method: str, folder: Path, ranks: Callable[[int], Processes]) -> None:
     ranks(torch.Size(shape).numel()).run(check_run, shape, method, str(folder))
 
 
@@ -82,8 +80,6 @@ def test_command(tmp_path: Path) -> None:
     command = [sys.executable, *run, str(EXAMPLES / "distributed" / "train.py")]
     command += ["--mesh", "1", "1", "2", "--steps", "2"]
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss") == 3

@@ -83,8 +83,7 @@ def check_compiled(operator: str) -> None:
     if operator == "gated_attention":
         placements |= {"query": tensor.Shard(1), "key": tensor.Shard(1)}
     split = {
-        name: tensor.distribute_tensor(t, mesh, [placements.get(name, tensor.Replicate())])
-        for name, t in given.items()
+        name: tensor.distribute_tensor(t, mesh, [placements.get(name, tensor.Replicate())]) for name, t in given.items()
     }
     gate = torch.ones(4, requires_grad=True)
 
@@ -102,9 +101,7 @@ def check_partial() -> None:
     """A sum that no process has yet is reduced."""
     mesh = mesh_of(2)
     given = operands("gated_attention")
-    split = {
-        name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]) for name, t in given.items()
-    }
+    split = {name: tensor.distribute_tensor(t, mesh, [tensor.Shard(1)]) for name, t in given.items()}
     split["value"] = tensor.DTensor.from_local(given["value"] / 2, mesh, [tensor.Partial()])
     out = hk.gated_attention(**split)
     assert out.placements == (tensor.Shard(1),)

@@ -26,9 +26,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "element_gate": lambda: hk.nn.GatedMultiheadAttention(E, H, output_gate="element"),
     "dropout": lambda: hk.nn.GatedMultiheadAttention(E, H, dropout=0.3),
     "collaborative": lambda: hk.nn.CollaborativeMultiheadAttention(E, H, 12),
-    "ragged": lambda: hk.nn.CollaborativeMultiheadAttention(
-        E, H, 12, ragged=True, output_gate="head"
-    ),
+    "ragged": lambda: hk.nn.CollaborativeMultiheadAttention(E, H, 12, ragged=True, output_gate="head"),
     "merged": lambda: hk.nn.MergedAttention(E, H, num_key_heads=2, output_gate="head"),
 }
 

@@ -70,9 +70,7 @@ def received(do: Callable[[], object], W: int) -> int:
     gathered = transferred = 0
 
     class Traffic(debug.CommDebugMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal gathered, transferred
             out = super().__torch_dispatch__(func, types, args, kwargs)
             name = str(func)

@@ -267,7 +267,5 @@ def check_sharded(family: str, first: str) -> None:
 
 @pytest.mark.parametrize("first", ["use", "fully_shard"])
 @pytest.mark.parametrize("family", ["afmoe", "bloom"])
-def test_fully_sharded_attention(
-    family: str, first: str, ranks: Callable[[int], Processes]
-) -> None:
+def test_fully_sharded_attention(family: str, first: str, ranks: Callable[[int], Processes]) -> None:
     ranks(2).run(check_sharded, family, first)

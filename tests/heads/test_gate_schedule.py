@@ -20,9 +20,7 @@ class Planted(nn.Module):
 
     def __init__(self, log_alpha: float = 2.0) -> None:
         super().__init__()
-        self.gates = nn.ModuleList(
-            hk.nn.HardConcrete(HEADS, log_alpha=log_alpha) for _ in range(LAYERS)
-        )
+        self.gates = nn.ModuleList(hk.nn.HardConcrete(HEADS, log_alpha=log_alpha) for _ in range(LAYERS))
         values = 0.01 * 1.5 ** torch.arange(LAYERS * HEADS)  # 0.01 to 0.86
         order = torch.randperm(LAYERS * HEADS, generator=torch.Generator().manual_seed(3))
         self.register_buffer("values", values[order].view(LAYERS, HEADS))
@@ -36,9 +34,7 @@ class Planted(nn.Module):
         return torch.stack([gate.export() for gate in self.gates])
 
 
-def train(
-    model: Planted, schedule: hk.heads.GateSchedule, optimizer: torch.optim.Optimizer, steps: int
-) -> None:
+def train(model: Planted, schedule: hk.heads.GateSchedule, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         (model.loss() + schedule.penalty()).backward()
         optimizer.step()
@@ -113,9 +109,7 @@ def test_resuming_goes_on_to_the_bit() -> None:
         train(model, schedule, torch.optim.SGD(model.parameters(), lr=0.5), 30)
 
     model, again = Planted(), Planted()
-    schedule, resumed = (
-        hk.heads.GateSchedule(each, open_heads=4, steps=60) for each in (model, again)
-    )
+    schedule, resumed = (hk.heads.GateSchedule(each, open_heads=4, steps=60) for each in (model, again))
     trained(model, schedule, seed=0)
     saved = schedule.state_dict()
     again.load_state_dict(model.state_dict())

@@ -215,9 +215,7 @@ def test_it_happens_once_for_a_class_and_a_shape(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_the_model_and_random_numbers_are_left_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_and_random_numbers_are_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(name).train()
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("seeds GPUs"))
     ran: list[Any] = []

@@ -70,9 +70,7 @@ def test_zero_is_a_closed_head_of_a_pruned_model_too(family: str) -> None:
         assert_alike(outputs(model), expected, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"), [("bert", 0), ("bart", "decoder.layers.1.encoder_attn")]
-)
+@pytest.mark.parametrize(("name", "layer"), [("bert", 0), ("bart", "decoder.layers.1.encoder_attn")])
 def test_the_mean_is_that_of_real_rows(name: str, layer: Any) -> None:
     """For encoder-decoder attention they are the decoder's rows."""
     model = hk.integrations.transformers.use(build(name))

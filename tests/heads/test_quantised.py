@@ -92,9 +92,7 @@ REFUSED: list[tuple[Callable[[nn.Module], object], str]] = [
     (lambda model: hk.heads.prune(model, {0: [1]}), FIRST.format("prune")),
     (lambda model: hk.convert.collaborate(model, 8), FIRST.format("convert")),
     (
-        lambda model: hk.analysis.relevance(
-            model, [torch.randn(B, S, E)], lambda m, x: m(x).mean(1)
-        ),
+        lambda model: hk.analysis.relevance(model, [torch.randn(B, S, E)], lambda m, x: m(x).mean(1)),
         r"computes linear, whose weight is quantised \(Int8Tens",
     ),
 ]
@@ -127,7 +125,5 @@ def test_gates_whose_output_projection_passes_no_gradient_are_refused() -> None:
     model = hk.integrations.transformers.use(build("bert"))
     config = getattr(quantization, DYNAMIC)()
     quantization.quantize_(model.encoder.layer[1].attention.output, config)
-    with pytest.raises(
-        ValueError, match=r"layer 1 .* projection 'output.dense' passes no gradient"
-    ):
+    with pytest.raises(ValueError, match=r"layer 1 .* projection 'output.dense' passes no gradient"):
         hk.heads.gate(model, hk.nn.HardConcrete)

@@ -272,9 +272,7 @@ def test_files_that_do_not_fit(change: Callable[[Any], Any], refusal: str, path:
     assert all(map(torch.equal, other.state_dict().values(), values))
 
 
-def test_a_save_that_fails_leaves_what_was_there(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_what_was_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = translator()
     hk.heads.save(model, path)
     before = path.read_bytes()

@@ -207,9 +207,7 @@ def seen(query: Tensor, mask: Mask, S: int) -> tuple[Tensor, Tensor]:
     return intervals.to_dense(T, S).expand(B, H, T, S), intervals.visible_pairs(B, T, S)
 
 
-def built_inside(
-    query: Tensor, lengths: Tensor, key_mask: Tensor, ids: Tensor, borders: Tensor
-) -> tuple[Tensor, ...]:
+def built_inside(query: Tensor, lengths: Tensor, key_mask: Tensor, ids: Tensor, borders: Tensor) -> tuple[Tensor, ...]:
     S = key_mask.shape[1]
     mask = Mask(causal="lower_right", window=(3, 0), key_lengths=lengths, key_mask=key_mask)
     mask = mask & Mask(query_lengths=lengths, query_mask=key_mask[:1], document_ids=ids)

@@ -96,9 +96,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     causal=st.booleans(),
     alone=st.booleans(),
 )
-def test_any_shape_is_the_formula(
-    form: str, sizes: tuple[int, ...], causal: bool, alone: bool
-) -> None:
+def test_any_shape_is_the_formula(form: str, sizes: tuple[int, ...], causal: bool, alone: bool) -> None:
     """Outputs and all gradients, with padded keys, of self-attention and of cross-attention of other widths."""
     b, t, s, key_heads, group, D, Dv, width = sizes
     make, options = FORMS[form]

@@ -30,9 +30,7 @@ def test_the_source_of_encoder_decoder_attention_is_projected_once() -> None:
     calls = []
     layer.k_proj.register_forward_hook(lambda *call: calls.append(call))
     cache = hk.nn.KeyValueCache()
-    steps = [
-        layer(row, memory, key_padding_mask=PADDED, cache=cache)[0] for row in x.split(2, dim=1)
-    ]
+    steps = [layer(row, memory, key_padding_mask=PADDED, cache=cache)[0] for row in x.split(2, dim=1)]
     assert_alike(torch.cat(steps, 1), full)
     assert len(calls) == 1
     assert cache.length == S

@@ -39,9 +39,7 @@ def gates_at(*log_alpha: float, **options: Any) -> hk.nn.HardConcrete:
         (5.0, None, 0.985, 1.0),
     ],
 )
-def test_table_of_the_default_constants(
-    log_alpha: float, zero: float | None, one: float | None, mean: float
-) -> None:
+def test_table_of_the_default_constants(log_alpha: float, zero: float | None, one: float | None, mean: float) -> None:
     gate = gates_at(log_alpha)
     found = 1 - gate.probability_open(), gate.probability_one(), gate.export()
     for value, expected in zip(found, (zero, one, mean), strict=True):

@@ -37,13 +37,9 @@ def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
 
     The encoder has no biases, the whole transformer has the batch second.
     """
-    x, y, key, value = (
-        torch.randn(B, *sizes, dtype=torch.float64) for sizes in ((S, E), (T, E), (S, 10), (S, 12))
-    )
+    x, y, key, value = (torch.randn(B, *sizes, dtype=torch.float64) for sizes in ((S, E), (T, E), (S, 10), (S, 12)))
     encoder = nn.TransformerEncoderLayer(**LAYER, batch_first=True, bias=False)
-    whole = nn.Transformer(
-        E, H, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=16, dropout=0.0
-    )
+    whole = nn.Transformer(E, H, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=16, dropout=0.0)
     encoder = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
     # No memory mask: the decoder reads what the encoder made of padded rows.
     both = {"src": x.transpose(0, 1), "tgt": y.transpose(0, 1), "tgt_mask": CAUSAL[:T, :T]}
@@ -142,9 +138,7 @@ def test_the_fused_path_of_an_encoder_is_not_taken(grad: bool) -> None:
             out = ours(x, src_key_padding_mask=PADDED)
         assert_alike(out[~PADDED], expected[~PADDED])
         calls: list[Any] = []
-        ours.layers[1].self_attn.register_forward_hook(
-            lambda *call, calls=calls: calls.append(call)
-        )
+        ours.layers[1].self_attn.register_forward_hook(lambda *call, calls=calls: calls.append(call))
         with torch.set_grad_enabled(grad):
             ours(x, mask=HIDDEN.float())
         assert len(calls) == 1

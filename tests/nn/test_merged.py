@@ -12,9 +12,7 @@ import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import PADDED, B, E, Gates, H, S, T, formula, gradients, spread
 
-ROWS = torch.tensor(
-    [[False] * T, [True, False, True, False, False]]
-)  # [B, T]: padded at the left, and a hole
+ROWS = torch.tensor([[False] * T, [True, False, True, False, False]])  # [B, T]: padded at the left, and a hole
 
 
 def merged(**options: Any) -> hk.nn.MergedAttention:

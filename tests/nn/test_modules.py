@@ -44,9 +44,7 @@ MODULES: dict[str, Callable[..., Module]] = {
     "element gate": lambda **o: gated(output_gate="element", bias=False, value_dim=3, **o),
     "entmax": lambda **o: gated(entmax=True, **o),
     "content bias": collaborative,
-    "shared biases": lambda **o: collaborative(
-        qk_bias=True, content_bias=False, output_gate="head", **o
-    ),
+    "shared biases": lambda **o: collaborative(qk_bias=True, content_bias=False, output_gate="head", **o),
     "ragged": lambda **o: collaborative(ragged=True, num_value_heads=2, **o),
     "merged": lambda **o: hk.nn.MergedAttention(E, H, output_gate="head", **o),
 }
@@ -188,9 +186,7 @@ def test_layouts_of_the_batch(name: str) -> None:
         layer(x.new_zeros(2, 3, 7, 24), MEMORY)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MODULES if name != "merged"]
-)  # whose averages would mix
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "merged"])  # whose averages would mix
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_is_padded(name: str, causal: bool) -> None:
     """Outputs of real tokens, and gradients of all weights."""
@@ -232,9 +228,7 @@ def test_gates_multiply_heads(name: str) -> None:
         expected = nothing + (heads * factors).sum(1)
         out = under(gates)
         assert_alike(out, expected)
-        slopes = [
-            torch.autograd.grad(each.sum(), gates, retain_graph=True)[0] for each in (out, expected)
-        ]
+        slopes = [torch.autograd.grad(each.sum(), gates, retain_graph=True)[0] for each in (out, expected)]
         has_one = (gates != 0) | layer.closed_grad  # of ragged attention, gates of 0 have none
         assert_alike(slopes[0][has_one], slopes[1][has_one])
 

@@ -98,9 +98,7 @@ def test_operators(case: Case, tmp_path: Path) -> None:
     assert_alike(found, inputs.call("eager"))
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in SMALL if case.name in ("padded_causal", "grouped_padded")], ids=str
-)
+@pytest.mark.parametrize("case", [case for case in SMALL if case.name in ("padded_causal", "grouped_padded")], ids=str)
 def test_statistics(case: Case, tmp_path: Path) -> None:
     inputs = case.make(torch.float32)
     left_out = "value", "gate", "gate_activation", "closed_grad", "dropout_p"

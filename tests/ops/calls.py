@@ -102,9 +102,7 @@ def call(operator: str, backend: str, /, **arguments: Any) -> Any:
     return getattr(hk, operator)(backend=backend, **arguments)
 
 
-def run(
-    operator: str, backend: str, /, dout: Tensor | None = None, **arguments: Any
-) -> dict[str, Tensor]:
+def run(operator: str, backend: str, /, dout: Tensor | None = None, **arguments: Any) -> dict[str, Tensor]:
     """The output "out" and, by name, the gradients of all floating tensors of a call, each a leaf of its own.
 
     With `return_lse` also "lse", whose gradient starts as ones. Elements of a row of `dout` differ if it is None. Of an
@@ -177,9 +175,7 @@ def good(operator: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- as PyTorch's checks take operators
-def function(
-    operator: str, backend: str, names: list[str], **options: Any
-) -> Callable[..., Tensor]:
+def function(operator: str, backend: str, names: list[str], **options: Any) -> Callable[..., Tensor]:
     """The operator as a function of the tensors `names`, in their order."""
 
     def run(*values: Tensor) -> Tensor:
@@ -199,6 +195,4 @@ def with_offsets(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        functional, "draw_seed", lambda device: seed_of(2**40 + 1, b=1, h=2, i=3, j=4)
-    )
+    monkeypatch.setattr(functional, "draw_seed", lambda device: seed_of(2**40 + 1, b=1, h=2, i=3, j=4))

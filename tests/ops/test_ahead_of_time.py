@@ -26,9 +26,7 @@ PINNED = triton.__version__.startswith(ahead_of_time.RELEASE)
 def works(*ends: str, features: str = "*") -> list[ahead_of_time.Work]:
     """Those whose name ends so, with these features."""
     return [
-        work
-        for work in ahead_of_time.WORKS
-        if work.name.endswith(ends) and fnmatchcase(work.name, f"*: {features}*")
+        work for work in ahead_of_time.WORKS if work.name.endswith(ends) and fnmatchcase(work.name, f"*: {features}*")
     ]
 
 
@@ -52,9 +50,7 @@ if PINNED:
     COMPILED += [("gfx942", ONE, "bfloat16")]
     RELEASED += [(target, ONE, "bfloat16") for target in ("sm_80", "sm_100")]
     RELEASED += [(target, SMALL_PARTS, "bfloat16") for target in ("sm_89", "sm_120")]
-    RELEASED += [
-        ("sm_90", more, "bfloat16") for more in (FEATURES, works("heads, D 128", "Ds 768"))
-    ]
+    RELEASED += [("sm_90", more, "bfloat16") for more in (FEATURES, works("heads, D 128", "Ds 768"))]
 
 
 @pytest.mark.check
@@ -82,9 +78,7 @@ OTHERS_IN_GLUON = works(
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(
-    "works", [IN_GLUON, pytest.param(OTHERS_IN_GLUON, marks=pytest.mark.release)]
-)
+@pytest.mark.parametrize("works", [IN_GLUON, pytest.param(OTHERS_IN_GLUON, marks=pytest.mark.release)])
 def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cache: Path) -> None:
     """Of specialized warps, in the loops over full and over partial tiles of each consumer.
 

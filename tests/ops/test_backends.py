@@ -107,9 +107,7 @@ def test_rows_of_dout_may_be_anywhere(operator: str, backend: str) -> None:
     given = tensors(operator, T=2, dtype=torch.float32, grad=True)
     out = call(operator, backend, **given)
     dout = torch.randn(out.shape)
-    far = torch.zeros(buffers.FARTHEST_ROW + 100).as_strided(
-        out.shape, (48, 6, buffers.FARTHEST_ROW, 1)
-    )
+    far = torch.zeros(buffers.FARTHEST_ROW + 100).as_strided(out.shape, (48, 6, buffers.FARTHEST_ROW, 1))
     far.copy_(dout)
     for found, expected in zip(
         torch.autograd.grad(out, list(given.values()), far, retain_graph=True),
@@ -122,10 +120,7 @@ def test_rows_of_dout_may_be_anywhere(operator: str, backend: str) -> None:
 def on_gpu(index: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Arguments that are there by name only; in a FakeTensorMode."""
     device = f"cuda:{index}"
-    return {
-        name: torch.empty(t.shape, dtype=dtype, device=device)
-        for name, t in tensors("gated_attention").items()
-    }
+    return {name: torch.empty(t.shape, dtype=dtype, device=device) for name, t in tensors("gated_attention").items()}
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -239,9 +234,7 @@ def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float32_prefers_tensor_cores(
-    dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float32_prefers_tensor_cores(dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the variable names another order."""
     serving("triton", "cuda", "eager")
     with FakeTensorMode():
@@ -326,17 +319,13 @@ def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     missing = {"cuda": {"missing": "there was no nvcc"}}
     monkeypatch.setattr(backends, "build_info", lambda: missing)
-    assert backends._cuda_missing() == (
-        "the extension heads_kernels._cuda was not built: there was no nvcc"
-    )
+    assert backends._cuda_missing() == ("the extension heads_kernels._cuda was not built: there was no nvcc")
     monkeypatch.setattr(backends, "_CUDA_MISSING", backends._cuda_missing())
     with FakeTensorMode():
         assert backends.cuda(gated(**on_gpu(0))) == [backends._cuda_missing()]
 
 
-@pytest.mark.parametrize(
-    ("version", "words"), [("3.5.1", "Triton is 3.5.1"), ("3.6.0", ""), ("3.10.0+git1", "")]
-)
+@pytest.mark.parametrize(("version", "words"), [("3.5.1", "Triton is 3.5.1"), ("3.6.0", ""), ("3.10.0+git1", "")])
 def test_the_oldest_triton(monkeypatch: pytest.MonkeyPatch, version: str, words: str) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
     monkeypatch.setattr(backends.metadata, "version", lambda name: version)
@@ -349,9 +338,7 @@ def test_a_call_that_falls_to_the_formula_warns_once() -> None:
     """Where a fused backend exists but can't serve the call; silent where eager is asked for by name."""
     backends._warn_of_eager.cache_clear()
     key = torch.ones(1, 2, 3, 8)[..., ::2]  # rows that are not contiguous
-    with pytest.warns(
-        UserWarning, match=r"runs on 'eager'\n(.*\n)*  not 'cpu': .*key has stride 2"
-    ) as found:
+    with pytest.warns(UserWarning, match=r"runs on 'eager'\n(.*\n)*  not 'cpu': .*key has stride 2") as found:
         hk.gated_attention(torch.ones(1, 2, 3, 4), key, key)
     assert found[0].filename == __file__
     with warnings.catch_warnings():
@@ -369,9 +356,7 @@ def test_a_cpu_without_kernels_warns_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(backends, "CPU_MISSING", missing)
     backends._warn_of_eager.cache_clear()
     query = torch.ones(1, 2, 3, 4)
-    with pytest.warns(
-        UserWarning, match=r"on this CPU: .*_cpu was not built: it was left out \(with g\+\+: pip"
-    ):
+    with pytest.warns(UserWarning, match=r"on this CPU: .*_cpu was not built: it was left out \(with g\+\+: pip"):
         hk.gated_attention(query, query, query)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -118,11 +118,7 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
 
 @pytest.mark.parametrize(
     ("operator", "kind", "bad", "start"),
-    [
-        pytest.param(operator, *row, id=f"{operator}-{row[-1]}")
-        for operators, *row in BAD
-        for operator in operators
-    ],
+    [pytest.param(operator, *row, id=f"{operator}-{row[-1]}") for operators, *row in BAD for operator in operators],
 )
 def test_refusals(operator: str, kind: type[Exception], bad: Bad, start: str) -> None:
     """By the call and by `explain`; what follows says what would work."""

@@ -38,9 +38,7 @@ def test_a_bias_of_an_empty_batch(own: tuple[int, ...], backend: str) -> None:
     assert torch.equal(grad, torch.zeros_like(bias))
 
 
-def operands(
-    operator: str, names: tuple[tuple[int, ...], ...], grad: bool = False
-) -> dict[str, Any]:
+def operands(operator: str, names: tuple[tuple[int, ...], ...], grad: bool = False) -> dict[str, Any]:
     """Random arguments of `operator` with these batch dimensions of query, key and value."""
     query, key, value, batch = names
     shared = operator == "collaborative_attention"
@@ -74,9 +72,7 @@ def expanded(operator: str, arguments: dict[str, Any], batch: tuple[int, ...]) -
 @pytest.mark.parametrize("names", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("gate_rank", [1, 2, 3, 4])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_batch_dimensions_are_flattened(
-    operator: str, gate_rank: int, names: tuple[tuple[int, ...], ...]
-) -> None:
+def test_batch_dimensions_are_flattened(operator: str, gate_rank: int, names: tuple[tuple[int, ...], ...]) -> None:
     batch = names[3]
     arguments = operands(operator, names, grad=True)
     shape = (H,) if gate_rank == 1 else (*batch, *(H, T, D)[: gate_rank - 1])
@@ -117,9 +113,7 @@ def test_entries_of_an_expanded_operand_have_their_own_gradients(
     operator: str, backend: str, batch: tuple[int, ...]
 ) -> None:
     """Also where they are no leaf, but what `expand` returned: their sum is left to its own backward pass."""
-    given = operands(
-        "collaborative_attention" if operator[0] == "c" else "gated_attention", (batch,) * 4
-    )
+    given = operands("collaborative_attention" if operator[0] == "c" else "gated_attention", (batch,) * 4)
     if operator == "entmax_attention":
         given["alpha"] = torch.full((H,), 1.5)
     else:
@@ -151,9 +145,7 @@ def test_entries_of_an_expanded_operand_have_their_own_gradients(
 
 @pytest.mark.parametrize("names", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("mask_rank", [2, 3, 4, 5])
-def test_masks_mean_what_they_mean_to_sdpa(
-    names: tuple[tuple[int, ...], ...], mask_rank: int
-) -> None:
+def test_masks_mean_what_they_mean_to_sdpa(names: tuple[tuple[int, ...], ...], mask_rank: int) -> None:
     batch = names[3]
     if mask_rank > len(batch) + 3:
         pytest.skip("more dimensions than the call has")

@@ -128,9 +128,7 @@ def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
     hold(case, dtype, backend)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "backend"), rows(list(combinations()), ALL[1:3], ("eager",))
-)
+@pytest.mark.parametrize(("case", "dtype", "backend"), rows(list(combinations()), ALL[1:3], ("eager",)))
 def test_combinations(case: Case, dtype: torch.dtype, backend: str) -> None:
     hold(case, dtype, backend)
 

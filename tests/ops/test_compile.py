@@ -32,9 +32,7 @@ from tests.support.commands import python
 
 
 # ---------------------------------------------------------------------- compile and export
-def compare_compiled(
-    run: Callable[..., Any], compiled: Callable[..., Any], values: list[Tensor]
-) -> None:
+def compare_compiled(run: Callable[..., Any], compiled: Callable[..., Any], values: list[Tensor]) -> None:
     """Output and gradients of `compiled` are those of `run`."""
     torch.manual_seed(3)
     out = run(*values)
@@ -84,12 +82,8 @@ def tangent(run: Callable[[Tensor], Tensor], query: Tensor) -> Tensor:
 #: A derivative of `run` at `query`, where the second is compiled and the first is not.
 DERIVATIVES: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
     "grad": lambda run, compiled, query: compiled(torch.func.grad(run))(query),
-    "jvp": lambda run, compiled, query: compiled(
-        lambda query: torch.func.jvp(run, (query,), (query,))[1]
-    )(query),
-    "vmap of grad": lambda run, compiled, query: compiled(torch.func.vmap(torch.func.grad(run)))(
-        query[None]
-    ),
+    "jvp": lambda run, compiled, query: compiled(lambda query: torch.func.jvp(run, (query,), (query,))[1])(query),
+    "vmap of grad": lambda run, compiled, query: compiled(torch.func.vmap(torch.func.grad(run)))(query[None]),
     "dual numbers": lambda run, compiled, query: tangent(compiled(run), query),
 }
 
@@ -197,9 +191,7 @@ def test_compile_with_what_was_made_outside(name: str) -> None:
     values = list(tensors("gated_attention", dtype=torch.float32).values())
 
     def run(query: Tensor, key: Tensor, value: Tensor, given: Any) -> Tensor:
-        return hk.gated_attention(query, key, value, **given) + hk.gated_attention(
-            query, key, value, **made
-        )
+        return hk.gated_attention(query, key, value, **given) + hk.gated_attention(query, key, value, **made)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert_alike(compiled(*values, made), run(*values, made))

@@ -36,9 +36,7 @@ def without_package(code: str, *arguments: str) -> str:
 
 
 def test_schemas_are_those_of_the_declarations() -> None:
-    found = without_package(
-        f"for name in {OPS}: print(getattr(torch.ops.heads_kernels, name).default._schema)"
-    )
+    found = without_package(f"for name in {OPS}: print(getattr(torch.ops.heads_kernels, name).default._schema)")
     ops = [getattr(torch.ops.heads_kernels, name).default for name in OPS]
     assert found.splitlines() == [str(op._schema) for op in ops]
 
@@ -50,9 +48,7 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.recorded: list[tuple[str, Any, Any]] = []
 
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         results = op(*args, **(kwargs or {}))
         if op.namespace == "heads_kernels":
             assert not kwargs
@@ -176,9 +172,7 @@ def test_functions_are_declared_as_in_pytorch(tmp_path: Path) -> None:
     """Two declarations of a C function that differ do not compile together."""
     headers = "torch/csrc/inductor/aoti_torch/c/shim.h", "torch/csrc/stable/c/shim.h"
     source = tmp_path / "both.cpp"
-    source.write_text(
-        "".join(f"#include <{header}>\n" for header in (*headers, "bindings/torch_abi.h"))
-    )
+    source.write_text("".join(f"#include <{header}>\n" for header in (*headers, "bindings/torch_abi.h")))
     includes = [ROOT / "csrc", Path(torch.__file__).parent / "include"]
     flags = ["-std=c++17", "-fsyntax-only", *(f"-I{folder}" for folder in includes)]
     run = subprocess.run([COMPILER, *flags, source], capture_output=True, text=True, check=False)

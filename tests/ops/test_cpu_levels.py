@@ -83,9 +83,7 @@ def test_rows_in_the_same_memory(level: str, operator: str, views: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_a_row_with_one_key_has_no_score_gradient(
-    level: str, operator: str, dtype: torch.dtype
-) -> None:
+def test_a_row_with_one_key_has_no_score_gradient(level: str, operator: str, dtype: torch.dtype) -> None:
     """Its probability is 1 whatever its score: dP and delta are one number, up to two sums in float32."""
     B, H, Dv = 2, 4, 48
     arguments = tensors(operator, B=B, H=H, Hk=H, T=70, S=1, D=32, Dv=Dv, dtype=dtype)

@@ -32,9 +32,7 @@ def module() -> Path:
     named = os.environ.get("HK_CUDA")
     path = Path(named) if named else cuda_resources.module()
     if path is None or not path.is_file():
-        pytest.skip(
-            "no CUDA kernels were built; `make check-suite` builds them where there is nvcc"
-        )
+        pytest.skip("no CUDA kernels were built; `make check-suite` builds them where there is nvcc")
     return path
 
 

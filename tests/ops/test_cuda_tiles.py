@@ -43,9 +43,7 @@ def emulator() -> Any:
 
 
 @pytest.mark.parametrize("D", [64, 96, 128])
-def test_a_multiprocessor_holds_two_blocks_of_the_gated_forward(
-    D: int, part: str, backend: BackendName
-) -> None:
+def test_a_multiprocessor_holds_two_blocks_of_the_gated_forward(D: int, part: str, backend: BackendName) -> None:
     B, H, T = 1, 2, 130
     query, key, value = torch.randn(3, B, H, T, D, dtype=torch.bfloat16)
     hk.gated_attention(query, key, value, is_causal=True, backend=backend)
@@ -57,9 +55,7 @@ def test_a_multiprocessor_holds_two_blocks_of_the_gated_forward(
     assert (blocks, threads) == (B * H * -(-T // rows), 128)
 
 
-def test_blocks_of_keys_are_wide_where_their_memory_is_there(
-    part: str, backend: BackendName
-) -> None:
+def test_blocks_of_keys_are_wide_where_their_memory_is_there(part: str, backend: BackendName) -> None:
     query, key, value = torch.randn(3, 1, 2, 130, 128, dtype=torch.bfloat16)
     key.requires_grad_()
     hk.gated_attention(query, key, value, is_causal=True, backend=backend).sum().backward()
@@ -114,8 +110,6 @@ CASES: tuple[Case, ...] = (
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_part_computes_the_same(
-    case: Case, dtype: torch.dtype, part: str, backend: str
-) -> None:
+def test_every_part_computes_the_same(case: Case, dtype: torch.dtype, part: str, backend: str) -> None:
     report = check(case, dtype, backend)
     assert report.ok, str(report)

@@ -30,9 +30,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """`run(wrapper, words, *inputs)`: the result, so many words a thread, of inputs a row a thread."""
     emulated = request.param != "gpu"
     name = "_cuda_emulated" if emulated else "_cuda"
-    module = pytest.importorskip(
-        f"heads_kernels.{name}", reason=f"heads_kernels.{name} is not built"
-    )
+    module = pytest.importorskip(f"heads_kernels.{name}", reason=f"heads_kernels.{name} is not built")
     if not hasattr(module, "check_wrapper"):
         pytest.skip("built without HEADS_KERNELS_CUDA_CHECKS=1")
     device = torch.device("cpu" if emulated else "cuda")
@@ -41,10 +39,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         module.use_schedule(request.param)
 
     def run(wrapper: str, words: int, *inputs: npt.NDArray[Any], threads: int = 0) -> Words:
-        tensors = [
-            torch.from_numpy(np.array(values).view(np.float32)).to(device).flatten()
-            for values in inputs
-        ]
+        tensors = [torch.from_numpy(np.array(values).view(np.float32)).to(device).flatten() for values in inputs]
         threads = threads or len(inputs[0])
         result = torch.full((threads * words,), torch.nan, device=device)
         module.check_wrapper(wrapper, [*tensors, result], (device.index or 0, stream))
@@ -202,8 +197,7 @@ def test_multiply_add(run: Run, random: np.random.Generator, T: str, kind: str) 
             low = random.integers(1 << 13, size=given[name].shape, dtype=np.uint32)
             given[name] = given[name] | low
     fragments = (
-        np.concatenate([fragment(name, depth, matrix) for matrix in matrices])
-        for name, matrices in given.items()
+        np.concatenate([fragment(name, depth, matrix) for matrix in matrices]) for name, matrices in given.items()
     )
     got = run(f"multiply_add<{T}>", 4, *fragments)
     with np.errstate(invalid="ignore"):
@@ -239,9 +233,7 @@ def test_words_arrive(run: Run, random: np.random.Generator, wrapper: str, words
 
 # ---------------------------------------------------------------------- numbers
 #: Floats by their bits: zeros, subnormal, the least and the largest normal, infinite, NaN.
-SIZES = np.array(
-    [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF], np.uint32
-)
+SIZES = np.array([0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF], np.uint32)
 SPECIAL = np.concatenate([SIZES, SIZES | np.uint32(1 << 31)])
 #: Every number of 16 bits.
 HALVES = np.arange(1 << 16, dtype=np.uint32)

@@ -51,9 +51,7 @@ class SeesOps(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, classes: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.name())
         return func(*args, **(kwargs or {}))
 
@@ -222,12 +220,8 @@ def test_a_tensor_without_memory_is_refused_as_by_the_op() -> None:
         hk.gated_attention(zero, key, key)
 
 
-@pytest.mark.parametrize(
-    ("value", "way"), [("cuda,triton,cpu", "direct"), ("eager,cpu", "op"), ("eager", "op")]
-)
-def test_the_order_of_backends(
-    value: str, way: str, ways: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("value", "way"), [("cuda,triton,cpu", "direct"), ("eager,cpu", "op"), ("eager", "op")])
+def test_the_order_of_backends(value: str, way: str, ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends of GPUs before `cpu` take nothing from it."""
     if backends.SIMULATED:
         pytest.skip("a backend of GPUs serves CPU tensors in this process")

@@ -88,10 +88,7 @@ def test_zero_is_judged_in_its_own_dtype(operator: str, backend: str, name: str)
         arguments["mixing"][3] = small.repeat_interleave(16)  # a chunk each
     else:
         arguments["gate"] = small
-    grads = [
-        run(operator, backend, **arguments, closed_grad=closed_grad)[name]
-        for closed_grad in (True, False)
-    ]
+    grads = [run(operator, backend, **arguments, closed_grad=closed_grad)[name] for closed_grad in (True, False)]
     zero = arguments[name] == 0
     assert grads[0].all()
     assert not grads[1][zero].any()

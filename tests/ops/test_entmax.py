@@ -73,9 +73,7 @@ def test_values_outside_of_the_support_reach_nothing(backend):
     unused = (sparsemax(scores_of(given)) == 0).all(2)  # [B, H, S]
     assert unused.any()
     poisoned = given | {"value": given["value"].masked_fill(unused[..., None], torch.nan)}
-    clean, dirty = (
-        run("entmax_attention", backend, **each, alpha=2.0) for each in (given, poisoned)
-    )
+    clean, dirty = (run("entmax_attention", backend, **each, alpha=2.0) for each in (given, poisoned))
     for name, tensor in clean.items():
         assert torch.equal(dirty[name], tensor), name
 

@@ -137,9 +137,7 @@ def test_cases(backend: str, kernel: str, named: Case, dtype: torch.dtype, order
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", [GatedCase, CollaborativeCase])
 @pytest.mark.parametrize("backend", ["triton"])
-def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(
-    backend: str, kind: Any, number: float
-) -> None:
+def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(backend: str, kind: Any, number: float) -> None:
     """In a key or in a value: hidden from some rows, from all of them, or in padding."""
     mask = masks.padded(140, 70, queries=False, causal=True)
     width = {"D": 64} if kind is GatedCase else {"Ds": 64}
@@ -159,9 +157,7 @@ def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(
     assert not out[:, :, 60:, 7].isfinite().any()
 
 
-@pytest.mark.parametrize(
-    "bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.release)]
-)
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.release)])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("backend", ["triton"])
 def test_hidden_values_reach_no_gradient(backend: str, softcap: float | None, bad: float) -> None:

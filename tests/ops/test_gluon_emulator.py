@@ -61,9 +61,7 @@ def run_forward(
     return results
 
 
-def run_collaborative(
-    module: ModuleType, order: str, poisoned: bool = True, key_stages: int = 2
-) -> Results:
+def run_collaborative(module: ModuleType, order: str, poisoned: bool = True, key_stages: int = 2) -> Results:
     return run_forward(module, order, poisoned, COLLABORATIVE, key_stages)
 
 
@@ -105,9 +103,7 @@ def sources(modules: Sequence[ModuleType], *changes: tuple[str, str]) -> dict[Mo
 
 def loaded(folder: Path, texts: dict[ModuleType, str]) -> ModuleType:
     """The last of these modules, of which each may import those before it; the files stay, for Triton reads them."""
-    own = {
-        module.__name__: f"{folder.name}_{module.__name__.rpartition('.')[2]}" for module in texts
-    }
+    own = {module.__name__: f"{folder.name}_{module.__name__.rpartition('.')[2]}" for module in texts}
     for module, text in texts.items():
         for name, mutant in own.items():
             text = text.replace(f"from {name} import", f"from {mutant} import")
@@ -151,9 +147,7 @@ REMOVED = [
 
 
 @pytest.mark.parametrize(("module", "first", "last"), REMOVED)
-def test_every_statement_that_synchronizes_is_needed(
-    module: ModuleType, first: int, last: int, tmp_path: Path
-) -> None:
+def test_every_statement_that_synchronizes_is_needed(module: ModuleType, first: int, last: int, tmp_path: Path) -> None:
     """Without it, some order of the partitions of some call has a fault."""
     runs = [(run, modules) for run, modules in OF_PASS.values() if module in modules]
     texts = sources(runs[0][1])
@@ -173,9 +167,7 @@ def test_every_statement_that_synchronizes_is_needed(
 _PV_ENDS = "acc, weights = warpgroup_mma_wait(num_outstanding=0, deps=(acc, weights))\n"
 _FREES_V = "mbarrier.arrive(shared.value_free.index(before), count=1)\n"
 _SPACE = " " * 16
-_PLACE_WAITS = (
-    "            mbarrier.wait(shared.key_free.index(stage), (number // KEY_STAGES + 1) & 1)\n"
-)
+_PLACE_WAITS = "            mbarrier.wait(shared.key_free.index(stage), (number // KEY_STAGES + 1) & 1)\n"
 _STORES_CONTENT = """            if shared.content is not None:
                 shared.content.index(stage).store(content)
 """
@@ -246,9 +238,7 @@ def test_faults_are_found(of: str, name: str, order: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("poisoned", [True, pytest.param(False, marks=pytest.mark.check)])
 def test_the_forward_kernel_has_none(poisoned: bool, run: Any, key_stages: int) -> None:
     """And the order of its partitions changes no bit."""
-    first, *others = (
-        run(gluon_forward, order, poisoned, key_stages=key_stages) for order in ORDERS
-    )
+    first, *others = (run(gluon_forward, order, poisoned, key_stages=key_stages) for order in ORDERS)
     nan = first.out.isnan()
     assert nan[0, 0, -1].all() == poisoned
     assert not nan[0, 0, :-1].any()

@@ -16,9 +16,7 @@ from tests.support.alike import assert_alike
 LEAST, MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 INF = torch.inf
 #: The operators that have sinks, and all of them.
-WITH_SINKS = list(
-    product(("gated_attention", "collaborative_attention", "attention_statistics"), NAMES)
-)
+WITH_SINKS = list(product(("gated_attention", "collaborative_attention", "attention_statistics"), NAMES))
 EVERY = [*WITH_SINKS, *product(("entmax_attention",), NAMES)]
 #: Two tiles of keys; one row of them may be split.
 S = 70
@@ -124,9 +122,7 @@ SINKS = torch.tensor([1e20, MOST, -INF, -1e20, LEAST])
 @pytest.mark.parametrize(("operator", "backend"), WITH_SINKS)
 def test_a_large_sink(operator: str, backend: str, keys: int) -> None:
     heads = len(SINKS)
-    given: dict[str, Any] = tensors(
-        operator, B=1, H=heads, Hk=heads, T=3, S=keys, dtype=torch.float32
-    )
+    given: dict[str, Any] = tensors(operator, B=1, H=heads, Hk=heads, T=3, S=keys, dtype=torch.float32)
     given.pop("content_bias", None)
     small = torch.tensor([1e4, 1e4, -INF, -INF, -INF])  # weights of 0 beside any score, or none
     expected = results(operator, "eager", **given, sinks=small)
@@ -138,9 +134,7 @@ def test_a_large_sink(operator: str, backend: str, keys: int) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize(
-    ("operator", "backend"), [each for each in EVERY if each[0] != "attention_statistics"]
-)
+@pytest.mark.parametrize(("operator", "backend"), [each for each in EVERY if each[0] != "attention_statistics"])
 def test_a_large_score_takes_all(operator: str, backend: str, length: int) -> None:
     given = operands(operator, length, True)
     given["query"].zero_()[..., 0] = 1e19

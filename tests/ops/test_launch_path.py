@@ -37,9 +37,7 @@ STUB = ROOT / "tests" / "support" / "stub_driver.c"
 
 #: Together they launch every kernel, with every kind of operand.
 WORKS = works(", D 64", features="causal") + works(", D 64", features="bias")
-WORKS += works(", D 64", features="lengths") + works(
-    "offsets, causal, Ds 256", "grouped heads, Ds 256"
-)
+WORKS += works(", D 64", features="lengths") + works("offsets, causal, Ds 256", "grouped heads, Ds 256")
 WORKS += works(": D 64", ": Ds 256") + works(": decoding, D 128", ": decoding, Ds 256")
 
 

@@ -45,10 +45,7 @@ def test_in_torch(operator: str, backend: str) -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_leading_dimensions(operator: str) -> None:
-    given = {
-        name: t if name == "mixing" else t.unflatten(0, (1, B))
-        for name, t in tensors(operator).items()
-    }
+    given = {name: t if name == "mixing" else t.unflatten(0, (1, B)) for name, t in tensors(operator).items()}
     out, lse = getattr(hk, operator)(**given, return_lse=True)
     assert (out.shape, lse.shape) == ((1, B, H, T, Dv), (1, B, H, T))
     assert lse.dtype == torch.float64
@@ -90,9 +87,7 @@ def test_merged_parts_are_the_whole(operator: str, backend: str, sinks: bool) ->
     merged = hk.merge_attention(outs, lses)
     assert_alike(merged, whole)
     starts = torch.randn_like(whole[0]), torch.randn_like(whole[1])
-    assert_alike(
-        *(torch.autograd.grad(each, list(leaves.values()), starts) for each in (merged, whole))
-    )
+    assert_alike(*(torch.autograd.grad(each, list(leaves.values()), starts) for each in (merged, whole)))
 
 
 def test_merge_reads_nothing_of_hidden_parts() -> None:

@@ -15,9 +15,7 @@ MATRIX = 4 * T * T  # bytes of one head's scores in float32: 64 MiB
 
 
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize(
-    ("operator", "backend"), [*FUSED, *(("attention_statistics", name) for name in NAMES)]
-)
+@pytest.mark.parametrize(("operator", "backend"), [*FUSED, *(("attention_statistics", name) for name in NAMES)])
 def test_memory_is_linear_in_length(operator: str, backend: str, offsets: bool) -> None:
     given = tensors(operator, B=1, H=2, Hk=2, T=T, S=T, D=16, Dv=16, dtype=torch.float32)
     if offsets:

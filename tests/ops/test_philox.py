@@ -50,12 +50,8 @@ def keeps(seed: int, dropout_p: float, *sizes: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
-def test_known_answers(
-    counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
-) -> None:
-    got = philox4x32(
-        tuple(torch.tensor(word) for word in counter), tuple(torch.tensor(word) for word in key)
-    )
+def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
+    got = philox4x32(tuple(torch.tensor(word) for word in counter), tuple(torch.tensor(word) for word in key))
     assert tuple(int(word) for word in got) == words
     assert plain_philox(counter, key) == words
 
@@ -69,9 +65,7 @@ def test_every_element_reads_its_own_word(seed: int, S: int) -> None:
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_the_mask_that_an_operator_draws(
-    operator: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mask_that_an_operator_draws(operator: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys as values show the dropped probabilities of every row: the same on every backend.
 
     The call is the last part of a whole in every dimension.

@@ -141,9 +141,7 @@ def in_tokens(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_few_rows_see_their_own_keys(
-    operator: str, bad: float, dtype: torch.dtype, tokens_first: bool
-) -> None:
+def test_few_rows_see_their_own_keys(operator: str, bad: float, dtype: torch.dtype, tokens_first: bool) -> None:
     """A key that one row of three sees and another does not: only the first gets the NaN of the key or value."""
     sizes = {"H": 6, "S": 700, "D": 96, "Dv": 40}
     if tokens_first:  # so many keys that a task reads several of their heads
@@ -190,8 +188,7 @@ def test_a_closed_head_is_not_read(backend: str, bad: float) -> None:
     inputs = inputs_of(find("gated_attention", "closed_heads"), backend)
     closed = inputs.tensors["gate"] == 0
     spoiled = {
-        name: t if name == "gate" else t.masked_fill(closed[:, None, None], bad)
-        for name, t in inputs.tensors.items()
+        name: t if name == "gate" else t.masked_fill(closed[:, None, None], bad) for name, t in inputs.tensors.items()
     }
     poisoned = replace(inputs, tensors=spoiled, options={**inputs.options, "closed_grad": False})
     want = replace(inputs, options=poisoned.options).backward(backend)
@@ -210,9 +207,7 @@ def test_a_closed_head_is_not_read(backend: str, bad: float) -> None:
 @pytest.mark.parametrize("layout", ["BHTD", "BTHD"])
 @pytest.mark.parametrize(("T", "Dv"), [(1, 8), (63, 5), (130, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zeros_of_closed_heads_are_written(
-    dtype: torch.dtype, T: int, Dv: int, layout: str
-) -> None:
+def test_zeros_of_closed_heads_are_written(dtype: torch.dtype, T: int, Dv: int, layout: str) -> None:
     """In every memory order, with neighbours that are closed in one batch element and open in the next."""
     B, H = 3, 5
     given = tensors("gated_attention", B=B, H=H, Hk=H, T=T, S=T, Dv=Dv, dtype=dtype)
@@ -279,12 +274,8 @@ def test_a_row_that_sees_no_key_reads_no_mixing_vector(backend: str, bad: float)
     """Beside rows that read one."""
     given = tensors("collaborative_attention", dtype=torch.float32)
     given["mixing"][0, 3] = bad
-    query_mask = torch.ones(given["query"].shape[:2], dtype=torch.bool).index_fill(
-        1, torch.tensor([1]), False
-    )
-    found = run(
-        "collaborative_attention", backend, **given, attn_mask=hk.Mask(query_mask=query_mask)
-    )
+    query_mask = torch.ones(given["query"].shape[:2], dtype=torch.bool).index_fill(1, torch.tensor([1]), False)
+    found = run("collaborative_attention", backend, **given, attn_mask=hk.Mask(query_mask=query_mask))
     assert not found["query"][:, 1].any()
     assert found["query"][:, 0].isnan().any()
 

@@ -131,20 +131,14 @@ def cases(draw: st.DrawFn, operator: str) -> Case:
     T, S = draw(LENGTH), draw(LENGTH)
     if operator == "gated_attention":
         return GatedCase("drawn", B, Hk * group, T, S, D=draw(WIDTH), Hk=Hk, **shared)
-    mixing = draw(
-        st.sampled_from(["dense", "blocks", "ragged", "unaligned", "chunks", "zero_head"])
-    )
+    mixing = draw(st.sampled_from(["dense", "blocks", "ragged", "unaligned", "chunks", "zero_head"]))
     bias = draw(st.booleans())
-    return CollaborativeCase(
-        "drawn", B, Hk, T, S, Ds=draw(WIDTH), mixing=mixing, content_bias=bias, **shared
-    )
+    return CollaborativeCase("drawn", B, Hk, T, S, Ds=draw(WIDTH), mixing=mixing, content_bias=bias, **shared)
 
 
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 @given(data=st.data(), dtype=DTYPE, seed=st.integers(0, 1000))
-def test_any_call_is_accurate(
-    operator: str, backend: str, data: st.DataObject, dtype: torch.dtype, seed: int
-) -> None:
+def test_any_call_is_accurate(operator: str, backend: str, data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
     inputs = data.draw(cases(operator)).make(dtype, seed=seed)
     choice = choose(inputs.parsed(), backend)
     assume(choice.backend is not None)
@@ -184,9 +178,7 @@ def test_a_key_with_nearly_all_weight(backend: str) -> None:
     S=st.sampled_from([1, 15, 17, 63, 65, 255, 256, 257, 300, 513, 600]),
     dtype=DTYPE,
 )
-def test_few_rows_are_accurate(
-    operator: str, data: st.DataObject, T: int, S: int, dtype: torch.dtype
-) -> None:
+def test_few_rows_are_accurate(operator: str, data: st.DataObject, T: int, S: int, dtype: torch.dtype) -> None:
     """Few query rows have a way of their own on the CPU."""
     inputs = replace(data.draw(cases(operator)), T=T, S=S).make(dtype)
     report = compare(reference(inputs, backward=False), "cpu")
@@ -256,9 +248,7 @@ def test_any_strides(operator: str, backend: str, argument: str, strides: str) -
         case = CollaborativeCase("strides", *sizes, Ds=32, content_bias=True, **options)
     inputs = case.make()
     tensors = {**inputs.tensors, "dout": inputs.dout}
-    if argument not in tensors or (
-        tensors[argument].dim() < 2 and strides.startswith(("rev", "exp"))
-    ):
+    if argument not in tensors or (tensors[argument].dim() < 2 and strides.startswith(("rev", "exp"))):
         pytest.skip(f"{operator} has no such {argument}")
     view = STRIDES[strides](tensors[argument])
 

@@ -85,16 +85,11 @@ def test_tiles_that_a_bias_hides_whole(operator: str, backend: str, shared: bool
     [(2, 1), (1, 3), *(pytest.param(each, marks=pytest.mark.check) for each in ((1, 1), (2, 3)))],
 )
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_any_batch_dimensions_share_a_bias(
-    operator: str, backend: str, lead: tuple[int, int]
-) -> None:
+def test_any_batch_dimensions_share_a_bias(operator: str, backend: str, lead: tuple[int, int]) -> None:
     """A bias that rows of an alignment share, `[batch, 1, H, T, S]`, is not expanded."""
     batch = (2, 3)
     given = tensors(operator, B=6, H=2, Hk=2, T=9, S=11, dtype=torch.float32)
-    several = {
-        name: value if name == "mixing" else value.unflatten(0, batch)
-        for name, value in given.items()
-    }
+    several = {name: value if name == "mixing" else value.unflatten(0, batch) for name, value in given.items()}
     bias = torch.randn(*lead, 2, 9, 11)
     flat = flatten_bias(bias, batch, (2, 9, 11))
     assert flat.data_ptr() == bias.data_ptr()
@@ -125,11 +120,7 @@ def test_bad_tables() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        case
-        for case in (*CASES, *ENTMAX)
-        if "nasty" in case.tags and case.B * case.T * case.S < 10_000
-    ],
+    [case for case in (*CASES, *ENTMAX) if "nasty" in case.tags and case.B * case.T * case.S < 10_000],
 )
 def test_calls_of_some_rows_and_heads(case: Case) -> None:
     whole = case.make(torch.float64).parsed()

@@ -16,9 +16,7 @@ from tests.support.plain import plain
 
 #: Not those that differ in their gates alone.
 QUICK = [
-    case
-    for case in CASES
-    if not (case.dropout_p or "model" in case.tags or case.name.startswith(("gate_", "closed")))
+    case for case in CASES if not (case.dropout_p or "model" in case.tags or case.name.startswith(("gate_", "closed")))
 ]
 
 

@@ -146,9 +146,7 @@ OF_ENTMAX: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("case", MANY_TERMS)
-def test_systematic_faults_are_found(
-    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_systematic_faults_are_found(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 0.3 %, which is less than one rounding to bfloat16."""
     cases = case, find(case.operator, "mean")
     good = [reference(each.make(dtype)) for each in cases]
@@ -209,9 +207,7 @@ def test_turns_alternate() -> None:
         order.append(name)
         time.sleep(1e-3)
 
-    timings = time_in_turn(
-        {"a": lambda: slow("a"), "b": lambda: slow("b")}, budget_s=0.02, warmup=1, least=4
-    )
+    timings = time_in_turn({"a": lambda: slow("a"), "b": lambda: slow("b")}, budget_s=0.02, warmup=1, least=4)
     assert "".join(order[4:12]) == "abababab"
     assert 1e-3 <= timings["a"].minimum <= timings["a"].median < 0.1
     assert timings["a"].calls == 1
@@ -262,9 +258,7 @@ def test_chance_is_one_in_a_million(simulations: int) -> None:
     for count in (1, 2):
         square = _chance(simulations, count) ** 2
         of_floor = torch.tensor(simulations * count / 2.0, dtype=torch.float64)
-        share = 1 / (
-            1 + square / simulations
-        )  # of the floor in the sum of all squares, beta distributed
+        share = 1 / (1 + square / simulations)  # of the floor in the sum of all squares, beta distributed
         drawn = torch.distributions.Beta(of_floor, torch.tensor(count / 2.0).double())
         grid = torch.linspace(1e-9, share, 100_001, dtype=torch.float64)
         exceeded = torch.trapezoid(drawn.log_prob(grid).exp(), grid).item()

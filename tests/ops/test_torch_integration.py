@@ -102,9 +102,7 @@ def test_opcheck_statistics(backend: str, form: str) -> None:
         ("seed", torch.zeros(5, dtype=torch.int64), False),
     ],
 )
-def test_an_op_refuses_what_it_does_not_read(
-    backend: str, name: str, given: Tensor, has_value: bool
-) -> None:
+def test_an_op_refuses_what_it_does_not_read(backend: str, name: str, given: Tensor, has_value: bool) -> None:
     arguments = tensors("gated_attention", dtype=torch.float32, Hk=H)
     serve("gated_attention", backend, **arguments)
     fields = parsed("gated_attention", **arguments)
@@ -157,10 +155,7 @@ def test_autocast(operator: str, backend: str) -> None:
     arguments = tensors(operator, dtype=torch.float32, grad=True)
     arguments["gate"] = torch.rand(H, requires_grad=True)
     dout = torch.randn(B, H, T, Dv, dtype=torch.bfloat16)
-    narrow = {
-        name: t.bfloat16() if name in ("query", "key", "value") else t
-        for name, t in arguments.items()
-    }
+    narrow = {name: t.bfloat16() if name in ("query", "key", "value") else t for name, t in arguments.items()}
     serve(operator, backend, **narrow)
     direct = call(operator, backend, **narrow)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):

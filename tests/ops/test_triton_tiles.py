@@ -49,14 +49,8 @@ CALLS: dict[str, dict[str, Any]] = {
         "attn_mask": as_mask(blocks(B, 1, T, S), (B, H, T, S))
         & Mask(causal=True, window=[(-1, 0), (40, 0), (9, 0)], first_keys=[0, 4, 70])
     },
-    "lengths": {
-        "attn_mask": Mask(
-            key_lengths=torch.tensor([70, 210]), query_lengths=torch.tensor([150, 33])
-        )
-    },
-    "lengths, causal": {
-        "attn_mask": Mask(causal="lower_right", key_lengths=torch.tensor([0, 192]))
-    },
+    "lengths": {"attn_mask": Mask(key_lengths=torch.tensor([70, 210]), query_lengths=torch.tensor([150, 33]))},
+    "lengths, causal": {"attn_mask": Mask(causal="lower_right", key_lengths=torch.tensor([0, 192]))},
     "windows of heads": {"attn_mask": Mask(causal=True, window=[(-1, 0), (40, 0), (9, 0)])},
     "no mask": {},
     "hidden whole": {"attn_mask": torch.zeros(T, S, dtype=torch.bool)},
@@ -147,9 +141,7 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
     for by_keys in (False, True):
         lists = with_tile_lists(call, of, others, by_keys, support).visible.lists
         assert lists is not None
-        assert torch.equal(
-            lists.counts.sum(1).view(*call.sizes[:2], -1), visited.sum(2 if by_keys else 3)
-        )
+        assert torch.equal(lists.counts.sum(1).view(*call.sizes[:2], -1), visited.sum(2 if by_keys else 3))
 
 
 # ---------------------------------------------------------------------- sizes on GPUs
@@ -158,9 +150,7 @@ CASES: tuple[Case, ...] = (
     GatedCase("wide", 1, 1, 140, 150, D=256, Dv=200, gate="BHTD", mask=masks.holes),
     GatedCase("decoding", 2, 4, 1, 300, D=64, Dv=64, Hk=2, gate="BH", mask=masks.holes),
     CollaborativeCase("few rows", 1, 2, 16, 140, Ds=256, Dv=64, content_bias=True),
-    CollaborativeCase(
-        "chunks", 1, 2, 90, 140, Ds=256, Dv=64, content_bias=True, gate="H", mixing="chunks"
-    ),
+    CollaborativeCase("chunks", 1, 2, 90, 140, Ds=256, Dv=64, content_bias=True, gate="H", mixing="chunks"),
     CollaborativeCase("slices", 1, 2, 70, 90, Ds=600, Dv=64, content_bias=True, mask=masks.holes),
 )
 

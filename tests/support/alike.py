@@ -49,6 +49,4 @@ def assert_alike(
         finite = expected.detach()[expected.isfinite()].abs()
         largest = max(1.0, finite.max().item()) if finite.numel() else 1.0
         tolerance = rounding(dtype or expected.dtype) * largest
-    torch.testing.assert_close(
-        found, expected, rtol=0.0, atol=tolerance, msg=lambda text: f"{name}: {text}"
-    )
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=tolerance, msg=lambda text: f"{name}: {text}")

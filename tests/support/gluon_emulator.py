@@ -70,9 +70,7 @@ class Pointer:
         at, where = np.broadcast_arrays(self.offset, True if mask is None else mask)
         used = at[where]
         if used.size and not (used.min() >= 0 and used.max() < len(storage)):
-            raise Fault(
-                f"an address outside of a tensor: element {used.min()} or {used.max()} of {len(storage)}"
-            )
+            raise Fault(f"an address outside of a tensor: element {used.min()} or {used.max()} of {len(storage)}")
         return storage, at, where
 
 
@@ -82,9 +80,7 @@ class Tiles:
     def __init__(self, described: TensorDescriptor) -> None:
         self.dtype, self.layout = _TYPES[described.base.dtype], described.layout
         self.block = list(described.block_shape)
-        strides = [
-            s if n > 1 else 0 for s, n in zip(described.strides, described.shape, strict=True)
-        ]
+        strides = [s if n > 1 else 0 for s, n in zip(described.strides, described.shape, strict=True)]
         self._tensor = described.base.detach().as_strided(described.shape, strides)
 
     @property
@@ -240,9 +236,7 @@ class _Language:
     def allocate_shared_memory(self, dtype: Any, shape: Any, layout: Any) -> Any:
         machine = self._machine
         if dtype is gl.int64:
-            added = [
-                Barrier(machine, f"barrier {len(machine.barriers) + i}") for i in range(shape[0])
-            ]
+            added = [Barrier(machine, f"barrier {len(machine.barriers) + i}") for i in range(shape[0])]
             machine.barriers += added
             return types.SimpleNamespace(index=lambda i: added[int(i)])
         cells = [Cell() for _ in range(shape[0])]
@@ -291,9 +285,7 @@ def _hardware(machine: Machine) -> dict[str, Any]:
             if cell.unfenced == machine.me:
                 cell.unfenced = None
 
-    def warpgroup_mma(
-        a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False
-    ) -> Any:
+    def warpgroup_mma(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
         product = Product(machine, a, b, acc, use_acc)
         if not is_async:
             return product.ended()
@@ -334,9 +326,7 @@ class _Names:
     def function(self, kernel: Any) -> Callable[..., Any]:
         function = kernel.fn
         names = self._of_module(function.__globals__)
-        return types.FunctionType(
-            function.__code__, names, function.__name__, function.__defaults__
-        )
+        return types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
     def _of_module(self, module: dict[str, Any]) -> dict[str, Any]:
         if id(module) not in self._modules:
@@ -349,9 +339,7 @@ class _Names:
         if isinstance(each, types.ModuleType):
             if each.__name__ in ("triton.language", gl.__name__):
                 return self._language
-            return {mbarrier: self._hardware["mbarrier"], tma: self._hardware["tma"]}.get(
-                each, each
-            )
+            return {mbarrier: self._hardware["mbarrier"], tma: self._hardware["tma"]}.get(each, each)
         if type(each).__name__ in ("JITFunction", "GluonJITFunction", "InterpretedFunction"):
             return self.function(each)
         if isinstance(each, gl.constexpr):

@@ -100,9 +100,7 @@ class Barrier:
     def wait(self, parity: int) -> None:
         if not self.count:
             raise Fault(f"{self.name} is not initialized")
-        self._machine.wait_until(
-            lambda: self.phase & 1 != parity & 1, f"{self.name}, parity {parity & 1}"
-        )
+        self._machine.wait_until(lambda: self.phase & 1 != parity & 1, f"{self.name}, parity {parity & 1}")
         self._machine.clock.acquire(self._released)
 
     def _complete(self) -> None:
@@ -115,9 +113,7 @@ class Barrier:
 class Shared:
     """A buffer in shared memory, or a view of it; the tiles of its first dimension are cells."""
 
-    def __init__(
-        self, machine: Machine, array: np.ndarray, dtype: Any, name: str, cells: list[Cell]
-    ) -> None:
+    def __init__(self, machine: Machine, array: np.ndarray, dtype: Any, name: str, cells: list[Cell]) -> None:
         self.machine, self.array, self.dtype, self.name, self.cells = machine, array, dtype, name, cells  # fmt: skip
 
     def _view(self: View, array: np.ndarray, cells: list[Cell] | None = None) -> View:
@@ -148,9 +144,7 @@ class Shared:
             self._know_of_write(cell, "read")
             if asynchronous:
                 if cell.unfenced is not None:
-                    raise Fault(
-                        f"{self.name}: {asynchronous} reads it without a fence_async_shared"
-                    )
+                    raise Fault(f"{self.name}: {asynchronous} reads it without a fence_async_shared")
                 cell.readers.append(asynchronous)
             else:
                 cell.reads.append(self.machine.now())
@@ -169,9 +163,7 @@ class Shared:
             if cell.readers:
                 raise Fault(f"{self.name}: overwritten while {cell.readers[0]} reads it")
             if not all(self.machine.knows(read) for read in cell.reads):
-                raise Fault(
-                    f"{self.name}: overwritten by a partition that has not waited for its readers"
-                )
+                raise Fault(f"{self.name}: overwritten by a partition that has not waited for its readers")
             cell.reads.clear()
             cell.copy = copy
             cell.written = self.machine.now() if copy is None else None
@@ -182,9 +174,7 @@ class Shared:
         if cell.copy is not None and cell.copy not in self.machine.clock.copies:
             raise Fault(f"{self.name}: {what} before its copy was waited for")
         if cell.written is not None and not self.machine.knows(cell.written):
-            raise Fault(
-                f"{self.name}: {what} by a partition that has not waited for what another stored"
-            )
+            raise Fault(f"{self.name}: {what} by a partition that has not waited for what another stored")
 
 
 @dataclass
@@ -252,9 +242,7 @@ class Machine:
         """A copy stores or adds to the tile `at`, a tensor and a place in it: whoever did before must be done."""
         before = self.added.to.setdefault(at, [])
         if not self.own.known.issuperset(before):
-            raise Fault(
-                f"a tile at {at[1:]} is added to before what others add is known to be there"
-            )
+            raise Fault(f"a tile at {at[1:]} is added to before what others add is known to be there")
         self.added.count += 1
         before.append(self.added.count)
         self.own.adding.append(self.added.count)
@@ -293,9 +281,7 @@ class Machine:
         while not ready():
             self._waiting[self.me] = ready, what
             if not (self._giving or any(map(self._can_go_on, self._running))):
-                waits = "; ".join(
-                    f"partition {n} for {w[1]}" for n, w in sorted(self._waiting.items())
-                )
+                waits = "; ".join(f"partition {n} for {w[1]}" for n, w in sorted(self._waiting.items()))
                 raise Fault(f"a deadlock: {waits}")
             self._pass_on()
         self._waiting.pop(self.me, None)
@@ -346,9 +332,7 @@ class Machine:
                     if self._error is None:
                         function(*arguments)
                         if self.own.queue or self.own.stores:
-                            raise Fault(
-                                f"partition {number} ends while a product or a copy is under way"
-                            )
+                            raise Fault(f"partition {number} ends while a product or a copy is under way")
             except BaseException as error:
                 self._error = self._error or error
             finally:
@@ -359,10 +343,7 @@ class Machine:
                 for following in (ready or self._running)[:1]:
                     self._wake(following)
 
-        threads = [
-            threading.Thread(target=run, args=(1 + n, *part), daemon=True)
-            for n, part in enumerate(parts)
-        ]
+        threads = [threading.Thread(target=run, args=(1 + n, *part), daemon=True) for n, part in enumerate(parts)]
         for thread in threads:
             thread.start()
         self._wake(1)

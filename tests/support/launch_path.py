@@ -140,9 +140,7 @@ def bits_of(kind: str, value: Any, size: int) -> int:
     return int(value) & ((1 << 8 * size) - 1)
 
 
-def differences(
-    compiled: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], stub: Stub, before: int
-) -> list[str]:
+def differences(compiled: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], stub: Stub, before: int) -> list[str]:
     """Where the last launch is not this one, in words."""
     sizes = parameter_bytes(compiled.asm["ptx"])
     kinds = list(leaves(tuple(compiled.src.signature.values())))

@@ -10,8 +10,7 @@ from torch import nn
 def state(model: nn.Module) -> list[Any]:
     """Objects are compared by identity, so that an equal copy of a weight or a config is a change."""
     return [
-        (name, type(module), id(module), _attributes(module), _config(module))
-        for name, module in model.named_modules()
+        (name, type(module), id(module), _attributes(module), _config(module)) for name, module in model.named_modules()
     ]
 
 

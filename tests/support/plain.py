@@ -55,9 +55,7 @@ def plain(call: Call, kept: Tensor | None = None) -> Plain:
     weights = probabilities if kept is None else probabilities * kept
     out = weights @ p.value.repeat_interleave(p.H // max(p.value.shape[1], 1), 1)
     if p.gate is not None:
-        gate = {"identity": lambda g: g, "sigmoid": torch.sigmoid, "softplus": F.softplus}[
-            p.gate_activation
-        ](p.gate)
+        gate = {"identity": lambda g: g, "sigmoid": torch.sigmoid, "softplus": F.softplus}[p.gate_activation](p.gate)
         gate = gate[None] if gate.dim() == 1 else gate
         out = out * gate[(...,) + (None,) * (4 - gate.dim())]
     return Plain(out, lse, probabilities)

@@ -79,10 +79,7 @@ class Processes:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         store = os.path.join(tempfile.mkdtemp(), "store")
-        self._ranks = [
-            ProcessPoolExecutor(1, context, _join, (rank, self.world, store))
-            for rank in range(self.world)
-        ]
+        self._ranks = [ProcessPoolExecutor(1, context, _join, (rank, self.world, store)) for rank in range(self.world)]
 
 
 @functools.cache

@@ -153,10 +153,7 @@ TINY = {
     ),
     "mimo_v2_flash": Tiny(
         "MiMoV2FlashForCausalLM",
-        GROUPED
-        | LOCAL
-        | DENSE_MLP
-        | {"n_routed_experts": 2, "moe_intermediate_size": 16, "v_head_dim": 4},
+        GROUPED | LOCAL | DENSE_MLP | {"n_routed_experts": 2, "moe_intermediate_size": 16, "v_head_dim": 4},
         "MiMoV2FlashAttention",
     ),
     "openai_privacy_filter": Tiny(
@@ -190,9 +187,7 @@ TINY = {
     "muse_glimmer_text": Tiny("MuseGlimmerTextModel", GROUPED | LOCAL, "MuseGlimmerTextAttention"),
     "muse_spark_text": Tiny("MuseSparkTextModel", GROUPED | LOCAL | DENSE_MLP),
     "neomme": Tiny("NeoMMEModel", GROUPED | LOCAL | {"head_dim": 16, "embedding_rank": 16}),
-    "qwen3_5_moe_text": Tiny(
-        "Qwen3_5MoeForCausalLM", GROUPED | LINEAR | EXPERTS, "Qwen3_5MoeAttention"
-    ),
+    "qwen3_5_moe_text": Tiny("Qwen3_5MoeForCausalLM", GROUPED | LINEAR | EXPERTS, "Qwen3_5MoeAttention"),
     "qwen3_5_text": Tiny("Qwen3_5ForCausalLM", GROUPED | LINEAR, "Qwen3_5Attention"),
     "qwen3_next": Tiny("Qwen3NextForCausalLM", GROUPED | LINEAR | EXPERTS, "Qwen3NextAttention"),
     "step3p7_text": Tiny("Step3p7TextModel", GROUPED | LOCAL | DENSE_MLP, "Step3p7Attention"),
@@ -222,9 +217,7 @@ def randomised(model_class: Any, config: Any, attention: str, seed: int = 0) -> 
     """A model in evaluation mode, whose biases are not 0."""
     torch.manual_seed(seed)
     # The default function of experts has no float64.
-    built = model_class._from_config(
-        config, attn_implementation=attention, experts_implementation="eager"
-    )
+    built = model_class._from_config(config, attn_implementation=attention, experts_implementation="eager")
     with torch.no_grad():
         for parameter in built.parameters():  # biases start at 0, which hides what is done to them
             if parameter.requires_grad:

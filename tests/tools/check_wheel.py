@@ -48,9 +48,7 @@ def holds_the_package(wheel: Path) -> str:
         modules = {stem(name): name for name in names if name.endswith(".so")}
         assert sorted(modules) == sorted(MODULES), modules
         for name in set(MODULES) & set(PLACES):
-            assert PLACES[name] in archive.read(modules[name]), (
-                "the repair took the path of " + name
-            )
+            assert PLACES[name] in archive.read(modules[name]), "the repair took the path of " + name
     held = {name for name in names if ".dist-info/" not in name} - set(modules.values())
     assert held == wanted, sorted(held ^ wanted)
     assert ("manylinux" if MODULES else "py3-none-any") in wheel.name, wheel.name

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip(
-    "rich", reason="the benchmark prints with rich: pip install 'heads_kernels[bench]'"
-)
+pytest.importorskip("rich", reason="the benchmark prints with rich: pip install 'heads_kernels[bench]'")
 
 from benchmarks import __main__ as cli
 from benchmarks import (
@@ -106,9 +104,7 @@ def test_parts_on_request(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("heads_kernels._cuda_emulated") is None, reason="needs the emulator"
-)
+@pytest.mark.skipif(importlib.util.find_spec("heads_kernels._cuda_emulated") is None, reason="needs the emulator")
 def test_the_way_of_a_gpu(tmp_path: Path) -> None:
     """Its workloads at toy sizes, its candidates and parts, on emulated kernels."""
     path = tmp_path / "numbers.json"
@@ -225,9 +221,7 @@ def test_interrupted_run_keeps_what_it_has_and_goes_on(
     assert [row["direction"] for row in numbers["speed"]] == list(DIRECTIONS)
 
 
-def test_what_ended_a_run_is_a_failure_and_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_ended_a_run_is_a_failure_and_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As a crash of the process does: the file says what was under way."""
 
     def crash(*call: object, **options: object) -> object:
@@ -248,9 +242,7 @@ def test_what_ended_a_run_is_a_failure_and_left_out(
 
 
 # ---------------------------------------------------------------------- goals
-def row(
-    name: str, direction: str = "forward", threads: int | None = 2, **times: float
-) -> measure.Row:
+def row(name: str, direction: str = "forward", threads: int | None = 2, **times: float) -> measure.Row:
     """A row of 1 ms at 100 GFLOP/s, where eager takes 2 ms and SDPA 1.8."""
     taken = {"ours": 1.0, "eager": 2.0, "sdpa": 1.8, **times}
     return {
@@ -307,9 +299,7 @@ def test_goals_read_the_rows_they_name() -> None:
 def test_every_workload_of_the_full_form_has_a_baseline() -> None:
     """The smoke form leaves some out; nothing is computed."""
     for workload in workloads.table(Settings("full")):
-        if workload.name.startswith(
-            "decoding"
-        ):  # caches of up to 2 GiB; the smoke form has small ones
+        if workload.name.startswith("decoding"):  # caches of up to 2 GiB; the smoke form has small ones
             continue
         assert baselines(workload.make(torch.float32, CPU)[0]), workload.name
 
@@ -379,9 +369,7 @@ def test_peaks_count_what_every_thread_computed(dtype: torch.dtype) -> None:
         assert counts["avx512bf16"] == pairs * counts["avx512"]
 
 
-def test_memory_that_cannot_be_read_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_memory_that_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on a system without procfs, where it was 0."""
     monkeypatch.setattr(peak, "_STATUS", tmp_path / "status")
     with pytest.raises(RuntimeError, match="procfs"):
@@ -400,9 +388,7 @@ def test_kept_runs_are_lines_of_one_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert len(list(results.kept(path))) == 2
     cpuinfo, files = tmp_path / "cpuinfo", []
     for model in (1, 17):
-        cpuinfo.write_text(
-            f"processor : 0\ncpu family : 25\nmodel : {model}\nmodel name : AMD EPYC\n\n"
-        )
+        cpuinfo.write_text(f"processor : 0\ncpu family : 25\nmodel : {model}\nmodel name : AMD EPYC\n\n")
         described = replace(machine, processor=results.processor(cpuinfo), cores=2)
         files.append(results.kept_file(described).name)
     assert files == [f"amd-epyc-family-25-model-{model}-2-cores.jsonl" for model in (1, 17)]
@@ -415,9 +401,7 @@ def test_the_figure_is_of_the_newest_full_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need heads_kernels[bench]")
     settings = Settings("full")
     found = results.Results(results.this_machine(), settings, complete=True)
-    found.speed = [
-        row(workload.name, threads=found.machine.threads) for workload in workloads.table(settings)
-    ]
+    found.speed = [row(workload.name, threads=found.machine.threads) for workload in workloads.table(settings)]
     old = found.to_json()
     new = {**old, "machine": {**old["machine"], "processor": "newest"}}
     others = [{**old, "form": "quick"}, {**old, "complete": False}, {**old, "speed": []}, 3]

@@ -33,9 +33,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build.sys, "path", [str(tmp_path / "site")])
 
 
-def test_the_order_in_which_nvcc_is_looked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_order_in_which_nvcc_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = compiler(tmp_path / "site" / "nvidia" / "cu13" / "bin", "13.2.1")
     assert build.find_nvcc() == (package, "13.2.1")
     installed = compiler(tmp_path / "toolkit" / "bin", "13.0.88")

@@ -53,9 +53,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> str:
 
 # ---------------------------------------------------------------------- one backend
 @pytest.mark.parametrize("backend", ["cpu", "triton", "cuda"])
-def test_the_first_check_of_each_operator_passes(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_check_of_each_operator_passes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`tests/ops` runs all of these cases."""
     first = {operator: (operator, of, name) for operator, of, name in reversed(CHECKS)}
     monkeypatch.setattr(checks, "CHECKS", tuple(first.values()))
@@ -67,9 +65,7 @@ def test_the_first_check_of_each_operator_passes(
 
 
 @pytest.mark.parametrize(("how", "words"), [("wrong", "out rms"), ("raises", "no kernel image")])
-def test_a_wrong_result_and_an_exception_fail(
-    how: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_result_and_an_exception_fail(how: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scope: dict[str, Any] = {"original": cpu.forward}
     exec(f"def broken(call, results):\n    {BROKEN[how]}", scope)
     monkeypatch.setattr(cpu, "forward", scope["broken"])
@@ -118,9 +114,7 @@ def test_the_fastest_is_first_and_what_failed_is_left_out() -> None:
 
 
 # ---------------------------------------------------------------------- the command
-def test_nothing_is_verified_without_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_verified_without_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "examine", lambda seconds: [command._planned(CPU)])
     assert commands.main(["doctor"]) == 0
     printed = capsys.readouterr().out

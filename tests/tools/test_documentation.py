@@ -31,9 +31,7 @@ def examples(document: Path) -> Iterator[pytest.param]:
     ("document", "code", "line"),
     [example for document in (README, *sorted(DOCS.rglob("*.md"))) for example in examples(document)],
 )  # fmt: skip
-def test_example_runs(
-    document: Path, code: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_runs(document: Path, code: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # The blank lines make a traceback point at the line of the document.
     exec(compile("\n" * line + code, str(document), "exec"), {"__name__": "__main__"})
@@ -48,9 +46,7 @@ def test_links_of_the_repository(name: str) -> None:
 
 def test_navigation_is_complete() -> None:
     listed = re.findall(r"^ +- .+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(
-        page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")
-    )
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
 def test_reference_is_complete() -> None:

@@ -73,9 +73,7 @@ N, S, HEADS, WIDTH = 5, 3, 2, 3  # residues, rows; width of a head
 class Reference(nn.Module):
     """Projections under the names of the reference layout; `biased` are those with a bias."""
 
-    def __init__(
-        self, width: int, c_z: int, biased: str, norms: dict[str, int], pairs: str
-    ) -> None:
+    def __init__(self, width: int, c_z: int, biased: str, norms: dict[str, int], pairs: str) -> None:
         super().__init__()
         for name, size in norms.items():
             setattr(self, name, nn.LayerNorm(size))
@@ -183,9 +181,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("name", ["encoder", "bert"])
-def test_a_program_without_python_gives_its_outputs(
-    name: str, program: Path, tmp_path: Path
-) -> None:
+def test_a_program_without_python_gives_its_outputs(name: str, program: Path, tmp_path: Path) -> None:
     if name == "bert":
         pytest.importorskip("transformers")
     with example("deployment/export.py") as module:

@@ -38,9 +38,7 @@ def command() -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_quick(
-    command: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quick(command: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It runs, and a second time it finds all runs done."""
     for package in NEEDED.get(name, ()):
         pytest.importorskip(package)
@@ -96,10 +94,7 @@ def test_no_held_out_text_is_read(command: ModuleType, of: str) -> None:
         batches = module.read_batches(module.QUICK, 0)
         read = {tuple(row[row != pad].tolist()) for batch in batches for row in batch.source}
     else:
-        read, held_out = (
-            {part.strip() for part in bytes(text.tolist()).split(b"\n\n")}
-            for text in module.texts()
-        )
+        read, held_out = ({part.strip() for part in bytes(text.tolist()).split(b"\n\n")} for text in module.texts())
     assert read
     assert held_out
     assert not read & held_out

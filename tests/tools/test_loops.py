@@ -147,9 +147,7 @@ def test_what_is_heavier_for_a_product(row: loops.Row) -> None:
 
 
 # ---------------------------------------------------------------------- the kernels
-def hold(
-    backend: str, module: Path | None, rows: list[loops.Row], targets: tuple[str, ...]
-) -> None:
+def hold(backend: str, module: Path | None, rows: list[loops.Row], targets: tuple[str, ...]) -> None:
     """Every kept loop still exists and takes no more than it did."""
     kept = loops.kept()[backend]
     if (compiler := loops.compiler_of(backend, module)["compiler"]) != kept["compiler"]:

@@ -106,9 +106,7 @@ def test_notes_of_a_release(tmp_path: Path) -> None:
     assert len(notes(hk.__version__)) > 2
 
 
-def test_a_kernel_of_the_hub_computes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_of_the_hub_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = pytest.importorskip("kernels")  # which a development environment has
     monkeypatch.chdir(ROOT)
     hub.write(tmp_path, hk.__version__, "0123456789")

@@ -66,9 +66,7 @@ def test_equals_a_model_in_use(name: str) -> None:
 PARTS = ("modeling_layers", "masking_utils", "models.bert.modeling_bert")
 
 
-@pytest.mark.parametrize(
-    "first", ["", *(pytest.param(part, marks=pytest.mark.check) for part in PARTS)]
-)
+@pytest.mark.parametrize("first", ["", *(pytest.param(part, marks=pytest.mark.check) for part in PARTS)])
 def test_package_before_transformers(first: str) -> None:
     """Parts import each other in an order that depends on which comes first."""
     code = f"""

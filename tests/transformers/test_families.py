@@ -171,8 +171,7 @@ def test_statistics_are_those_of_the_maps(family: Family) -> None:
         (key, found[key])
         for found in results
         for key in expected
-        if "attentions" in key
-        and any(isinstance(each, hk.AttentionStatistics) for each in found[key])
+        if "attentions" in key and any(isinstance(each, hk.AttentionStatistics) for each in found[key])
     ]
     assert len(read) >= len(models)
     for key, own in read:
@@ -197,9 +196,7 @@ def test_statistics_are_those_of_the_maps(family: Family) -> None:
 # ---------------------------------------------------------------------- heads
 def gated_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Stock eager attention, `[B, T, H, Dv]`, times the gates of the module."""
-    heads, maps = sys.modules[type(module).__module__].eager_attention_forward(
-        module, *args, **kwargs
-    )
+    heads, maps = sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
     gates = getattr(module, "gates", None)
     return heads if gates is None else heads * gates[:, None], maps
 

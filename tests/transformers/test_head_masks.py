@@ -65,9 +65,7 @@ def another_attention(model: Any) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "change", [reversed_layers, one_layer_less, one_layer_more, another_attention]
-)
+@pytest.mark.parametrize("change", [reversed_layers, one_layer_less, one_layer_more, another_attention])
 def test_layers_that_changed_places(change: Callable[[Any], None], compiled: bool) -> None:
     """The rows of a mask and the statistics are those of the order that `use` found, which `use` finds again."""
     model = use(build("bert"))
@@ -269,9 +267,7 @@ def test_a_layer_that_another_thread_calls_reads_no_mask() -> None:
     model = use(build("bert"))
     layer, x = model.encoder.layer[0], torch.randn(2, 5, model.config.hidden_size)
     found = []
-    model.embeddings.register_forward_hook(
-        lambda *_: found.append(in_thread(partial(layer, x)).result(60))
-    )
+    model.embeddings.register_forward_hook(lambda *_: found.append(in_thread(partial(layer, x)).result(60)))
     outputs(model, head_mask=torch.zeros(4))
     assert_alike(found[0], layer(x))
 

@@ -162,9 +162,7 @@ def test_timestamps_of_whisper() -> None:
     features = batch(model)["input_features"]
     hk.heads.close(model, {0: [0]})
     with pytest.raises(ValueError, match="'eager' in a WhisperAttention, which ignores its gates"):
-        model.generate(
-            features, return_token_timestamps=True, return_timestamps=True, max_new_tokens=3
-        )
+        model.generate(features, return_token_timestamps=True, return_timestamps=True, max_new_tokens=3)
 
 
 def test_alignment_heads_are_renumbered() -> None:

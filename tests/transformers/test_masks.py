@@ -110,9 +110,7 @@ def test_packed_sequences(window: int | None, chunk: bool) -> None:
         function = stock.and_masks(function, stock.packed_sequence_mask_function(ids))
     else:
         function = stock.packed_sequence_compatibility_function(function, position_ids, ids)
-    assert_same(
-        *both(batch_size=2, q_length=8, kv_length=8, mask_function=function, local_size=window)
-    )
+    assert_same(*both(batch_size=2, q_length=8, kv_length=8, mask_function=function, local_size=window))
 
 
 TURNS = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1]] * 2)
@@ -176,9 +174,7 @@ def test_functions_of_the_caller_stay_dense(custom: str) -> None:
 def test_offset_of_a_static_cache_is_data() -> None:
     """Decoding in a static cache: the offset is a tensor, and the mask a key mask by its shape."""
     sizes = {"batch_size": B, "q_length": 1, "kv_length": 12, "q_offset": torch.tensor(6)}
-    found, dense = both(
-        mask_function=stock.causal_mask_function, attention_mask=padding(7), **sizes
-    )
+    found, dense = both(mask_function=stock.causal_mask_function, attention_mask=padding(7), **sizes)
     assert found.shape == (B, 1, 1, 12)
     assert isinstance(found.mask, Tensor)
     assert_same(found, dense)
@@ -189,9 +185,7 @@ def test_nobody_looks_at_values(pattern: str) -> None:
     """Fake tensors have no values: looking at one raises."""
     function, extra = PATTERNS[pattern]
     with FakeTensorMode():
-        mask = prepare_mask(
-            B, 9, 9, mask_function=function(), attention_mask=torch.ones(B, 9).bool(), **extra
-        )
+        mask = prepare_mask(B, 9, 9, mask_function=function(), attention_mask=torch.ones(B, 9).bool(), **extra)
         query = torch.randn(B, 2, 9, 8)
         assert isinstance(mask, PreparedMask)
         assert hk.gated_attention(query, query, query, attn_mask=mask.mask).shape == query.shape

@@ -156,9 +156,7 @@ def test_one_part_of_a_pair_is_padded(name: str, without: str, packed: list[bool
     ("name", "side", "other"),
     [("bert", "right", "left"), ("aimv2_text_model", "right", "left"), ("clip_text_model", "left", "right")],
 )  # fmt: skip
-def test_outputs_pooled_at_padding_are_refused(
-    name: str, side: str, other: str, seen_before: bool
-) -> None:
+def test_outputs_pooled_at_padding_are_refused(name: str, side: str, other: str, seen_before: bool) -> None:
     """Also in a later pass, after one with padding on the side where none is read."""
     model = tiny_models.small(name)
     found = unpadded(model)
@@ -186,9 +184,7 @@ def test_losses_of_padding_are_refused() -> None:
     assert_alike(unpadded(model)(**arguments, labels=hidden).loss, expected)
 
 
-@pytest.mark.parametrize(
-    "real", [torch.ones(B, T), torch.zeros(B, T), torch.tensor([[1.0], [0], [0]]).expand(B, T)]
-)
+@pytest.mark.parametrize("real", [torch.ones(B, T), torch.zeros(B, T), torch.tensor([[1.0], [0], [0]]).expand(B, T)])
 def test_whole_and_empty_rows(real: Tensor) -> None:
     model = use(build("bert"))
     found = unpadded(build("bert"))
@@ -306,9 +302,7 @@ def test_layer_that_looks_beside_a_token_is_refused(kind: str) -> None:
     ids, real = torch.randint(3, 40, (B, T)), padding("right")
     if kind == "positions":
         model(ids[1:2], attention_mask=real[1:2])
-    refusal = (
-        r"unpad is True, but on real tokens alone 'encoder\.layer\.1', a BertLayer, .*; call us"
-    )
+    refusal = r"unpad is True, but on real tokens alone 'encoder\.layer\.1', a BertLayer, .*; call us"
     for _ in range(2):
         with pytest.raises(ValueError, match=refusal):
             model(ids, attention_mask=real)

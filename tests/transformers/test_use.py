@@ -94,9 +94,7 @@ def test_models_in_use_are_pickled(name: str) -> None:
 
 @pytest.mark.parametrize("unpad", [False, True])
 @pytest.mark.parametrize("name", ["afmoe", "bert", "bloom", "mpnet", "t5"])
-def test_replicas_compute_with_their_own_weights(
-    name: str, unpad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_compute_with_their_own_weights(name: str, unpad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `nn.DataParallel` makes one for each GPU, in every forward pass."""
     model = use(unpooled(build(name)), unpad=unpad)
     expected = outputs(model)

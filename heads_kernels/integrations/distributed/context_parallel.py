@@ -106,9 +106,7 @@ class ContextParallel:
         TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
 
-    def __init__(
-        self, mesh: DeviceMesh, method: Method = "all_gather", *, balanced: bool = False
-    ) -> None:
+    def __init__(self, mesh: DeviceMesh, method: Method = "all_gather", *, balanced: bool = False) -> None:
         names = mesh.mesh_dim_names
         if mesh.ndim > 2 or (mesh.ndim == 2 and names is None):
             instead = "pass mesh['cp'], or with tensor parallelism mesh['tp', 'cp']"
@@ -192,9 +190,7 @@ class ContextParallel:
             keys = {name: dim for name, dim in OF_KEYS.items() if name in given}
             given |= {name: self.join(given[name], dim) for name, dim in keys.items()}
         apart = ("attn_mask", "is_causal", "backend", "return_lse")
-        call, batch = parse(
-            operator.__name__, **{name: each for name, each in given.items() if name not in apart}
-        )
+        call, batch = parse(operator.__name__, **{name: each for name, each in given.items() if name not in apart})
         T, S = call.T, call.S
         if self.method == "ring":
             S = self.whole_length(S)
@@ -221,9 +217,7 @@ class ContextParallel:
             refuse("bias", "is a tensor, which is not split", instead)
         for name, each in given.items():
             if is_sharded(each) and each.device_mesh != self._heads:
-                was = (
-                    f"is a DTensor on the mesh {each.device_mesh}, but the context has {self.mesh}"
-                )
+                was = f"is a DTensor on the mesh {each.device_mesh}, but the context has {self.mesh}"
                 refuse(name, was, "make the context with both dimensions: mesh['tp', 'cp']")
         if given.get("return_lse", False):
             refuse("return_lse", "is True", "leave it out: parts of calls are merged here")

@@ -44,9 +44,7 @@ def gather(model: nn.Module, into: Module) -> Module:
         ValueError: the models have other weights, or weights of other sizes; the message names them, and nothing is
             changed.
     """
-    state: dict[str, Any] = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True)
-    )
+    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     own = into.state_dict()
     if different := sorted(state.keys() ^ own.keys()):
         was = f"has other weights than model: {', '.join(different)}"
@@ -125,9 +123,7 @@ def _check_even(name: str, H: int, Hv: int, processes: int) -> None:
             refuse(name, was, instead)
 
 
-def _converted_styles(
-    layer: ProjectedLayer, names: dict[nn.Module, str], processes: int
-) -> dict[str, ParallelStyle]:
+def _converted_styles(layer: ProjectedLayer, names: dict[nn.Module, str], processes: int) -> dict[str, ParallelStyle]:
     """Of a converted layer of transformers: its module gets the values of the heads of its process."""
     _check_even(str(layer), layer.num_heads, layer.value.heads, processes)
     value, output = (names[each.linear] for each in (layer.value, layer.output))
@@ -157,9 +153,7 @@ def _styles(name: str, layer: Multihead, processes: int) -> dict[str, ParallelSt
                 refuse(name, was, f"use {Hk} processes, or a multiple or divisor of it")
             split = ["q_proj", "gate_proj"]
     plan: dict[str, ParallelStyle] = {
-        part: ColwiseParallel(use_local_output=False)
-        for part in split
-        if getattr(layer, part, None) is not None
+        part: ColwiseParallel(use_local_output=False) for part in split if getattr(layer, part, None) is not None
     }
     plan["out_proj"] = RowwiseParallel()
     if isinstance(layer.head_gate, HardConcrete):

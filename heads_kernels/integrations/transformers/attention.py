@@ -128,9 +128,7 @@ def attention_forward(
         refuse(name, "is asked of parts of sequences", "set context to None, and pass whole ones")
     if observer is not None:
         first = attention_mask.first if isinstance(attention_mask, PreparedMask) else None
-        change = observer(
-            AttentionCall.of(operator, **operands, **scores, attn_mask=mask, first=first)
-        )
+        change = observer(AttentionCall.of(operator, **operands, **scores, attn_mask=mask, first=first))
     if context is not None:
         operator = partial(context, operator)
     heads = operator(
@@ -262,9 +260,7 @@ def _of_kept_heads(module: nn.Module, H: int, tensor: Tensor, dim: int) -> Tenso
 
 
 # ---------------------------------------------------------------------- gates of heads
-def _head_gate(
-    module: nn.Module, sizes: tuple[int, int, int], arguments: dict[str, Any]
-) -> tuple[Tensor | None, bool]:
+def _head_gate(module: nn.Module, sizes: tuple[int, int, int], arguments: dict[str, Any]) -> tuple[Tensor | None, bool]:
     """The gates of this pass of sizes (B, H, T): `[H]`, `[B, H]`, `[B, H, T]` or None; and the operator's
     `closed_grad`.
 

@@ -49,9 +49,7 @@ class Biased(Replacement):
     def by_heads(self, hidden_states: Tensor, *projections: Any) -> list[Tensor]:
         """What each of these projections gives, `[B, H, T, D]`."""
         found = (each(hidden_states) for each in projections)
-        return [
-            each.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2) for each in found
-        ]
+        return [each.unflatten(-1, (-1, self.attention_head_size)).transpose(1, 2) for each in found]
 
     def attend(self, *operands: Any, **options: Any) -> tuple[Tensor, AttentionStatistics | None]:
         """Without a mask every row sees every key, as in the stock forward."""
@@ -71,9 +69,7 @@ class OwnRelativePositions(Replacement):
         """What the stock forward adds to the scores. While decoding with a static cache, whose length is a tensor, it
         is the stock tensor of one row."""
         if self.config._attn_implementation != NAME or isinstance(past_seen_tokens, Tensor):
-            bias: Tensor = self.stock(
-                "compute_bias", query_length, key_length, device, past_seen_tokens
-            )
+            bias: Tensor = self.stock("compute_bias", query_length, key_length, device, past_seen_tokens)
             return bias
         return RelativeBias(self, past_seen_tokens)
 
@@ -87,9 +83,7 @@ class OwnRelativePositions(Replacement):
 class RelativePositions(OwnRelativePositions):
     """Layers that take the bias of the first. In cross-attention nothing is added in the place of zeros."""
 
-    def forward(
-        self, hidden_states: Tensor, *args: Any, position_bias: Any = None, **kwargs: Any
-    ) -> Any:
+    def forward(self, hidden_states: Tensor, *args: Any, position_bias: Any = None, **kwargs: Any) -> Any:
         is_ours = self.config._attn_implementation == NAME
         if is_ours and position_bias is None and not self.has_relative_attention_bias:
             position_bias = RelativeBias(None)
@@ -189,17 +183,14 @@ class Mpt(Biased):
         if self.clip_qkv:
             projected = projected.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (
-            each.view(*each.shape[:-1], self.n_heads, -1).transpose(1, 2)
-            for each in projected.chunk(3, dim=2)
+            each.view(*each.shape[:-1], self.n_heads, -1).transpose(1, 2) for each in projected.chunk(3, dim=2)
         )
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         if position_bias is not None:
             position_bias = position_bias[None, ..., -key.shape[2] :]
         terms = {"scaling": self.softmax_scale, "dropout": self.attn_dropout_p}
-        out, statistics = self.attend(
-            query, key, value, attention_mask, position_bias=position_bias, **terms
-        )
+        out, statistics = self.attend(query, key, value, attention_mask, position_bias=position_bias, **terms)
         return self.out_proj(out), statistics
 
 

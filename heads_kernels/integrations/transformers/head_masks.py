@@ -159,9 +159,7 @@ def head_mask_row(module: nn.Module, H: int, given: Tensor) -> Tensor:
         layer, instead = "", f"pass [H] = [{H}]"
         if place.layers:
             layer = f", layer {place.layer} of {place.layers}"
-            instead += (
-                f", or [L, H] = [{place.layers}, {H}] with one row for each layer of the stack"
-            )
+            instead += f", or [L, H] = [{place.layers}, {H}] with one row for each layer of the stack"
         refuse(place.argument, f"{was}{layer}, which has {H} heads", instead)
     return row if row.is_floating_point() else row.float()
 
@@ -179,9 +177,7 @@ def places(model: Any) -> Iterator[HeadMaskPlace]:
         yield from places(model.decoder)
         return
     found = {
-        name: (module, _argument(model, name))
-        for name, module in model.named_modules()
-        if calls_interface(module)
+        name: (module, _argument(model, name)) for name, module in model.named_modules() if calls_interface(module)
     }
     known = tuple(dict.fromkeys(argument for _, argument in found.values()))
     for name, (module, argument) in found.items():

@@ -107,9 +107,7 @@ class PreparedMask(BlockMask):
     def size(self, dim: int | None = None) -> Any:
         return self.sizes if dim is None else self.sizes[dim]
 
-    def to(
-        self, device: torch.device | torch.dtype | str, *, non_blocking: bool = False
-    ) -> PreparedMask:
+    def to(self, device: torch.device | torch.dtype | str, *, non_blocking: bool = False) -> PreparedMask:
         """The mask on another device, for models that are spread over several; `to(torch.bool)` returns itself."""
         if device is torch.bool:
             return self
@@ -126,9 +124,7 @@ class PreparedMask(BlockMask):
         _refuse_use(name)
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         _refuse_use(getattr(function, "__name__", str(function)))
 
     def __repr__(self) -> str:
@@ -210,9 +206,7 @@ def prepare_mask(
             mask = Mask(window=(local_size, local_size))
     elif local_size is None and attention_mask is not None:
         pass  # blocks of tokens that see one another
-    elif q_length == 1 or not _has_blocks(
-        mask_function, (batch_size, kv_length, kv_offset), device, chunked
-    ):
+    elif q_length == 1 or not _has_blocks(mask_function, (batch_size, kv_length, kv_offset), device, chunked):
         # The window of this size contains the chunk of this size.
         mask = Mask(causal=align, window=None if local_size is None else (local_size - 1, 0))
         if attention_mask is None or chunked:
@@ -278,9 +272,7 @@ def _has_blocks(
     return False
 
 
-def _segments(
-    mask_function: MaskFunction, sizes: tuple[int, int, int], device: torch.device | str
-) -> Tensor:
+def _segments(mask_function: MaskFunction, sizes: tuple[int, int, int], device: torch.device | str) -> Tensor:
     """The index of each key's packed sequence or chunk, int64 `[B or 1, S]`: a key that cannot see the one before it
     starts the next."""
     ends = ~mask_function(*_neighbours(sizes, device))  # [B or 1, S - 1]
@@ -342,9 +334,7 @@ class RelativeBias:
         self.found: OffsetBias
         self.call: tuple[Any, ...] | None = None  # the call that `found` is for, without gradients
 
-    def offsets(
-        self, kept_heads: Tensor | None, sizes: tuple[int, int], device: torch.device
-    ) -> OffsetBias | None:
+    def offsets(self, kept_heads: Tensor | None, sizes: tuple[int, int], device: torch.device) -> OffsetBias | None:
         """The bias of a call of sizes (T, S), of these heads or of all of them; None where nothing is added.
 
         Without gradients it is computed once for all layers that this object is handed to.

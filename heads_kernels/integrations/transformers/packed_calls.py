@@ -146,18 +146,13 @@ class PackedCache(Cache):
         self.kept = kept
         self.packing = packing
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         key, value = (
-            self.packing.pad_back(each.transpose(1, 2)).transpose(1, 2)
-            for each in (key_states, value_states)
+            self.packing.pad_back(each.transpose(1, 2)).transpose(1, 2) for each in (key_states, value_states)
         )
         kept = self.kept.update(key, value, *args, **kwargs)
         T = self.packing.sizes[1]
-        key, value = (
-            self.packing.pack(each[:, :, :T].transpose(1, 2)).transpose(1, 2) for each in kept
-        )
+        key, value = (self.packing.pack(each[:, :, :T].transpose(1, 2)).transpose(1, 2) for each in kept)
         return key, value
 
     def __getattr__(self, name: str) -> Any:
@@ -198,9 +193,7 @@ class PackedCall:
         if _is_as_it_is(name):
             return value
         packing = keys if of_keys else rows
-        return tree_map(
-            lambda each: self.mask.pack(packing, each) if has_tokens(each) else each, value
-        )
+        return tree_map(lambda each: self.mask.pack(packing, each) if has_tokens(each) else each, value)
 
     def cross_mask(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The mask of the encoder's states, where the call has none."""
@@ -233,19 +226,13 @@ def has_tokens(value: Any) -> bool:
 
 
 # ---------------------------------------------------------------------- which calls are packed
-def packed_call(
-    layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
-) -> PackedCall | str | None:
+def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> PackedCall | str | None:
     """How to pack a call of a layer.
 
     None if it runs as it is, because there is no padding or padded rows are asked for. A string, the reason, if it runs
     as it is although there may be padding.
     """
-    masks = [
-        value
-        for name, value in arguments.items()
-        if isinstance(value, PreparedMask) and not _is_of_keys(name)
-    ]
+    masks = [value for name, value in arguments.items() if isinstance(value, PreparedMask) and not _is_of_keys(name)]
     if not masks and _is_dense(arguments.get("attention_mask")):
         return "attention_mask is a tensor for pairs of tokens"
     if len(masks) != 1 or masks[0].sizes[2] == 1 or _is_of_padded_rows(layer, own, arguments):
@@ -289,11 +276,7 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
     if (layer.training and own.by_batch) or getattr(layer, "chunk_size_feed_forward", 0):
         return True
     on_gpu = arguments["hidden_states"].is_cuda
-    if (
-        traced()
-        or torch._C._get_tracing_state() is not None
-        or (on_gpu and torch.cuda.is_current_stream_capturing())
-    ):
+    if traced() or torch._C._get_tracing_state() is not None or (on_gpu and torch.cuda.is_current_stream_capturing()):
         return True  # what is recorded serves other batches too
     if (state := pass_state()) is not None and state.collects:
         is_first, state.has_begun = not state.has_begun, True
@@ -310,9 +293,7 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
     return False
 
 
-def _why_not(
-    own: UnpaddedLayer, mask: PackedMask, keys: Padding | None, arguments: dict[str, Any]
-) -> str | None:
+def _why_not(own: UnpaddedLayer, mask: PackedMask, keys: Padding | None, arguments: dict[str, Any]) -> str | None:
     """Why a call cannot be packed."""
     B, T = mask.padding.packing.sizes
     terms = cast(Mask, mask.mask).terms
@@ -327,9 +308,7 @@ def _why_not(
             if isinstance(each, Tensor) and each.dim() and not _is_as_it_is(name):
                 batch, length = (*each.shape, 0)[:2]
                 if each.dim() > 3 or length != lengths[1] or batch not in (1, B):
-                    return (
-                        f"{name} has shape {list(each.shape)} in a batch of {B} rows of {T} tokens"
-                    )
+                    return f"{name} has shape {list(each.shape)} in a batch of {B} rows of {T} tokens"
             elif not isinstance(each, (*_PLAIN, Tensor)):
                 return f"{name} is a {type(each).__name__}"
     if arguments["hidden_states"].shape[:2] != (B, T):

@@ -57,9 +57,7 @@ class Filling:
 filling: ContextVar[Filling | None] = ContextVar("filling", default=None)
 
 
-def check_packed(
-    layer: nn.Module, name: str, rows: Packing, padded: Arguments, packed: Arguments
-) -> None:
+def check_packed(layer: nn.Module, name: str, rows: Packing, padded: Arguments, packed: Arguments) -> None:
     """Compare the outputs of a layer for packed arguments with those for padded ones, on real tokens.
 
     Both are computed in evaluation mode without gradients, in float32 or better. The numbers of a token may
@@ -108,9 +106,7 @@ def uncached(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any
     return {**arguments, "use_cache": False} if "use_cache" in takes else arguments
 
 
-def _filled(
-    model: PreTrainedModel, own: Filling, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _filled(model: PreTrainedModel, own: Filling, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output of a model in this pass with a filling."""
     filling.set(own)
     given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
@@ -147,9 +143,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def _forked(device: torch.device) -> Any:
     """The state of random generators is kept; the CPU's with any device."""
     on_cpu = device.type == "cpu"
-    return torch.random.fork_rng(
-        [] if on_cpu else [device], device_type="cuda" if on_cpu else device.type
-    )
+    return torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type)
 
 
 class _WithoutHooks(nn.Module):

@@ -103,8 +103,7 @@ def _pass_of(model: PreTrainedModel) -> Pass:
         argument = f"decoder_{place.argument}" if is_decoders else place.argument
         arguments.setdefault(argument, []).append(place)
     kinds = {  # of modules without a config the classes are compared
-        name: {type(getattr(each.module, "config", each.module)) for each in found}
-        for name, found in arguments.items()
+        name: {type(getattr(each.module, "config", each.module)) for each in found} for name, found in arguments.items()
     }
     kinds[""] = set().union(*kinds.values())
     parameters = inspect.signature(model.forward).parameters.values()
@@ -122,9 +121,7 @@ def _sizes(model: nn.Module, stacks: Iterable[str]) -> dict[str, int]:
 
 
 # ---------------------------------------------------------------------- the hooks
-def _begin(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     own: Pass = getattr(model, PASS)
     outer = pass_state()
     if (interrupted := _state_of(own, outer)) is not None:

@@ -61,9 +61,7 @@ class Replacement(nn.Module):
         """Call a method of the stock class."""
         return getattr(super(), method)(*args, **kwargs)
 
-    def attend(
-        self, *operands: Any, dropout: float, **options: Any
-    ) -> tuple[Tensor, AttentionStatistics | None]:
+    def attend(self, *operands: Any, dropout: float, **options: Any) -> tuple[Tensor, AttentionStatistics | None]:
         """The attention output `[B, T, H * Dv]`, and its statistics where they are requested.
 
         Args:

@@ -32,9 +32,7 @@ def replacement(kind: Any) -> type[Replacement] | None:
     found = _REPLACED.get(stock.__name__)
     if found is None or not stock.__module__.startswith("transformers."):
         return None
-    stays = class_calls_interface(stock) and (
-        found.calls_operator or found.unknown_arguments(stock)
-    )
+    stays = class_calls_interface(stock) and (found.calls_operator or found.unknown_arguments(stock))
     return None if stays else found
 
 
@@ -128,16 +126,9 @@ def _computes_itself(model_class: type) -> bool:
     """Whether classes of attention modules are defined in the file of a model, by their names, and none of them
     imports the table of attention functions or is replaced."""
     file = vars(sys.modules[model_class.__module__])
-    modules = [
-        each for each in file.values() if isinstance(each, type) and issubclass(each, nn.Module)
-    ]
-    has_attention = any(
-        "Attention" in each.__name__ and each.__module__ == model_class.__module__
-        for each in modules
-    )
-    serves = any(
-        (kind := replacement(each)) is not None and kind.calls_operator for each in modules
-    )
+    modules = [each for each in file.values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    has_attention = any("Attention" in each.__name__ and each.__module__ == model_class.__module__ for each in modules)
+    serves = any((kind := replacement(each)) is not None and kind.calls_operator for each in modules)
     calls = any(isinstance(each, AttentionInterface) for each in file.values())
     return has_attention and not calls and not serves
 

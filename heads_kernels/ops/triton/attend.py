@@ -168,12 +168,8 @@ def _stream(of, tiles, features, place, split, sizes, TILE: tl.constexpr):
     lo, hi = ranges(of.visible, b, h, place.at, sizes.T, sizes.S)  # [BLOCK_M]
     query = QueryRows(place, q, features, lo, hi)
     own = place.first // BLOCK_M
-    start, full_start, full_end, end, front = tiles_seen(
-        of.visible, place, own, lo, hi, sizes.T, BLOCK_N
-    )
-    if (of.visible.lists is None) and (
-        (of.visible.dense is not None) or (of.terms.bias is not None)
-    ):
+    start, full_start, full_end, end, front = tiles_seen(of.visible, place, own, lo, hi, sizes.T, BLOCK_N)
+    if (of.visible.lists is None) and ((of.visible.dense is not None) or (of.terms.bias is not None)):
         full_end = full_start  # single pairs may be hidden
     visits = Visits(start, full_start, full_end, end, front)
     if split is not None:
@@ -212,9 +208,7 @@ def _add_keys(
         if PARTIAL:
             scores = tl.where(tile.seen, scores + poison(v)[None, :], float("-inf"))
             v = finite_part(v)
-        p, row_max, row_sum, alpha = online_softmax(
-            scores, sums.row_max, sums.row_sum, scale_log2, of.terms
-        )
+        p, row_max, row_sum, alpha = online_softmax(scores, sums.row_max, sums.row_sum, scale_log2, of.terms)
         if of.dropout is not None:
             heads = place.h
             if of.grouped is not None:

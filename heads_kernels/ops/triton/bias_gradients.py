@@ -77,9 +77,7 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
 
 
 @triton.jit
-def _bias_kernel(
-    of, reads, units, sizes, SUM_ROWS: tl.constexpr, SUM_KEYS: tl.constexpr, TILE: tl.constexpr
-):
+def _bias_kernel(of, reads, units, sizes, SUM_ROWS: tl.constexpr, SUM_KEYS: tl.constexpr, TILE: tl.constexpr):
     """A program owns a tile of the bias and sums the units that share it (or `share` of `total` of them) in order.
 
     A unit is a tile of scores of batch `e * first + n * step`, for entry e of the bias. Units also run over all heads

@@ -175,9 +175,7 @@ def _combine_kernel(
             parts.acc + at[:, None] * TILE.dv + columns[None, :],
             mask=there[:, None] & (columns < TILE.dv)[None, :], other=0.0,
         )  # [BLOCK_SPLITS, BLOCK_DV]  # fmt: skip
-        shares, row_max, _, alpha = online_softmax(
-            maxima[None, :], sums.row_max, sums.row_sum, scale_log2, terms
-        )
+        shares, row_max, _, alpha = online_softmax(maxima[None, :], sums.row_max, sums.row_sum, scale_log2, terms)
         row_sum = sums.row_sum * alpha + tl.sum(shares * of_splits[None, :], 1)
         total = sums.acc * alpha[:, None] + tl.sum(tl.trans(shares) * acc, 0)[None, :]
         sums = SoftmaxSums(total, row_max, row_sum)
@@ -197,9 +195,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
         grouped = key_tiles > 1 and is_grouped(call)
         splits = key_splits(T, _programs(call, tiles, grouped), key_tiles, call.query)
     of, gate = operands_of(call, grouped), gate_of(call.gate)
-    written = OutputsWritten(
-        rows_of(out), rows_of(attended) if attended.numel() else None, row_lse_of(lse)
-    )
+    written = OutputsWritten(rows_of(out), rows_of(attended) if attended.numel() else None, row_lse_of(lse))
     if splits == 1 and not grouped:
         of = with_tile_lists(call, of, tiles)
         programs = _programs(call, tiles, grouped)

@@ -12,9 +12,7 @@ import triton.language as tl
 @triton.jit
 def activate(values, ACTIVATION: tl.constexpr):
     if ACTIVATION == "sigmoid":
-        values = tl.where(values >= 0.0, 1.0, tl.exp(-tl.abs(values))) / (
-            1.0 + tl.exp(-tl.abs(values))
-        )
+        values = tl.where(values >= 0.0, 1.0, tl.exp(-tl.abs(values))) / (1.0 + tl.exp(-tl.abs(values)))
     elif ACTIVATION == "softplus":
         # log(1 + y) for small y (Kahan): u = 1 + y is rounded, and the factor y / (u - 1) corrects that.
         y = tl.exp(-tl.abs(values))

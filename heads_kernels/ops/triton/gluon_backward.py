@@ -112,9 +112,7 @@ def _consumers(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_M, 16]
     )
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_D, 16]
-    )
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BLOCK_D, 16])
     OF_ROWS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, BLOCK_D // 2, 16]
     )
@@ -148,13 +146,9 @@ def _consumers(
                 dout = shared.dout.index(stage).reshape([BLOCK_M, BLOCK_D])
                 mbarrier.wait(shared.terms_ready.index(stage), phase)
                 mbarrier.wait(shared.query_ready.index(stage), phase)
-                scores = warpgroup_mma(
-                    keys, query.permute((1, 0)), nothing, use_acc=False, is_async=True
-                )
+                scores = warpgroup_mma(keys, query.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 mbarrier.wait(shared.dout_ready.index(stage), phase)
-                dp = warpgroup_mma(
-                    values, dout.permute((1, 0)), nothing, use_acc=False, is_async=True
-                )
+                dp = warpgroup_mma(values, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 lse = shared.lse.index(stage).load(ROW)
                 scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
                 scores, cap = finish(scores, 0.0, terms, scale)
@@ -173,12 +167,8 @@ def _consumers(
                 shared.dscores.store(dscores)
                 fence_async_shared()
                 gl.barrier()
-                dquery = warpgroup_mma(
-                    shared.dscores.permute((1, 0)), keys, no_rows, use_acc=False, is_async=True
-                )
-                dkey = warpgroup_mma(
-                    gl.convert_layout(dscores, WEIGHTS), query, dkey, is_async=True
-                )
+                dquery = warpgroup_mma(shared.dscores.permute((1, 0)), keys, no_rows, use_acc=False, is_async=True)
+                dkey = warpgroup_mma(gl.convert_layout(dscores, WEIGHTS), query, dkey, is_async=True)
                 dquery, dvalue = warpgroup_mma_wait(num_outstanding=1, deps=(dquery, dvalue))
                 mbarrier.wait(shared.dquery_free.index(turn), added ^ 1)
                 shared.dquery.index(turn).reshape([BLOCK_M, BLOCK_D]).store(dquery)
@@ -238,9 +228,7 @@ def _backward_kernel(
     hi = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
     DSCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     dscores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DSCORES)
-    dquery = gl.allocate_shared_memory(
-        gl.float32, [2, 1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout
-    )
+    dquery = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout)
     keys_ready = barriers(1, 1)
     query_ready = barriers(STAGES, 1)
     dout_ready = barriers(STAGES, 1)

@@ -118,9 +118,7 @@ def _mix(shared, of, h, WHO: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _product_of_chunk(
-    shared, chunk, number, acc, FIRST: gl.constexpr, WHO: gl.constexpr, TILE: gl.constexpr
-):
+def _product_of_chunk(shared, chunk, number, acc, FIRST: gl.constexpr, WHO: gl.constexpr, TILE: gl.constexpr):
     """Issue Q K^T of a chunk of keys, at `number` in their ring. It is added to `acc`, unless it is the FIRST."""
     CHUNKS: gl.constexpr = shared.query.shape[0] // 2
     query = shared.query.index(WHO * CHUNKS + chunk).reshape([CONSUMER_ROWS, TILE.block_d])
@@ -163,9 +161,7 @@ def _wait_for_keys(shared, index, of, there):
     """Wait for the first chunk of the tile of keys at `index`, if it is `there`."""
     number = index * chunk_count(of)
     KEY_STAGES: gl.constexpr = shared.key.shape[0]
-    mbarrier.wait(
-        shared.key_ready.index(number % KEY_STAGES), (number // KEY_STAGES) & 1, pred=there
-    )
+    mbarrier.wait(shared.key_ready.index(number % KEY_STAGES), (number // KEY_STAGES) & 1, pred=there)
 
 
 @gluon.jit
@@ -176,9 +172,7 @@ def _weighed(weights, shared, stage, acc, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _masked(
-    scores, index, query, shared, of, visits, sizes, COLUMNS: gl.constexpr, TILE: gl.constexpr
-):
+def _masked(scores, index, query, shared, of, visits, sizes, COLUMNS: gl.constexpr, TILE: gl.constexpr):
     """The scores of a partial tile: -inf where a row does not see the key, NaN where it sees a poisoned one."""
     stage = index % TILE.stages
     mbarrier.wait(shared.value_ready.index(stage), (index // TILE.stages) & 1)
@@ -253,9 +247,7 @@ def _consumer(
                 scores = _finished(scores, shared, index, of, sizes, COLUMNS)
                 if part == 1:
                     scores = _masked(scores, index, query, shared, of, visits, sizes, COLUMNS, TILE)
-                p, row_max, row_sum, alpha = online_softmax(
-                    scores, row_max, row_sum, scale_log2, of.terms
-                )
+                p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, of.terms)
                 weights = gl.convert_layout(p.to(dtype), WEIGHTS)
                 # ptxas moves the softmax behind the wait for P V, unless the wait includes the weights and comes after
                 # another wait (for the next keys).
@@ -268,9 +260,7 @@ def _consumer(
         acc = _weighed(weights, shared, last % STAGES, acc, TILE)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     at = first_row + gl.arange(0, ROWS, layout=SUM_ROW)
-    sums = SoftmaxSums(
-        acc, gl.convert_layout(row_max, SUM_ROW), gl.convert_layout(row_sum, SUM_ROW)
-    )
+    sums = SoftmaxSums(acc, gl.convert_layout(row_max, SUM_ROW), gl.convert_layout(row_sum, SUM_ROW))
     own = Place(place.b, place.h, place.hk, first_row, at)
     attended = normalized(sums, of.terms, None, own, opened(sizes, taking_part))
     CHUNKS: gl.constexpr = shared.query.shape[0] // 2
@@ -321,18 +311,12 @@ def _specialized_kernel(
         chunks = _chunks_of(of.mixing, place.h, TILE)
         of = Others(of.terms, of.visible, of.mixing, of.content_bias, chunks)
 
-    query = gl.allocate_shared_memory(
-        dtype, [2 * CHUNKS, 1, 1, CONSUMER_ROWS, TILE.block_d], query_tiles.layout
-    )
-    key = gl.allocate_shared_memory(
-        dtype, [KEY_STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout
-    )
+    query = gl.allocate_shared_memory(dtype, [2 * CHUNKS, 1, 1, CONSUMER_ROWS, TILE.block_d], query_tiles.layout)
+    key = gl.allocate_shared_memory(dtype, [KEY_STAGES, 1, 1, TILE.block_n, TILE.block_d], key_tiles.layout)
     content = None
     if of.content_bias is not None:
         content = gl.allocate_shared_memory(gl.float32, [KEY_STAGES, TILE.block_n], PLAIN)
-    value = gl.allocate_shared_memory(
-        dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_dv], value_tiles.layout
-    )
+    value = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TILE.block_n, TILE.block_dv], value_tiles.layout)
     poison = gl.allocate_shared_memory(gl.float32, [STAGES, TILE.block_n], PLAIN)
     query_ready = barriers(2 * CHUNKS, 1)
     key_ready = barriers(KEY_STAGES, 1)

@@ -30,12 +30,8 @@ from heads_kernels.ops.triton.visible import (
 )
 
 # Older names until Triton 3.7.
-load_tiles: Final = (
-    tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-)
-store_tiles: Final = (
-    tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-)
+load_tiles: Final = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tiles: Final = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 # An older name until Triton 3.6.
 barrier: Final = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -104,9 +100,7 @@ def place_of(sizes, together, TILE: gl.constexpr, ROWS: gl.constexpr):
     pair = first + program % beside
     b, h = pair // sizes.H, pair % sizes.H
     first_row = (tiles - 1 - program // beside) * TILE.block_m
-    return Place(
-        b, h, h // sizes.group, first_row, first_row + gl.arange(0, TILE.block_m, layout=ROWS)
-    )
+    return Place(b, h, h // sizes.group, first_row, first_row + gl.arange(0, TILE.block_m, layout=ROWS))
 
 
 @gluon.jit

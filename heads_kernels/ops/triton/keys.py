@@ -70,9 +70,7 @@ class KeysWritten(NamedTuple):
 
 
 @triton.jit
-def _rows_tile(
-    of, reads, of_head, keys, written, sums, tile, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
-):
+def _rows_tile(of, reads, of_head, keys, written, sums, tile, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr):
     """`sums` after one tile of query rows of the head of `keys`."""
     place = keys.place
     first_row = tile * TILE.block_m
@@ -151,9 +149,7 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     v = load_values(of.value, b, hk, first_key, at < S, BLOCK_N, TILE)
     sums = _no_sums(TILE.block_d, TILE)
     if (of.visible.lists is None) and (of.visible.by_head is None):
-        visits = tiles_that_see(
-            of.visible, b, hk * group, first_key, sizes.T, S, BLOCK_N, TILE.block_m
-        )
+        visits = tiles_that_see(of.visible, b, hk * group, first_key, sizes.T, S, BLOCK_N, TILE.block_m)
     heads = tl.cdiv(group, splits.shares)
     for index in range(tl.minimum(heads, group - split * heads)):
         h = hk * group + split * heads + index
@@ -182,17 +178,13 @@ def _add_head(of, reads, keys, visits, written, split, sizes, splits, TILE: tl.c
     if features.scored is None:
         k = load_key(of, None, features, place.b, place.h, place.first, there, TILE.block_n, TILE)
     if features.rest is not None:
-        k_rest = load_features(
-            of.key, place.b, place.first, there, features.rest, features.rest_used, TILE.block_n
-        )
+        k_rest = load_features(of.key, place.b, place.first, there, features.rest, features.rest_used, TILE.block_n)
     keys = OwnKeys(place, k, keys.v, keys.content, features, k_rest)
     sums = _no_sums(features.columns.shape[0], TILE)
     sums = _rows_of_head(of, reads, keys, written, sums, visits, 1, sizes, TILE)
     if written.dkey is not None:
         part, dkey = split * splits.batches + place.b, sums.dkey * sizes.scale
-        add_chunks(
-            written.dkey, part, place.first, sizes.S, features.chunks, features.first, dkey, TILE
-        )
+        add_chunks(written.dkey, part, place.first, sizes.S, features.chunks, features.first, dkey, TILE)
     return sums.dvalue, sums.dcontent
 
 
@@ -238,9 +230,7 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
             if fill(chunks, 1 << doubling):
                 columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
                 keys = OwnKeys(place, None, v, content, Features(columns, used, chunks))
-                of_head, dcontent = _add_head(
-                    of, reads, keys, visits, written, split, sizes, splits, TILE
-                )
+                of_head, dcontent = _add_head(of, reads, keys, visits, written, split, sizes, splits, TILE)
         if TILE.chunks * BLOCK_D > RESIDENT and count * BLOCK_D > RESIDENT:
             # Every round computes the same `dvalue` and `dcontent`; those of the last round are used.
             for number in range(0, count if written.dkey is not None else 1, RESIDENT // BLOCK_D):
@@ -251,9 +241,7 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
                 else:
                     features = Features(columns, used, chunks, number, chunks)
                 keys = OwnKeys(place, None, v, content, features)
-                of_head, dcontent = _add_head(
-                    of, reads, keys, visits, written, split, sizes, splits, TILE
-                )
+                of_head, dcontent = _add_head(of, reads, keys, visits, written, split, sizes, splits, TILE)
         dvalue = tl.where(h % group == 0, of_head, dvalue + of_head)
         if written.dvalue is not None:
             end_of_keys = tl.where((h + 1) % group == 0, S, 0)  # after the last head of a group
@@ -263,9 +251,7 @@ def _collaborative_keys_kernel(of, reads, written, sizes, splits, TILE: tl.const
             tl.store(here, dcontent * sizes.scale, mask=at < S)
 
 
-def keys_pass(
-    call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor, dcontent_bias: Tensor
-) -> None:
+def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor, dcontent_bias: Tensor) -> None:
     """Fill `dkey`, `dvalue` and `dcontent_bias`, except empty ones.
 
     For gated heads wider than 128, both sums do not fit into registers, so each has its own launch.

@@ -61,9 +61,7 @@ class _Uncompiled(AsyncCompileMode):  # type: ignore[misc]
         super().__init__(None)
         self.jobs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
-    def submit(
-        self, key: str, compile: Callable[[], Any], keep: Callable[[Any], None], *_: Any
-    ) -> None:
+    def submit(self, key: str, compile: Callable[[], Any], keep: Callable[[Any], None], *_: Any) -> None:
         """Called by Triton for a kernel that it has not compiled; 3.9 also passes what undoes a failed compilation."""
         self.jobs[key] = compile, keep
 
@@ -80,9 +78,7 @@ class _Step(threading.local):
 _step: Final = _Step()
 
 
-def compiled_together(
-    fill: Callable[[T], None], outputs: T, *to_follow: Callable[[], None]
-) -> None:
+def compiled_together(fill: Callable[[T], None], outputs: T, *to_follow: Callable[[], None]) -> None:
     """`fill(outputs)`. If Triton has not compiled a kernel of it, all of its kernels that are not compiled, and all of
     those of `to_follow`, are compiled at the same time first.
 
@@ -100,9 +96,7 @@ def compiled_together(
         _step.launchers = ()
 
 
-def launch(
-    kernel: Any, programs: int, like: Tensor, tiles: Tiles, *args: Any, **constants: Any
-) -> None:
+def launch(kernel: Any, programs: int, like: Tensor, tiles: Tiles, *args: Any, **constants: Any) -> None:
     """Run `programs` programs of `kernel` on the device and the current stream of `like`."""
     if programs == 0:
         return

@@ -49,9 +49,7 @@ def described_strides(rows: Tensor) -> list[int]:
 
 
 @triton.jit
-def load_keys(
-    rows, tiles, b, h, first, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
+def load_keys(rows, tiles, b, h, first, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """`load_tile`; a full tile is loaded through the descriptor `tiles` of `rows`, unless that is None."""
     if (tiles is None) or (there is not None):
         tile = load_tile(rows, b, h, first, there, WIDTH, BLOCK, COLUMNS)
@@ -85,9 +83,7 @@ def tile_addresses(rows, b, h, first, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 
 
 @triton.jit
-def load_tile(
-    rows, b, h, first, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
+def load_tile(rows, b, h, first, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
     """`[BLOCK, COLUMNS]` of the rows from `first` on; 0 in rows that are not `there` [BLOCK] and in columns from WIDTH.
 
     `there` None: all rows are.

@@ -65,9 +65,7 @@ class QueriesWritten(NamedTuple):
 
 
 @triton.jit
-def _keys_tile(
-    of, query, do, row_terms, dquery, number, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
-):
+def _keys_tile(of, query, do, row_terms, dquery, number, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr):
     """`dquery` [BLOCK_M, W] of the head of `query` after the tile `number` of keys."""
     first = number * TILE.block_n
     tile = scores_of_keys(of, KeyTiles(), query, first, sizes, PARTIAL, TILE.block_n, TILE)
@@ -91,9 +89,7 @@ def _keys_of_head(of, reads, query, visits, taking_part, sizes, TILE: tl.constex
     row_terms = load_row_terms(reads, head_gate(reads.gate, b, h, TILE), b, h, rows, sizes, TILE)
     columns = along(row_terms, 1)
     do = load_values(reads.dattended, b, h, place.first, rows < taking_part, BLOCK_M, TILE)
-    WIDTH: tl.constexpr = (
-        TILE.block_d if query.features.columns is None else query.features.columns.shape[0]
-    )
+    WIDTH: tl.constexpr = TILE.block_d if query.features.columns is None else query.features.columns.shape[0]
     dquery = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     for number in range(visits.full_start, visits.full_end):
         tile = full_tile(of.visible, b, h, own, number)
@@ -165,15 +161,11 @@ def _add_head(of, reads, query, visits, written, split, sizes, splits, TILE: tl.
     if features.scored is None:
         q = load_query(of, features, b, h, first_row, there, TILE.block_m, TILE)
     if features.rest is not None:
-        q_rest = load_mixed(
-            of, b, h, first_row, there, features.rest, features.rest_used, TILE.block_m
-        )
+        q_rest = load_mixed(of, b, h, first_row, there, features.rest, features.rest_used, TILE.block_m)
     query = QueryRows(place, q, features, query.lo, query.hi, q_rest)
     dmixed, sees = _keys_of_head(of, reads, query, visits, sizes.T, sizes, TILE)
     part = split * splits.batches + b
-    _finish_head(
-        of, dmixed, sees, features.chunks, features.first, written, part, place, sizes, TILE
-    )
+    _finish_head(of, dmixed, sees, features.chunks, features.first, written, part, place, sizes, TILE)
 
 
 @triton.jit

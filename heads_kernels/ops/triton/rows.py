@@ -202,9 +202,7 @@ def along(terms, AXIS: tl.constexpr):
 
 
 @triton.jit
-def dscores_of_tile(
-    of, tile, do, row_terms, first, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
-):
+def dscores_of_tile(of, tile, do, row_terms, first, place, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr):
     """The gradient [BLOCK_M, BLOCK_N] of the scores of a program's rows and the keys from `first` on, before scale.
 
     `tile` is their `score_tiles.ScoreTile`, `do` [BLOCK_M, BLOCK_DV]; `row_terms` are columns.

@@ -305,9 +305,7 @@ def raw_scores(of, tiles, query, first, there, sizes, BLOCK_N: tl.constexpr, TIL
     k, v = 0, 0
     if features.scored is not None:
         rows = place.at < sizes.T
-        raw = _chunk_by_chunk(
-            of, features.scored, place, place.first, rows, first, there, False, BLOCK_N, TILE
-        )
+        raw = _chunk_by_chunk(of, features.scored, place, place.first, rows, first, there, False, BLOCK_N, TILE)
     if (features.scored is None) or (features.columns is not None):
         k = load_key(of, tiles.key, features, b, place.hk, first, there, BLOCK_N, TILE)
     # Loaded before the product: after it, the float32 pass by query rows would take all registers and spill.
@@ -325,9 +323,7 @@ def raw_scores(of, tiles, query, first, there, sizes, BLOCK_N: tl.constexpr, TIL
 
 
 @triton.jit
-def scores_of_keys(
-    of, tiles, query, first, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
-):
+def scores_of_keys(of, tiles, query, first, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
     """Scores [BLOCK_M, BLOCK_N] of a program's rows and the keys from `first` on; `tiles` are as in `load_keys`."""
     place = query.place
     keys = first + tl.arange(0, BLOCK_N)
@@ -349,9 +345,7 @@ def scores_of_keys(
 
 
 @triton.jit
-def scores_of_rows(
-    of, dattended, keys, first, there, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr
-):
+def scores_of_rows(of, dattended, keys, first, there, sizes, PARTIAL: tl.constexpr, TILE: tl.constexpr):
     """Scores [BLOCK_N, BLOCK_M] of a program's keys and the query rows from `first` on.
 
     `there` says which rows are read, as in `load_tile`; `dattended` may be None.
@@ -383,7 +377,5 @@ def scores_of_rows(
     seen = True
     if PARTIAL:
         lo, hi = ranges(of.visible, b, h, rows, sizes.T, sizes.S)
-        seen = pairs_visible(
-            of.visible, of.terms, pairs, lo[None, :], hi[None, :], sizes.T, sizes.S, bias
-        )
+        seen = pairs_visible(of.visible, of.terms, pairs, lo[None, :], hi[None, :], sizes.T, sizes.S, bias)
     return ScoreTile(scores, cap, seen, q, do)

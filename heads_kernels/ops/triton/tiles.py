@@ -85,9 +85,7 @@ class TileConstants:
     dv: tl.constexpr  # width of values
     chunks: tl.constexpr  # steps that cover d, rounded up to a power of two; 0 without mixing
     resident: tl.constexpr  # the most features of a head that stay on chip, with mixing
-    doublings: (
-        tl.constexpr
-    )  # how many widths these have: block_d, twice and four times that, up to resident
+    doublings: tl.constexpr  # how many widths these have: block_d, twice and four times that, up to resident
     rest: tl.constexpr  # those beside them that scores keep on chip; 0: none
     stages: tl.constexpr  # tiles in Gluon's ring of values (forward) or of rows (backward)
     key_stages: tl.constexpr  # tiles of the ring of keys, of Gluon's forward kernel
@@ -103,9 +101,7 @@ def tile_constants(call: Call, tiles: Tiles, gate: str = "none", width: int = 0)
 
 
 @functools.cache
-def _constants(
-    tiles: Tiles, D: int, Dv: int, mixes: bool, gate: str, activation: str, width: int
-) -> TileConstants:
+def _constants(tiles: Tiles, D: int, Dv: int, mixes: bool, gate: str, activation: str, width: int) -> TileConstants:
     block_d = tiles.block_d if mixes else width or padded(D)
     chunks = 1 << (max(2, -(-D // block_d)) - 1).bit_length() if mixes and block_d else 0
     doublings = (tiles.block_slice // block_d).bit_length() if chunks else 0
@@ -122,9 +118,7 @@ def _rest(tiles: Tiles, Ds: int) -> int:
     return rest if rest <= tiles.block_rest else 0
 
 
-def tiles_for(
-    kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False, descriptors: bool = False
-) -> Tiles:
+def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False, descriptors: bool = False) -> Tiles:
     """The tiles of `kernel` on the GPU that holds `like`, for a call of these widths with the rows and dtype of `like`.
 
     D is the width of scores (`Ds` of collaborative attention), Dv that of values, 0 without values. `terms` is whether
@@ -220,9 +214,7 @@ def _tuned(gpu: str) -> dict[tuple[str, str, int, int], Tiles]:
         return {}
     names = [field.name for field in fields(Tiles)]
     return {
-        (row["kernel"], row["dtype"], row["D"], row["Dv"]): Tiles(
-            **{name: row[name] for name in names}
-        )
+        (row["kernel"], row["dtype"], row["D"], row["Dv"]): Tiles(**{name: row[name] for name in names})
         for row in json.loads(path.read_text(encoding="utf-8"))["tiles"]
     }
 

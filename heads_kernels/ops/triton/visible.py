@@ -424,9 +424,7 @@ def _varying_pairs(call: Call) -> tuple[int, int]:
     """The numbers of batches and heads whose visible pairs may differ: those of the call, or 1 if all see the same."""
     B, H, _, _ = call.sizes
     i, bias, table = call.intervals, call.bias, call.offset_bias
-    of_batches = [
-        part.shape[0] for part in (i.k_lo, i.key_visible, i.dense_mask) if part is not None
-    ]
+    of_batches = [part.shape[0] for part in (i.k_lo, i.key_visible, i.dense_mask) if part is not None]
     of_heads = [] if i.dense_mask is None else [i.dense_mask.shape[1]]
     of_heads.append(2 if i.by_head else 1)
     if bias is not None:
