@@ -6,7 +6,6 @@ whose schemas follow from its fields.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Annotated, Any, Final, NamedTuple, get_origin, get_type_hints
 
 import torch
@@ -21,9 +20,6 @@ MIXING_CHUNK: Final = 16
 #: element in the whole call, which is not 0 if a process computes a part of the batch, the heads or the rows. j must be
 #: a multiple of 4, the number of elements per Philox counter (ops/philox.py).
 SEED_LENGTH: Final = 5
-
-#: The fields of a call that are its mask.
-_MASK_OF: Final = attrgetter(*Intervals._fields)
 
 
 @by_identity
@@ -122,7 +118,9 @@ class Call(NamedTuple):
     @property
     def intervals(self) -> Intervals:
         """The mask."""
-        return Intervals._make(_MASK_OF(self))
+        return Intervals(
+            self.band_lo, self.band_hi, self.k_lo, self.k_hi, self.first_keys, self.key_visible, self.dense_mask
+        )
 
     def under(self, mask: Intervals) -> Call:
         """The same call with another mask."""
