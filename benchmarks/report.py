@@ -69,7 +69,7 @@ class Report:
         if not rows:
             return
         heads = ["workload", "worst error", "of bound", "dense", "executed", "share", ""]
-        self._table("Accuracy and FLOPs, before anything is timed", heads, [
+        self._table("Accuracy, before anything is timed, and FLOPs", heads, [
             [row["workload"], row["worst"], f"{row['ratio']:.2f}",
              f"{row['dense'] * 1e-9:.2f}", f"{row['executed'] * 1e-9:.2f}",
              f"{row['executed'] / max(row['dense'], 1):.0%}",
@@ -77,7 +77,7 @@ class Report:
             for row in rows
         ])  # fmt: skip
         self._note(
-            "Errors of out, lse and all gradients (where pairs are many, of some heads and batches) "
+            "Errors of out, lse and all gradients (where pairs are many, of some heads, batches and rows) "
             "against eager in float64, as a part of what the accuracy rule allows. GFLOP of the "
             "forward pass: dense are those of every pair, as FlopCounterMode counts them; executed is "
             "what masks, closed heads and empty mixing chunks leave."

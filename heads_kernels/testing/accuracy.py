@@ -9,8 +9,9 @@ every gradient may each be at most
     the root mean square error of every row, so that small heads and rows count as much as large ones
     the mean of error times reference, which reveals a factor of 1.003, less than one rounding of bfloat16
 
-The floor is measured on a few simulated kernels. `chance` is how far the error of one more may be above it once in a
-million quantities: little for many rows, much for one, or for a mean.
+The floor is measured on simulated kernels. `chance` is the factor above it that the error of another kernel exceeds
+once in a million quantities. It is 4 or more: few simulations say less about one row, or about a mean, than about many
+rows.
 
 NaN and infinities must be exactly where the oracle has them. In float64 eager is the oracle: its own error
 cannot be measured and is taken to be the floor.
@@ -32,7 +33,7 @@ from heads_kernels.ops.attention import attention_op
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.testing.case import Case
 from heads_kernels.testing.inputs import Inputs
-from heads_kernels.testing.rounding import Floor, attention, finite, floors, of_rows, samples
+from heads_kernels.testing.rounding import SAMPLES, Floor, attention, finite, floors, of_rows
 
 #: Factor of the error of eager in the same dtype, as in FlashAttention's tests.
 FACTOR: Final = 2.0
@@ -118,8 +119,7 @@ class Reference:
 
     def judge(self, name: str, got: Tensor) -> Quantity:
         """Compare a result with its references, by the rule above."""
-        simulations = samples(self.inputs.dout.dtype)
-        return _judge(name, got, self.oracle[name], self.eager[name], self.floors[name], simulations)
+        return _judge(name, got, self.oracle[name], self.eager[name], self.floors[name])
 
 
 def check(
@@ -187,7 +187,7 @@ def _seed(inputs: Inputs) -> Tensor | None:
     return draw_seed(inputs.tensors["query"].device)
 
 
-def _judge(name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Floor, simulations: int) -> Quantity:
+def _judge(name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Floor) -> Quantity:
     wrong = ""
     if got.shape != oracle.shape:
         wrong = f"shape is {list(got.shape)}, not {list(oracle.shape)}"
@@ -208,12 +208,12 @@ def _judge(name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Floor, 
     if eager.dtype == oracle.dtype and not of_eager.any():
         eager_rows, eager_mean = floor.rows, floor.mean
     size = float(exact.square().sum()) or 1.0
-    chance, squares = functools.partial(_chance, simulations), floor.rows.square()
+    squares = floor.rows.square()
     # How many rows have a share in the floor of all: 1 if it is that of one row.
     count = float(squares.sum().square() / squares.square().sum()) if squares.any() else 1.0
-    in_a_row = FACTOR * eager_rows + chance(1.0, rows.numel()) * floor.rows
-    in_all = FACTOR * _rms(eager_rows) + chance(count) * _rms(floor.rows)
-    in_mean = FACTOR * abs(eager_mean) + chance(1.0) * floor.mean
+    in_a_row = FACTOR * eager_rows + _chance(1.0, rows.numel()) * floor.rows
+    in_all = FACTOR * _rms(eager_rows) + _chance(count) * _rms(floor.rows)
+    in_mean = FACTOR * abs(eager_mean) + _chance(1.0) * floor.mean
     return Quantity(
         name,
         error=_rms(rows),
@@ -224,16 +224,16 @@ def _judge(name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Floor, 
     )
 
 
-def _chance(simulations: int, count: float, tests: int = 1) -> float:
+def _chance(count: float, tests: int = 1) -> float:
     """How far the error of `count` rows may be above its floor by chance, once in a million quantities.
 
     All numbers of a row count as one, since their errors may have one cause. The square of the ratio of two root mean
-    squares, that of the floor over `simulations` times as many rows, has the F distribution (its quantile: Wilson,
-    Hilferty 1931, for both). It is the largest ratio in `tests` of them.
+    squares, that of the floor over `SAMPLES` times as many rows, has the F distribution (its quantile: Wilson,
+    Hilferty 1931, for both). With `tests`, the factor is for the largest of that many ratios.
     """
     tests = min(max(tests, 1), 1_000_000)  # beyond, there is no such quantile
     z = NormalDist().inv_cdf(1 - 1e-6 / tests)
-    a, b = 2 / (9 * count), 2 / (9 * count * simulations)
+    a, b = 2 / (9 * count), 2 / (9 * count * SAMPLES)
     square, product = (1 - b) ** 2 - z**2 * b, (1 - a) * (1 - b)
     root = math.sqrt(product**2 - square * ((1 - a) ** 2 - z**2 * a))
     quantile: float = ((product + root) / square) ** 1.5

@@ -15,7 +15,7 @@ from heads_kernels.ops import eager
 from heads_kernels.parse import parse
 from heads_kernels.testing.accuracy import Quantity, Reference, Report
 from heads_kernels.testing.inputs import Inputs
-from heads_kernels.testing.rounding import Rounding, floors
+from heads_kernels.testing.rounding import Rounding, floors, of_tensor_cores
 
 _NAMES: Final = inspect.signature(attention_statistics).parameters
 _MEASURED: Final = ("lse", "max_score", "max_prob", "entropy", "received")
@@ -69,4 +69,6 @@ def _simulate(inputs: Inputs, simulated: Rounding) -> dict[str, Tensor]:
     call, _ = parse("attention_statistics", **given, received=row_weights(inputs))
     with torch.no_grad(), simulated:
         found = eager.row_statistics(call)
+    moved = of_tensor_cores(inputs, call, simulated)
+    found = found._replace(lse=found.lse + moved, max_score=found.max_score + moved)
     return {name: simulated.rounded(getattr(found, name), torch.float32) for name in _MEASURED}

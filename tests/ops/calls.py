@@ -82,8 +82,11 @@ def inputs_of(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> I
 
 def with_dlse(inputs: Inputs) -> Inputs:
     """Started from a gradient of `lse` too, which ops return of calls without a gate."""
-    if inputs.operator == "entmax_attention" or "gate" in inputs.tensors:
-        return inputs
+    return inputs if inputs.operator == "entmax_attention" or "gate" in inputs.tensors else drawn_dlse(inputs)
+
+
+def drawn_dlse(inputs: Inputs) -> Inputs:
+    """Started from a gradient of `lse` too."""
     drawn = torch.Generator("cpu").manual_seed(inputs.seed)
     dlse = torch.randn(inputs.dout.shape[:3], generator=drawn, device="cpu")
     return replace(inputs, dlse=dlse.to(inputs.dout.device, compute_dtype(inputs.dout.dtype)))

@@ -91,7 +91,7 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
     one of 97 outside.
     """
     softmax = [work for work in works if not work.name.startswith("entmax")]
-    found = ahead_of_time.compile_all(["sm_90"], softmax, ["bfloat16"], kernel_cache, 1, with_loops=True)  # fmt: skip
+    found = ahead_of_time.compile_all(["sm_90"], softmax, ["bfloat16"], kernel_cache, processes=1, with_loops=True)
     multiply = [one for one in found if one.kernel.matrix]
     forward = [one for one in multiply if one.kernel.name == "triton.gluon_forward"]
     backward = [one for one in multiply if one.kernel.name == "triton.gluon_backward"]

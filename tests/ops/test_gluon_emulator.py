@@ -120,8 +120,8 @@ def loaded(folder: Path, texts: dict[ModuleType, str]) -> ModuleType:
 
 #: Calls by which partitions wait for each other, for copies and for products.
 SYNCHRONIZING = re.compile(r"(wait|arrive|expect|fence_async_shared|\batomic_add)$")
-#: Not needed for that: turns are for speed, the compiler wants the value of a product before a loop, and a program its
-#: number.
+#: Statements with another purpose: waits for turns are for speed, the wait before the loop over chunks is for the
+#: compiler, and `ticket` gives a program its number.
 FOR_OTHER_REASONS = ("shared.turns.index(WHO)", "chunks is not None:\n        scores =", "ticket =")
 
 

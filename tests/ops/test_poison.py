@@ -23,6 +23,7 @@ from tests.ops.calls import (
     QUICK,
     assert_same_bits,
     call,
+    drawn_dlse,
     inputs_of,
     run,
     tensors,
@@ -91,7 +92,7 @@ FEW = [find(o, n) for o in OPERATORS for n in ("padded", "holes", "padded_causal
 def test_hidden_values_in_other_dtypes(case: Case, backend: str, dtype: torch.dtype) -> None:
     inputs = inputs_of(case, backend, dtype)
     hold(inputs, backend, torch.nan)
-    hold(with_dlse(inputs), backend, torch.nan)
+    hold(drawn_dlse(inputs), backend, torch.nan)
 
 
 @pytest.mark.parametrize("at", [2, 31, 64])

@@ -31,6 +31,7 @@ from heads_kernels.testing import (
 )
 from heads_kernels.testing.accuracy import _LEAST, _chance
 from heads_kernels.testing.case import surrounded
+from heads_kernels.testing.rounding import SAMPLES
 from tests.support.poison import dirty_allocator
 
 SMALL = find("gated_attention", "closed_batch_heads")
@@ -252,16 +253,15 @@ def test_dirty_allocator() -> None:
     assert any(torch.empty(n).isnan().any() for n in (64, 256, 1024, 4096, 16384))
 
 
-@pytest.mark.parametrize("simulations", [12, 24])
-def test_chance_is_one_in_a_million(simulations: int) -> None:
+def test_chance_is_one_in_a_million() -> None:
     """Of the F distribution; the errors of many numbers may be a fixed factor above the floor."""
     for count in (1, 2):
-        square = _chance(simulations, count) ** 2
-        of_floor = torch.tensor(simulations * count / 2.0, dtype=torch.float64)
-        share = 1 / (1 + square / simulations)  # of the floor in the sum of all squares, beta distributed
+        square = _chance(count) ** 2
+        of_floor = torch.tensor(SAMPLES * count / 2.0, dtype=torch.float64)
+        share = 1 / (1 + square / SAMPLES)  # of the floor in the sum of all squares, beta distributed
         drawn = torch.distributions.Beta(of_floor, torch.tensor(count / 2.0).double())
         grid = torch.linspace(1e-9, share, 100_001, dtype=torch.float64)
         exceeded = torch.trapezoid(drawn.log_prob(grid).exp(), grid).item()
         assert 1e-7 < exceeded < 2e-6, count
-    assert _chance(simulations, 1, 1000) > 1.5 * _chance(simulations, 1)
-    assert _chance(simulations, 1000) == _LEAST
+    assert _chance(1, 1000) > 1.5 * _chance(1)
+    assert _chance(1000) == _LEAST
