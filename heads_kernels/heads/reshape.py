@@ -1,4 +1,4 @@
-"""Change the shape of layers: fewer heads, or one query and one key for all heads."""
+"""Change the shape of layers: fewer heads, or one query and one key for all heads; check the calls of pruned layers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,21 @@ from heads_kernels.nn.attention import put
 # ---------------------------------------------------------------------- fewer heads
 def read_key_heads(layer: ProjectedLayer, left: list[int], count: int | None = None) -> list[int]:
     """The key heads that the query heads `left` use, or value heads if all share one key, repeated to groups of equal
-    size: as few as possible, or `count` if there are groups for so many."""
+    size.
+
+    As few as possible, or `count` if given; if no groups of equal size give `count`, the result has another length,
+    which the caller refuses.
+    """
     if not left:
         counts_tokens = layer.kind == "decoder" and hasattr(layer.module, "layer_idx")
         needed = int(counts_tokens and not layer.layout.shared)
         return [0] * (needed if count is None else count)
     group = layer.num_heads // layer.value.heads
     readers = Counter(head // group for head in left)
-    size = gcd(*readers.values(), len(left) // count if count else 0)
+    sizes = [*readers.values()]
+    if count:
+        sizes.append(len(left) // count)
+    size = gcd(*sizes)
     return [key for key, heads in readers.items() for _ in range(heads // size)]
 
 

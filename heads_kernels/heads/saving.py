@@ -180,18 +180,25 @@ def _kept_heads(layer: ProjectedLayer) -> list[int]:
 
 # ---------------------------------------------------------------------- configs of transformers
 def record_in_config(model: nn.Module) -> None:
-    """Write `record` into the configs of transformers models, with the names that layers have in the base model."""
-    if not record(model):
+    """Write `record` into the configs of transformers models, with the names that layers have in the base model.
+
+    It replaces an earlier record, also where no changed layer is left; other entries of the config's dict are kept.
+    """
+    parts: list[Any] = [part for part in model.modules() if hasattr(part, "base_model_prefix")]
+    if not record(model) and not any(hasattr(part.config, RECORD) for part in parts):
         return
     own_configs(model)
-    part: Any
     recorded = set()
-    for part in model.modules():
-        if not hasattr(part, "base_model_prefix") or id(part.config) in recorded:
+    for part in parts:
+        if id(part.config) in recorded:
             continue
         recorded.add(id(part.config))
-        if found := record(part.base_model):
-            setattr(part.config, RECORD, {**getattr(part.config, RECORD, {}), **found})
+        earlier = getattr(part.config, RECORD, {})
+        others = {key: value for key, value in earlier.items() if key not in ("pruned", "converted")}
+        if found := others | record(part.base_model):
+            setattr(part.config, RECORD, found)
+        elif earlier:
+            delattr(part.config, RECORD)
 
 
 def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
@@ -207,7 +214,8 @@ def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
 def restore_shape(model: nn.Module, record: Mapping[str, Any], *, partly: bool = False) -> None:
     """Convert and prune a model to the recorded shape; new parameters are uninitialised.
 
-    Layers that are not in the record do not change. With `partly` it may be that of a model which contains this one.
+    Layers that are not in the record do not change. With `partly` the record may have layers that this model does not
+    have, as that of a larger model which contains it.
 
     Raises:
         TypeError, ValueError: a layer does not fit; the message names it and both shapes. A module of that name is no
@@ -257,7 +265,7 @@ def _kept(layer: ProjectedLayer, left: Mapping[str, Any], shared: bool) -> tuple
     heads = [own.index(head) for head in left["heads"] if head in own]
     count = left.get("value_heads", len(heads)) if shared else left["key_heads"]
     key_heads = read_key_heads(layer, heads, count)
-    if not fits or len(heads) < len(left["heads"]) or len(key_heads) != count:
+    if not fits or heads != sorted(heads) or len(heads) < len(left["heads"]) or len(key_heads) != count:
         was = f"was saved with {dict(left)}; the model has {shape(layer)}"
         instead = "load it into a model of the original shape, before pruning and conversion"
         refuse(f"layer {layer.name!r}", was, instead)

@@ -117,11 +117,12 @@ def stopped_at(number: int | None) -> Iterator[list[str]]:
             if len(called) - 1 == number:
                 raise KeyboardInterrupt
 
+    before = sys.gettrace()  # of a debugger or of coverage
     sys.settrace(count)
     try:
         yield called
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
 
 
 @pytest.mark.parametrize("name", CHANGES)

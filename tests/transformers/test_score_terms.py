@@ -113,6 +113,7 @@ def test_mask_that_is_shorter_than_the_keys() -> None:
 OUTPUT_GATES = {name: gate for name, (_, _, gate, *_) in documented().items() if gate}
 FUSED = [name for name, gate in OUTPUT_GATES.items() if gate.endswith(": fused")]
 UNFUSED = [name for name, gate in OUTPUT_GATES.items() if gate.endswith(": not fused")]
+assert {*FUSED, *UNFUSED} == OUTPUT_GATES.keys()
 
 
 def gated_layers(model: Any) -> list[Any]:

@@ -142,6 +142,15 @@ def test_pruned_layers_that_changed_places_are_saved(tmp_path: Path) -> None:
     assert_alike(outputs(loaded), outputs(model))
 
 
+def test_the_record_of_a_pruned_layer_leaves_with_it(tmp_path: Path) -> None:
+    model = use(build("bert"))
+    hk.heads.prune(model, {0: [0]})
+    del model.encoder.layer[0]
+    model.config.num_hidden_layers = len(model.encoder.layer)
+    use(model).save_pretrained(tmp_path)
+    assert_alike(outputs(from_pretrained(tmp_path, type(model))), outputs(model))
+
+
 def test_a_model_in_use_is_put_to_use_again() -> None:
     model = build("bert")
     before = model.config._attn_implementation
