@@ -93,7 +93,7 @@ lint: .venv/stamp-dev docs ## ruff, mypy, import-linter, clang-format, the workf
 	.venv/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	.venv/bin/zizmor --offline --quiet --persona pedantic .github
 
-bench: .venv/stamp-dev .venv/stamp-built ## accuracy and FLOPs, then time and memory against PyTorch (4 minutes)
+bench: .venv/stamp-dev .venv/stamp-built ## accuracy, then time and memory against PyTorch (4 minutes)
 	$(PY) -m benchmarks
 
 # Clean: the cache does not notice a docstring that changed.

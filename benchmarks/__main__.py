@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: accuracy and FLOPs first, then speed, memory and overhead.
+"""`python -m benchmarks`: accuracy first, then speed, memory and overhead.
 
 With `--device cuda` on a GPU: against each kernel of SDPA, FlexAttention and flash-attn. Where there is no GPU,
 `--device cuda --smoke` shows that all of it runs, on simulated kernels (TRITON_INTERPRET=1,

@@ -39,7 +39,7 @@ class Call(NamedTuple):
     content_bias: Annotated[Tensor | None, "B H S"] = None
     gate: Annotated[Tensor | None, "H|1", "B|1 H|1", "B|1 H|1 T|1", "B|1 H|1 T|1 Dv|1"] = None
     bias: Annotated[Tensor | None, "B1 B2 H|1 T|1 S|1"] = None  # `batch.flatten_bias`
-    offset_bias: Annotated[Tensor | None, "H|1 offsets"] = None  # offsets j - i from -(T - 1)
+    offset_bias: Annotated[Tensor | None, "H|1 T+S-1"] = None  # offsets j - i from -(T - 1)
     sinks: Annotated[Tensor | None, "H"] = None
     alpha: Annotated[Any, "H"] = None  # in the compute dtype
     k_lo: Annotated[Tensor | None, "B|1 H|1 T"] = None  # from here to dense_mask, and the band: `Intervals`
@@ -136,7 +136,7 @@ class Call(NamedTuple):
         }
 
     def along(self, dimension: str) -> dict[str, int]:
-        """The tensors that have this dimension, by the name of the field, and which of theirs it is.
+        """The tensors that have this dimension: its position in the tensor, by the name of the field.
 
         Those that broadcast along it are left out.
         """

@@ -74,7 +74,7 @@ def is_real(value: object) -> TypeGuard[float]:
 def check_size(argument: str, size: object, least: int = 1) -> int:
     instead = f"pass an int of at least {least}"
     if not is_int(size):
-        refuse(argument, f"is a {type(size).__name__}", instead, TypeError)
+        refuse_type(argument, size, instead)
     if size < least:
         refuse(argument, f"is {shown(size)}", instead)
     return size
@@ -94,7 +94,7 @@ def check_tensor(
 ) -> Tensor:
     """A strided tensor, not a sparse or nested one, of one of these ranks and dtypes; None: any floating dtype."""
     if not isinstance(tensor, Tensor):
-        refuse(argument, f"is a {type(tensor).__name__}", instead, TypeError)
+        refuse_type(argument, tensor, instead)
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         packed = " (packed sequences: hk.Mask.from_cu_seqlens)" if tensor.is_nested else ""
@@ -235,7 +235,7 @@ def check_gate_activation(gate: Tensor | None, activation: str) -> None:
 def check_number(argument: str, value: Any, instead: str) -> float:
     """An int or a float, also a symbolic one of `torch.compile`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
-        refuse(argument, f"is a {type(value).__name__}", instead, TypeError)
+        refuse_type(argument, value, instead)
     return value  # type: ignore[return-value]
 
 
@@ -307,7 +307,7 @@ def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, in
 
 def check_flag(name: str, flag: bool) -> None:
     if not isinstance(flag, bool):
-        refuse(name, f"is a {type(flag).__name__}", "pass True or False", TypeError)
+        refuse_type(name, flag, "pass True or False")
 
 
 def check_row_weights(

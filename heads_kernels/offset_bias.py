@@ -14,6 +14,7 @@ from heads_kernels.checks import (
     check_size,
     is_any_int,
     refuse,
+    refuse_type,
     shape_of,
     shown,
 )
@@ -135,7 +136,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 def _whole(argument: str, value: object) -> int:
     if not is_any_int(value):
-        refuse(argument, f"is a {type(value).__name__}", "pass an int", TypeError)
+        refuse_type(argument, value, "pass an int")
     return value  # type: ignore[return-value]
 
 

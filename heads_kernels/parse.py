@@ -274,13 +274,11 @@ def check(call: Call) -> None:
     B, H, T, S = call.sizes
     check_sizes(B, H, T, S)
     check_gate_activation(call.gate, call.gate_activation)
-    companions = call.content_bias, call.gate, call.offset_bias, call.sinks
     sizes: dict[str, int] = {}
-    for name, tensor in zip(_COMPANIONS, companions, strict=True):
+    for name in _COMPANIONS:
+        tensor = getattr(call, name)
         if tensor is not None:
-            if not sizes:
-                sizes = {"B": B, "H": H, "T": T, "S": S, "Dv": call.Dv}
-                sizes["offsets"] = max(T + S - 1, 1)
+            sizes = sizes or {"B": B, "H": H, "T": T, "S": S, "Dv": call.Dv, "T+S-1": max(T + S - 1, 1)}
             check_companion(name, tensor, query)
             check_layout(name, tensor, LAYOUTS[name], sizes)
     check_bias(call.bias, query, (B, H, T, S))
@@ -300,11 +298,8 @@ def check_layout(name: str, tensor: Tensor, layouts: Layouts, sizes: dict[str, i
                 break
         else:
             return
-    forms = [[dimension.name for dimension in each] for each in layouts.values()]
-    used = {dimension for form in forms for dimension in form}
+    used = {dimension.name for each in layouts.values() for dimension in each}
     known = ", ".join(f"{each} = {size}" for each, size in sizes.items() if each in used)
-    written = " or ".join(f"[{', '.join(form)}]" for form in forms)
-    instead = f"pass {written}, with {known}"
-    if any(dimension.may_be_1 for each in layouts.values() for dimension in each):
-        instead += ", or 1 where it broadcasts"
-    refuse(name, f"has shape {shape_of(tensor)}", instead)
+    forms = [", ".join(f"{n} or 1" if may_be_1 else n for n, may_be_1 in each) for each in layouts.values()]
+    written = " or ".join(f"[{form}]" for form in forms)
+    refuse(name, f"has shape {shape_of(tensor)}", f"pass {written}, with {known}")

@@ -90,7 +90,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Step:
 
     Outputs without relevance are skipped: of many logits only those with relevance cost anything.
     """
-    if type(weight) not in (Tensor, nn.Parameter):  # torchao's compute with few of their bits
+    if type(weight) not in (Tensor, nn.Parameter):  # torchao's quantised weights compute with few of their bits
         return [input], refusing("linear", f"whose weight is quantised ({type(weight).__name__})")
 
     def back(relevance: Tensor) -> Sequence[Tensor]:
@@ -209,7 +209,7 @@ def _identity(input: Tensor, *rest: Any, **options: Any) -> Step:
 
 
 def _add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
-    """A sum with broadcasting; sums over a row of both terms together are kept.
+    """A sum with broadcasting. Over a row, the relevance of both terms together is that of the output.
 
     Tensors get a share even if they carry no relevance; numbers get none.
     """
@@ -269,7 +269,7 @@ def _mul(input: Any, other: Any) -> Step:
 def _kept(found: Sequence[Tensor], relevance: Tensor, dims: int) -> list[Tensor]:
     """`found`, scaled together to the sums of `relevance` at each index of the first `dims` dimensions.
 
-    They are 0 where no input contributes.
+    The result is 0 where no input contributes.
     """
 
     def sums(x: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def gate_rule(heads: Tensor, gate: Tensor, activation: str) -> Step:
 
 @torch.enable_grad()
 def attention_rule(call: Call, full: bool) -> Step:
-    """Attention before its gate, whose sums are kept for each example and head.
+    """Attention before its gate; the sum of the relevance of each example and head is kept.
 
     Heads that share a key or a value each get a copy, whose relevance autograd adds up. Unless `full`, probabilities
     are constants: then the operator itself gives sums over keys, and its gradient sums over rows.

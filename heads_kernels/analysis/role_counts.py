@@ -142,7 +142,7 @@ def _checked(number: int, entry: Relations) -> list[tuple[str, str, int, int]]:
 class _TokenCounts:
     """Sums of every head of `layers`, by what `find` computes once for each batch from its `input_ids`.
 
-    Errors name `argument`, which asks for them.
+    `argument` is the argument of `roles` that needs token ids; errors name it.
     """
 
     argument: str

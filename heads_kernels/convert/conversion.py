@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.analysis.head_scores import short_name, text_table
-from heads_kernels.checks import refuse
+from heads_kernels.checks import refuse_type
 from heads_kernels.convert.budget import Sizes
 from heads_kernels.convert.features import SharedFeatures, Spectrum
 from heads_kernels.convert.heads import Heads
@@ -249,7 +249,7 @@ def plot(shown: Curves | Conversion) -> Figure:
     """
     if not isinstance(shown, (Curves, Conversion)):
         instead = "pass the result of hk.convert.curves or hk.convert.collaborate"
-        refuse("shown", f"is a {type(shown).__name__}", instead, TypeError)
+        refuse_type("shown", shown, instead)
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure

@@ -99,7 +99,7 @@ def _decoders(every: list[AttentionLayer]) -> list[AttentionLayer]:
 
 
 class _Pass(threading.local):
-    """Of the pass of a thread: whether it called the observer, and whether a change is not made yet."""
+    """The pass of a thread: whether it has called the observer, and whether a change of outputs is still to be made."""
 
     called = False
     due = False

@@ -1,4 +1,4 @@
-"""The projections of a converted layer of transformers, whose module expects queries and keys per head.
+"""Projections, checks of calls and caches of converted layers of transformers, which expect queries and keys per head.
 
 The module keeps its forward, with its dropout, norms, caches and masks; the attention function separates what these
 projections return. So conversion needs no code per family.
@@ -231,7 +231,7 @@ def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -
 
 
 class _SharedKeys:
-    """Goes before the class of a cache's layer, in a subclass of both, for keys that heads share."""
+    """Methods of a cache's layer for keys that heads share; in a subclass they come before those of the stock class."""
 
     values: Tensor
     places: Tensor | None

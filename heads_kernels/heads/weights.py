@@ -166,7 +166,7 @@ def existing(holder: Any, path: str) -> str:
 
 # ---------------------------------------------------------------------- projections that can be cut
 def check_projections(layer: ProjectedLayer, verb: str) -> None:
-    """Refuse a layer with a projection that is more than a weight and a bias; the message says what to do before.
+    """Refuse a layer with a projection that is more than a weight and a bias; the message says what to do first.
 
     `verb` is "prune" or "convert".
     """

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, is_any_int, is_int, refuse, shown
+from heads_kernels.checks import MAX_LENGTH, is_any_int, is_int, refuse, refuse_type, shown
 from heads_kernels.mask.intervals import Device, Intervals, device_of
 from heads_kernels.mask.kept import CPU, capturing, is_unchanged, is_watched, readable, state_of
 from heads_kernels.mask.terms import (
@@ -161,7 +161,7 @@ class Mask:
         cu_seqlens = parse_tensor("cu_seqlens", cu_seqlens, INTEGERS, (1,), layout)
         if not is_any_int(total):
             instead = "pass the packed length as an int"
-            refuse("total", f"is a {type(total).__name__}", instead, TypeError)
+            refuse_type("total", total, instead)
         if is_int(total) and not 0 <= total <= MAX_LENGTH:
             refuse("total", f"is {shown(total)}", f"pass a length from 0 to {MAX_LENGTH}")
         if readable(cu_seqlens):

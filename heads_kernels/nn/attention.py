@@ -1,4 +1,4 @@
-"""Multi-head attention with gated heads, and its replacement for `torch.nn.MultiheadAttention` in models."""
+"""Multi-head attention with gated heads, and `replace_attention_`, which puts it in place of PyTorch's in a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.call import compute_dtype
-from heads_kernels.checks import check_flag, check_scale, check_size, refuse
+from heads_kernels.checks import check_flag, check_scale, check_size, refuse, refuse_type
 from heads_kernels.functional import entmax_attention, gated_attention
 from heads_kernels.nn.multihead import Multihead, head_width
 from heads_kernels.snapshot import kept_on_error
@@ -177,7 +177,7 @@ def replace_attention_(model: Model) -> Model:
             overridden forward, or weights shared with other modules. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
-        refuse("model", f"is a {type(model).__name__}", "pass a torch.nn.Module", TypeError)
+        refuse_type("model", model, "pass a torch.nn.Module")
     if isinstance(model, nn.MultiheadAttention):
         instead = "use hk.nn.GatedMultiheadAttention.from_torch(model), or pass what holds it"
         refuse("model", "is a MultiheadAttention itself", instead, TypeError)

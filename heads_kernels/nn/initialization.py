@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import check_choice, check_size, check_tensor, is_real, refuse
+from heads_kernels.checks import check_choice, check_size, check_tensor, is_real, refuse, refuse_type
 
 MIXING_INITS: Final = ("concatenate", "ones", "normal", "xavier")
 Module = TypeVar("Module", bound=nn.Module)
@@ -68,7 +68,7 @@ def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
     if not is_real(alpha) or alpha <= 0:
         refuse("alpha", f"is {alpha!r}", "pass a positive float")
     if not isinstance(module, nn.Module):
-        refuse("module", f"is a {type(module).__name__}", "pass a nn.Module", TypeError)
+        refuse_type("module", module, "pass a nn.Module")
     matrices = [matrix for part in module.modules() for matrix in _matrices(part)]
     if not matrices:
         refuse("module", f"is a {type(module).__name__} without nn.Linear", "pass a layer")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import check_bias_shape, flatten_companion
-from heads_kernels.checks import DTYPES, check_companion, check_tensor, refuse
+from heads_kernels.checks import DTYPES, check_companion, check_tensor, refuse, refuse_type
 from heads_kernels.mask import Mask
 from heads_kernels.mask.kept import readable
 from heads_kernels.mask.terms import Causal, Dense, KeyMask, QueryMask, Term
@@ -31,7 +31,9 @@ def mask_and_bias(
     hides_rows: bool,
     kept_heads: Tensor | None,
 ) -> tuple[Mask, Bias]:
-    """All masks of one call of a module as one, and what is added to its scores; the arguments of `Multihead.forward`.
+    """All masks of one call of a module as one, and what is added to its scores.
+
+    Arguments that are not explained here are those of `Multihead.forward`.
 
     In self-attention (`self_attention`) the rows are the last T keys, since earlier ones are cached, and `hides_rows`
     hides the rows of padded keys. Otherwise the first row is aligned with the first key. `sizes` are (batch dimensions,
@@ -39,7 +41,7 @@ def mask_and_bias(
     """
     if mask is not None and not isinstance(mask, Mask):
         instead = "pass a hk.Mask, or a tensor as key_padding_mask or attn_mask, True = hidden"
-        refuse("mask", f"is a {type(mask).__name__}", instead, TypeError)
+        refuse_type("mask", mask, instead)
     *batch, H, T, S = sizes
     terms: tuple[Term, ...] = ()
     if is_causal:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.batch import Batch, unflatten
-from heads_kernels.checks import check_choice, check_dropout, check_flag, check_size, refuse
+from heads_kernels.checks import check_choice, check_dropout, check_flag, check_size, refuse, refuse_type
 from heads_kernels.dtensor import is_sharded, replicated
 from heads_kernels.functional import entmax_attention
 from heads_kernels.mask import Mask
@@ -325,7 +325,7 @@ class Multihead(nn.Module, ABC):
             length = "T" if name == "query" else "S"
             layout = f"[B, {length}, {width}]" if self.batch_first else f"[{length}, B, {width}]"
             if not isinstance(tensor, Tensor):
-                refuse(name, f"is a {type(tensor).__name__}", f"pass a tensor {layout}", TypeError)
+                refuse_type(name, tensor, f"pass a tensor {layout}")
             if tensor.is_nested:
                 instead = "and masks (enable_nested_tensor=False in a TransformerEncoder)"
                 refuse(name, "is nested", f"pass {layout} {instead}")

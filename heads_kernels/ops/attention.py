@@ -259,7 +259,7 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
     """
     operands: Any = call.operands
     if torch.compiler.is_dynamo_compiling():
-        # It traces no autograd function that gets a tensor twice, as in self-attention without projections.
+        # Dynamo traces no autograd function that gets a tensor twice, as in self-attention without projections.
         operands = list(operands)
         for at, operand in enumerate(operands):
             if operand is not None and any(operand is other for other in operands[:at]):

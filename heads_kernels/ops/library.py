@@ -99,7 +99,8 @@ _LAYOUTS: Final = {
 }
 _LSE_OF_ENTMAX: Final = layouts_of("parts B H T")
 _FIXED_SIZES: Final = {"parts": 2, "numbers": SEED_LENGTH}
-#: Tensors that kernels read without a conversion: in the dtype of the query, of its scores, or this one.
+#: Tensors that kernels read as they are: in the dtype of the query, in that of scores (`compute_dtype`), or in that of
+#: `_DTYPES`.
 _OF_QUERY: Final = ("key", "value", "dout", "attended")
 _OF_SCORES: Final = ("alpha", "row_weights", "lse", "dlse")
 _DTYPES: Final = {
@@ -132,8 +133,7 @@ def check_arguments(backend: str | None, call: Call, has_value: bool, **saved: T
         refuse("first_keys", "comes without k_lo and k_hi", "pass these too")
     query = call.query
     B, H, T, S = call.sizes
-    sizes = {"B": B, "H": H, "T": T, "S": S, "D": call.D, "Dv": call.Dv, **_FIXED_SIZES}
-    sizes |= {"Hk": call.Hk, "Hv": call.Hv}
+    sizes = {"B": B, "H": H, "Hk": call.Hk, "Hv": call.Hv, "T": T, "S": S, "D": call.D, "Dv": call.Dv, **_FIXED_SIZES}
     dtypes = {
         **_DTYPES,
         **dict.fromkeys(_OF_QUERY, query.dtype),

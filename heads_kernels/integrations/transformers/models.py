@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from heads_kernels.checks import check_flag, refuse
+from heads_kernels.checks import check_flag, refuse, refuse_type
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.heads.reshape import adds_bias_of_all_heads
@@ -66,7 +66,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             Ctrl-C, the model is unchanged.
     """
     if not isinstance(model, PreTrainedModel):
-        refuse("model", f"is a {type(model).__name__}", _instead_of(model), TypeError)
+        refuse_type("model", model, _instead_of(model))
     check_flag("unpad", unpad)
     check_model(model)
     layers = unpaddable_layers(model) if unpad else {}

@@ -91,7 +91,7 @@ class PackedMask(PreparedMask):
         """A tensor packed, once for all layers unless it has a gradient."""
         if padded.requires_grad:
             return packing.pack(padded)
-        # With `padded`, whose id is then that of no other tensor.
+        # `padded` is kept too: while it lives, no other tensor has its id.
         packed: Tensor = self.once(id(padded), lambda: (padded, packing.pack(padded)))[1]
         return packed
 

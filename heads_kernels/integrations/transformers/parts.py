@@ -119,7 +119,7 @@ def _check_call(
         return None
     if None in contexts:  # a layer that was added since
         was = f"is a {family(model)}, in which a {type(attention[contexts.index(None)]).__name__} has no context"
-        refuse("module", was, "set context of all attention layers, to None to undo")
+        refuse("module", was, "set context of every attention layer, or None in all of them to undo")
     given = inspect.signature(model.forward).bind(*args, **kwargs).arguments | kwargs
     given = {name: each for name, each in given.items() if each is not None}
     tokens = given.get("input_ids", given.get("inputs_embeds"))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads_kernels.checks import refuse
+from heads_kernels.checks import refuse, refuse_type
 from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.gating import refuse_ignored_gates
 from heads_kernels.heads.layouts import at_path
@@ -199,7 +199,7 @@ def _check(model: Any, own: Pass, name: str, mask: Any) -> None:
         was = f"is given to a {type(model).__name__}, which has no use for it"
         refuse(name, was, f"pass {', '.join(own.arguments) or 'none'}")
     if not isinstance(mask, Tensor):
-        refuse(name, f"is a {type(mask).__name__}", instead, TypeError)
+        refuse_type(name, mask, instead)
     if mask.dim() not in (1, 2):
         refuse(name, f"has shape {list(mask.shape)}", instead)
     if mask.is_complex():
@@ -212,7 +212,7 @@ def _check_order(model: Any, own: Pass, name: str) -> None:
     # A replica of nn.DataParallel has other modules, with the same places; a released part has none.
     is_same = all(each is p.module or getattr(each, PLACE, None) is p for each, p in found)
     if not is_same or _sizes(model, own.stacks) != own.stacks:
-        was = f"is given to a {type(model).__name__}, whose layers were moved, removed or added since it is in use"
+        was = f"is given to a {type(model).__name__}, whose layers were moved, removed or added since `use`"
         refuse(name, was, "call heads_kernels.integrations.transformers.use(model) again")
 
 

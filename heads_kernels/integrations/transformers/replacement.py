@@ -66,7 +66,8 @@ class Replacement(nn.Module):
 
         Args:
             *operands: query, key, value and mask.
-            **options: of `attention_forward`; `dropout` is that of training.
+            dropout: the probability in training; there is none in evaluation mode.
+            **options: other arguments of `attention_forward`.
         """
         dropout = dropout if self.training else 0.0
         out, statistics = attention_forward(self, *operands, dropout=dropout, **options)

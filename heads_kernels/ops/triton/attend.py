@@ -100,7 +100,7 @@ def attend(of, tiles, place, sizes, TILE: tl.constexpr):
 
 @triton.jit
 def opened(sizes, T):
-    """The sizes with `T` rows: those of a head that take part."""
+    """The sizes with `T` in place of the number of rows: 0 for a closed head."""
     return Sizes(sizes.H, T, sizes.S, sizes.group, sizes.scale)
 
 

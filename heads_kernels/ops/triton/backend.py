@@ -1,9 +1,9 @@
 """The operators on the `triton` backend: which kernels run, and in which order.
 
 On sm_90, kernels in Gluon with specialized warps (`gluon_forward`, `gluon_backward`) replace others in the calls that
-they serve. Their tiles would be mostly padding for queries of a few rows, narrow heads and, in gated attention, values
-of another width. There must be as many keys as for other descriptors (`load.FEWEST_KEYS`). The backward kernel serves
-gated attention alone.
+they serve. They do not serve calls whose tiles would be mostly padding: queries of a few rows, narrow heads and, in
+gated attention, values of another width; nor calls with fewer keys than other descriptors need (`load.FEWEST_KEYS`).
+The backward kernel serves gated attention alone.
 """
 
 from __future__ import annotations

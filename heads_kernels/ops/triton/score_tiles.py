@@ -178,7 +178,7 @@ def chunk_at(chunks, place):
 
 @triton.jit
 def fill(chunks, STEPS: tl.constexpr):
-    """Whether the listed chunks take a tile of STEPS of them, and not half of it."""
+    """Whether STEPS is the least power of two that is at least the number of listed chunks."""
     return (chunks.length > STEPS // 2) & (chunks.length <= STEPS)
 
 
@@ -310,7 +310,7 @@ def raw_scores(of, tiles, query, first, there, sizes, BLOCK_N: tl.constexpr, TIL
         k = load_key(of, tiles.key, features, b, place.hk, first, there, BLOCK_N, TILE)
     # Loaded before the product: after it, the float32 pass by query rows would take all registers and spill.
     if of.value is not None:
-        v = load_keys(of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv)  # fmt: skip
+        v = load_keys(of.value, tiles.value, b, place.hk, first, there, TILE.dv, BLOCK_N, TILE.block_dv)
     if features.rest is not None:
         k_rest = load_features(of.key, b, first, there, features.rest, features.rest_used, BLOCK_N)
     if features.scored is None:

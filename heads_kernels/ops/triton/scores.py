@@ -37,8 +37,8 @@ _MANTISSA: tl.constexpr = tl.constexpr(0x7FFFFF)
 def product(a, b, acc):
     """`acc + a @ b`; float32 operands are multiplied as float32, not as tf32.
 
-    Triton's `tf32x3` (three products in tf32) would be as accurate in a simulation of the forward pass, and by the
-    static model its loops take 0.55 to 0.75 of the time on sm_80 and sm_90. But it takes 190 to 255 registers in place
+    Triton's `tf32x3` (three products in tf32) would be as accurate in a simulation of the forward pass, and by counting
+    cycles its loops would take 0.55 to 0.75 of the time on sm_80 and sm_90. But it takes 190 to 255 registers in place
     of 75 to 116, 1.2 to 1.3 times as long on GeForce, and numbers above 0x1.ffdffep127 become infinite.
     """
     return tl.dot(a, b, acc, input_precision="ieee")

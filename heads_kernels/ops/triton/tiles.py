@@ -85,7 +85,7 @@ class TileConstants:
     dv: tl.constexpr  # width of values
     chunks: tl.constexpr  # steps that cover d, rounded up to a power of two; 0 without mixing
     resident: tl.constexpr  # the most features of a head that stay on chip, with mixing
-    doublings: tl.constexpr  # how many widths these have: block_d, twice and four times that, up to resident
+    doublings: tl.constexpr  # number of widths of a tile of these: block_d, 2 block_d, ... up to resident
     rest: tl.constexpr  # those beside them that scores keep on chip; 0: none
     stages: tl.constexpr  # tiles in Gluon's ring of values (forward) or of rows (backward)
     key_stages: tl.constexpr  # tiles of the ring of keys, of Gluon's forward kernel
