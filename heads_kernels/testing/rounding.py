@@ -148,7 +148,7 @@ class Rounding(TorchFunctionMode):
         result = function(*args, **options)
         if name in _ARITHMETIC and self._is_computed(result):
             return self.rounded(result, torch.float32)
-        if name == "logsumexp":  # the sum of the largest term and of a logarithm
+        if name == "logsumexp" and args[0].numel():  # the sum of the largest term and of a logarithm
             largest = args[0].amax(-1)
             return self._summed(result, (largest.abs() + (result - largest).abs()).nan_to_num(0.0, 0.0).float())
         if name in _SUMS and self._is_computed(result):
