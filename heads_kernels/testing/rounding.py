@@ -144,15 +144,15 @@ class Rounding(TorchFunctionMode):
         name, options = function.__name__.strip("_"), kwargs or {}
         if name == "matmul":
             a, b = map(self._operand, args)
-            return self._summed(a @ b, a.abs().float() @ b.abs().float())
+            return self.summed(a @ b, a.abs().float() @ b.abs().float())
         result = function(*args, **options)
         if name in _ARITHMETIC and self._is_computed(result):
             return self.rounded(result, torch.float32)
         if name == "logsumexp" and args[0].numel():  # the sum of the largest term and of a logarithm
             largest = args[0].amax(-1)
-            return self._summed(result, (largest.abs() + (result - largest).abs()).nan_to_num(0.0, 0.0).float())
+            return self.summed(result, (largest.abs() + (result - largest).abs()).nan_to_num(0.0, 0.0).float())
         if name in _SUMS and self._is_computed(result):
-            return self._summed(result, function(args[0].abs().float(), *args[1:], **options))
+            return self.summed(result, function(args[0].abs().float(), *args[1:], **options))
         return result
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,7 +164,7 @@ class Rounding(TorchFunctionMode):
             return tensor
         return self.rounded(tensor, self.working)
 
-    def _summed(self, total: Tensor, size: Tensor) -> Tensor:
+    def summed(self, total: Tensor, size: Tensor) -> Tensor:
         self.sums += 1
         bits = (self.scale * total).float().view(torch.int32).add_(self.sums).mul_(_HASH)
         return total + bits.float().mul_(_UNIT / 2**31).mul_(size)

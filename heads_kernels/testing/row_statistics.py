@@ -69,6 +69,10 @@ def _simulate(inputs: Inputs, simulated: Rounding) -> dict[str, Tensor]:
     call, _ = parse("attention_statistics", **given, received=row_weights(inputs))
     with torch.no_grad(), simulated:
         found = eager.row_statistics(call)
+        # A second pass may compute `received`, from lse.
+        noise = torch.where(found.lse.isfinite(), simulated.summed(found.lse, found.lse.abs()) - found.lse, 0.0)
+        weights: Any = call.row_weights
+        second = eager.row_statistics(call._replace(row_weights=weights * noise.exp()))
     moved = of_tensor_cores(inputs, call, simulated)
-    found = found._replace(lse=found.lse + moved, max_score=found.max_score + moved)
+    found = found._replace(lse=found.lse + moved, max_score=found.max_score + moved, received=second.received)
     return {name: simulated.rounded(getattr(found, name), torch.float32) for name in _MEASURED}
