@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ def _checked(number: int, entry: Relations) -> list[tuple[str, str, int, int]]:
 
 
 # ---------------------------------------------------------------------- by token ids
-class _TokenCounts:
+class _TokenCounts(ABC):
     """Sums of every head of `layers`, by what `find` computes once for each batch from its `input_ids`.
 
     `argument` is the argument of `roles` that needs token ids; errors name it.
@@ -150,9 +151,9 @@ class _TokenCounts:
     def __init__(self, layers: Iterable[AttentionLayer], n: int) -> None:
         self.shares = Shares(layers, n)
 
+    @abstractmethod
     def find(self, ids: Tensor, words: Tensor) -> Tensor:
         """What all layers share, of ids `[B, T]` and the tokens that are rows and keys, bool `[B, T]`."""
-        raise NotImplementedError
 
     def next_batch(self, batch: Any) -> None:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:

@@ -343,6 +343,49 @@ def batch(model: Any) -> dict[str, Tensor]:
     return arguments
 
 
+#: Models whose layers take no padding mask: images all of whose patches are real, and sounds of one length.
+NO_PADDING = {
+    "swin", "swinv2", "aimv2_vision_model", "chinese_clip_vision_model", "clip_vision_model",
+    "dinov3_vit", "dpt", "glmasr_encoder", "owlv2_vision_model", "pixtral", "sapiens2", "siglip_vision_model",
+    "blip_2_vision_model", "instructblip_vision_model", "internvl_vision", "janus_vision_model", "qianfan_ocr_vision",
+    "sam3_vit_model",
+}  # fmt: skip
+#: Those of images whose layers take one that they are never given.
+NEVER_PADDED = {
+    "beit", "deit", "dinov2", "dinov2_with_registers", "ijepa", "pixio", "tipsv2_vision_model", "vit",
+    "vit_mae", "vit_msn",
+}  # fmt: skip
+#: Those that take, or make, a mask of all pairs of tokens.
+PAIRS = {"layoutlm", "qwen2_audio_encoder", "voxtral_encoder"}
+#: Families whose pooled output is of a padded token unless the padding is on this side.
+POOLED = {
+    "altclip_text_model": "right", "aimv2_text_model": "right", "clip_text_model": "left",
+    "owlv2_text_model": "left", "siglip_text_model": "left", "siglip2_text_model": "left",
+}  # fmt: skip
+
+
+def padding_of(name: str, model: Any) -> dict[str, Tensor]:
+    """A padding mask for the batch of a model, if that has none: half of the second row."""
+    arguments = batch(model)
+    if name in POOLED:
+        return {"attention_mask": padding(POOLED[name])}
+    if name in NO_PADDING | NEVER_PADDED or "attention_mask" in arguments:
+        return {}
+    if "decoder_input_ids" in arguments:
+        return {"decoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])}
+    if "input_values" in arguments:
+        length = arguments["input_values"].shape[1]
+    elif name in PAIRS:
+        length = arguments["input_features"].shape[2] // 2
+    else:
+        length = model(**arguments)[0].shape[1]
+    real = torch.arange(length) < torch.tensor([[length], [length // 2]])
+    if name in PAIRS:
+        hidden = ~real[:, None, None].expand(2, 1, length, length)
+        return {"attention_mask": torch.zeros(hidden.shape).masked_fill(hidden, -1e9)}
+    return {"attention_mask": real.long()}
+
+
 def outputs(model: Any, **changes: Any) -> Tensor:
     """What a model says of the real tokens of its batch, `[tokens, width]`; `changes` of the batch."""
     arguments = batch(model) | changes

@@ -29,7 +29,10 @@ from tests.support.tiny_models import (
     ATTENTION_ALONE,
     DOCUMENT,
     FEW,
+    NEVER_PADDED,
+    NO_PADDING,
     OF_A_FORM,
+    PAIRS,
     TINY,
     assert_same_states,
     batch,
@@ -37,26 +40,11 @@ from tests.support.tiny_models import (
     documented,
     outputs,
     packed_layers,
-    padding,
     small,
     unpooled,
     with_gradients,
 )
 
-#: Models whose layers take no padding mask: images all of whose patches are real, and sounds of one length.
-NO_PADDING = {
-    "swin", "swinv2", "aimv2_vision_model", "chinese_clip_vision_model", "clip_vision_model",
-    "dinov3_vit", "dpt", "glmasr_encoder", "owlv2_vision_model", "pixtral", "sapiens2", "siglip_vision_model",
-    "blip_2_vision_model", "instructblip_vision_model", "internvl_vision", "janus_vision_model", "qianfan_ocr_vision",
-    "sam3_vit_model",
-}  # fmt: skip
-#: Those of images whose layers take one that they are never given.
-IMAGES = {
-    "beit", "deit", "dinov2", "dinov2_with_registers", "ijepa", "pixio", "tipsv2_vision_model", "vit",
-    "vit_mae", "vit_msn",
-}  # fmt: skip
-#: Those that take, or make, a mask of all pairs of tokens.
-PAIRS = {"layoutlm", "qwen2_audio_encoder", "voxtral_encoder"}
 #: Families of which no layer runs packed, and what the warning says of them.
 PADDED = {
     "bloom": "alibi has shape",
@@ -65,13 +53,8 @@ PADDED = {
     "mpt": "position_bias has shape",
     "wav2vec2-conformer": "relative_position_embeddings has shape [1, 197, 32]",
     **dict.fromkeys(PAIRS, "attention_mask is a tensor for pairs"),
-    **dict.fromkeys(IMAGES, "no warning"),
+    **dict.fromkeys(NEVER_PADDED, "no warning"),
 }
-#: Families whose pooled output is of a padded token unless the padding is on this side.
-POOLED = {
-    "altclip_text_model": "right", "aimv2_text_model": "right", "clip_text_model": "left",
-    "owlv2_text_model": "left", "siglip_text_model": "left", "siglip2_text_model": "left",
-}  # fmt: skip
 #: Families whose stock maps are without the share of the sinks, which scale outputs instead.
 SINKS_APART = {"granite_swa", "granitemoe_swa"}
 #: Position biases of all heads, which transformers' own attention adds to those that are left.
@@ -106,28 +89,6 @@ class Family(NamedTuple):
 
     def with_gradients(self, model: Any, **changes: Any) -> dict[str, Tensor]:
         return with_gradients(model, **self.changes | changes)
-
-
-def padding_of(name: str, model: Any) -> dict[str, Tensor]:
-    """A padding mask for the batch of a model, if that has none: half of the second row."""
-    arguments = batch(model)
-    if name in POOLED:
-        return {"attention_mask": padding(POOLED[name])}
-    if name in NO_PADDING | IMAGES or "attention_mask" in arguments:
-        return {}
-    if "decoder_input_ids" in arguments:
-        return {"decoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])}
-    if "input_values" in arguments:
-        length = arguments["input_values"].shape[1]
-    elif name in PAIRS:
-        length = arguments["input_features"].shape[2] // 2
-    else:
-        length = model(**arguments)[0].shape[1]
-    real = torch.arange(length) < torch.tensor([[length], [length // 2]])
-    if name in PAIRS:
-        hidden = ~real[:, None, None].expand(2, 1, length, length)
-        return {"attention_mask": torch.zeros(hidden.shape).masked_fill(hidden, -1e9)}
-    return {"attention_mask": real.long()}
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
