@@ -119,7 +119,8 @@ def at_most_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def of_tensor_cores(inputs: Inputs, call: Call, simulated: Rounding) -> Tensor | float:
-    """What lse and the largest score are off by on a GPU, for operands of 16 bits; in half of the simulations less."""
+    """What lse and the largest score are off by on a GPU, for operands of 16 bits: up in half of the simulations, else
+    down."""
     if not (inputs.dout.is_cuda and inputs.dout.dtype.itemsize == 2):
         return 0.0
     return misaligned(call) * (1.0 if simulated.scale > 0.7 else -1.0)

@@ -40,6 +40,7 @@ from tests.support.tiny_models import (
     documented,
     outputs,
     packed_layers,
+    padding_of,
     small,
     unpooled,
     with_gradients,
