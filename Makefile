@@ -52,7 +52,7 @@ check-suite: .venv/stamp-dev .venv/stamp-built ## what `make test` leaves out: w
 check-cuda: .venv/stamp-test .venv/stamp-emulator ## the CUDA kernels in an emulator
 	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops -m "cuda and not slow and not release" -k "not bfloat16"
 	HEADS_KERNELS_EMULATE_CUDA=1 HK_SCHEDULE=greedy $(PYTEST) tests/ops/test_cases.py -m "cuda and not slow and not release" -k bfloat16
-	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops/test_bindings.py -m check
+	HEADS_KERNELS_EMULATE_CUDA=1 $(PYTEST) tests/ops/test_bindings.py tests/ops/test_cuda_wrappers.py -m check
 
 check-triton: .venv/stamp-dev .venv/stamp-built ## Triton's kernels in its interpreter
 	TRITON_INTERPRET=1 $(PYTEST) tests/ops -m "triton and not slow and not release"
