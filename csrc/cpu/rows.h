@@ -6,6 +6,7 @@
 #include <cmath>
 #include <utility>
 
+#include "common/numbers.h"
 #include "common/params.h"
 #include "cpu/simd.h"
 
@@ -42,57 +43,6 @@ inline Rows rows_at(const Tensor& t, int64_t b) {
   char* base = static_cast<char*>(t.data);
   if (!base) return {};
   return {base + b * t.stride[0] * element_size(t.dtype), t.stride[1], t.stride[2], t.dtype};
-}
-
-inline float widen_half(uint16_t h) {
-  // Shift exponent and mantissa into place and multiply by 2^112, which also normalises subnormals.
-  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
-  uint32_t bits = static_cast<uint32_t>(h & 0x7fffu) << 13;
-  float magnitude;
-  std::memcpy(&magnitude, &bits, 4);
-  magnitude *= 5.192296858534828e33f;
-  std::memcpy(&bits, &magnitude, 4);
-  bits |= (h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
-  bits |= sign;
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
-}
-
-inline float widen_bfloat(uint16_t h) {
-  const uint32_t bits = static_cast<uint32_t>(h) << 16;
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
-}
-
-inline uint16_t narrow_bfloat(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-  return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
-}
-
-inline uint16_t narrow_half(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  bits &= 0x7fffffffu;
-  uint32_t half;
-  if (bits > 0x7f800000u) {
-    half = 0x7e00u;
-  } else if (bits >= 0x477ff000u) {  // rounds to 65536 or more
-    half = 0x7c00u;
-  } else if (bits < 0x38800000u) {  // subnormal half: the addition aligns and rounds it
-    float magnitude, aligned;
-    std::memcpy(&magnitude, &bits, 4);
-    aligned = magnitude + 0.5f;
-    std::memcpy(&half, &aligned, 4);
-    half -= 0x3f000000u;
-  } else {
-    half = (bits - 0x38000000u + 0xfffu + ((bits >> 13) & 1u)) >> 13;
-  }
-  return static_cast<uint16_t>(sign | half);
 }
 
 // dst[i] = src[i * step] widened to Real, for `count` elements.

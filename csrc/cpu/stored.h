@@ -88,9 +88,9 @@ inline Vec<float> widened(Stored<float, BFloat16>::Vec v, [[maybe_unused]] int i
 inline Vec<float> widened(Stored<float, Float16>::Vec v, int, float, Float16) {
 #if HK_VECTOR_BYTES == 64
   return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)v);  // masked: see at_least
-#else                                                            // widen_half of rows.h in every lane
+#else                                                            // widen_half in every lane
   const IntVec<float> h = __builtin_convertvector(v, IntVec<float>);
-  const Vec<float> magnitude = (Vec<float>)((h & 0x7fff) << 13) * 5.192296858534828e33f;
+  const Vec<float> magnitude = (Vec<float>)((h & 0x7fff) << 13) * 0x1p112f;
   const IntVec<float> special = ((h & 0x7c00) == 0x7c00) & 0x7f800000;
   return (Vec<float>)((IntVec<float>)magnitude | special | (h & 0x8000) << 16);
 #endif

@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
+#include "common/numbers.h"
 #include "emulator/block.h"
-#include "emulator/numbers.h"
 
 namespace hk::cuda {
 
@@ -90,14 +90,24 @@ struct Product {
 template <typename T>
 double operand(uint32_t bits) {
   if constexpr (std::is_same_v<T, tf32>) {
-    return emulator::bits_float(bits & ~emulator::kBelowTf32);
+    constexpr uint32_t kBelowTf32 = 0x1fff;  // the bits of a float that tf32 lacks
+    return hk::bits_float(bits & ~kBelowTf32);
   } else {
-    return std::is_same_v<T, bf16> ? emulator::widen_bf16(bits) : emulator::widen_fp16(bits);
+    return to_float(T{static_cast<uint16_t>(bits)});
   }
 }
 
 // The sums of a row and 8 columns.
 using Row = double[8];
+
+// The number of the bits of x that are in `mask`.
+inline double masked(double x, uint64_t mask) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits &= mask;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
 
 // Adds products to sums as the tensor cores of sm_80 do (Fasi et al. 2021, "Numerical behavior of
 // NVIDIA tensor cores"; Khattak and Mikaitis 2025, "Accurate models of NVIDIA tensor cores"): exact
@@ -116,14 +126,15 @@ void add_products(Row& sums, const double* a, const Row* b) {
       exact[column] += term[column];
     }
   }
+  constexpr uint64_t kExponent = 0x7ff0000000000000, kFloat = ~uint64_t{0} << 29;  // the bits that a float has too
   Row scale;
   int32_t aligned[8] = {};
-  for (int column = 0; column < 8; ++column) scale[column] = 0x1p24 / emulator::power_of_two_below(largest[column]);
+  for (int column = 0; column < 8; ++column) scale[column] = 0x1p24 / masked(largest[column], kExponent);
   for (const Row& term : terms)
     for (int column = 0; column < 8; ++column) aligned[column] += static_cast<int32_t>(term[column] * scale[column]);
   for (int column = 0; column < 8; ++column) {
     const bool is_plain = largest[column] != 0 && std::isfinite(exact[column]);
-    sums[column] = is_plain ? emulator::toward_zero(aligned[column] / scale[column]) : exact[column];
+    sums[column] = is_plain ? masked(aligned[column] / scale[column], kFloat) : exact[column];
   }
 }
 
@@ -212,15 +223,15 @@ inline void store_words(void* global, const uint32_t (&words)[4]) {
 
 inline float exp2_approx(float x) { return software::flush(std::exp2(software::flush(x))); }
 
-inline uint32_t float_bits(float x) { return emulator::float_bits(x); }
-inline float bits_float(uint32_t bits) { return emulator::bits_float(bits); }
+inline uint32_t float_bits(float x) { return hk::float_bits(x); }
+inline float bits_float(uint32_t bits) { return hk::bits_float(bits); }
 
 template <typename T>
 inline float to_float(T x) {
   if constexpr (std::is_same_v<T, float>) {
     return x;
   } else {
-    return std::is_same_v<T, bf16> ? emulator::widen_bf16(x.bits) : emulator::widen_fp16(x.bits);
+    return std::is_same_v<T, bf16> ? widen_bfloat(x.bits) : widen_half(x.bits);
   }
 }
 template <typename T>
@@ -228,7 +239,7 @@ inline T from_float(float x) {
   if constexpr (std::is_same_v<T, float>) {
     return x;
   } else {
-    return {std::is_same_v<T, bf16> ? emulator::narrow_bf16(x) : emulator::narrow_fp16(x)};
+    return {std::is_same_v<T, bf16> ? narrow_bfloat(x) : narrow_half(x)};
   }
 }
 template <typename T>

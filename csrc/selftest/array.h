@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/numbers.h"
 #include "common/params.h"
 
 namespace hk::selftest {
@@ -18,39 +19,15 @@ namespace hk::selftest {
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Bits of the significand, the hidden one included: rounding is off by at most 2^-precision.
-inline int precision(DType dtype) {
-  constexpr int kBits[] = {24, 53, 8, 11};  // in the order of DType
-  return kBits[static_cast<int>(dtype)];
+// The most by which rounding is off, relatively: half of the last bit of the significand.
+inline double roundoff(DType dtype) {
+  constexpr int kBits[] = {24, 53, 8, 11};  // of the significand, in the order of DType
+  return std::ldexp(1, -kBits[static_cast<int>(dtype)]);
 }
-
-inline double roundoff(DType dtype) { return std::ldexp(1, -precision(dtype)); }
 
 inline int64_t bytes_of(DType dtype) {
   constexpr int64_t kBytes[] = {4, 8, 2, 2};
   return kBytes[static_cast<int>(dtype)];
-}
-
-// A number of 16 bits: the sign, the exponent in 16 - precision bits, the fraction.
-inline double decode16(uint16_t code, int precision) {
-  const int fraction = precision - 1, special = (1 << (16 - precision)) - 1, bias = special / 2;
-  const int exponent = (code >> fraction) & special, digits = code & ((1 << fraction) - 1);
-  double size = std::ldexp(digits + (exponent ? 1 << fraction : 0), std::max(exponent, 1) - bias - fraction);
-  if (exponent == special) size = digits != 0 ? kNaN : kInfinity;
-  return code & 0x8000 ? -size : size;
-}
-
-inline uint16_t encode16(double x, int precision) {
-  const int fraction = precision - 1, special = (1 << (16 - precision)) - 1, bias = special / 2;
-  int code = special << fraction;  // infinity
-  if (std::isnan(x)) {
-    code += 1;
-  } else if (std::isfinite(x)) {
-    const int exponent = x == 0 ? 1 - bias : std::max(std::ilogb(x), 1 - bias);
-    const double digits = std::nearbyint(std::ldexp(std::abs(x), fraction - exponent));
-    code = std::min(code, static_cast<int>(digits) + ((exponent + bias - 1) << fraction));
-  }
-  return static_cast<uint16_t>(code | (std::signbit(x) ? 0x8000 : 0));
 }
 
 using Index = std::array<int64_t, 4>;  // dimensions that a tensor lacks are 0
@@ -88,7 +65,8 @@ class Array {
     const void* p = address(at);
     if (tensor.dtype == DType::kFloat32) return *static_cast<const float*>(p);
     if (tensor.dtype == DType::kFloat64) return *static_cast<const double*>(p);
-    return decode16(*static_cast<const uint16_t*>(p), precision(tensor.dtype));
+    const uint16_t bits = *static_cast<const uint16_t*>(p);
+    return tensor.dtype == DType::kBFloat16 ? widen_bfloat(bits) : widen_half(bits);
   }
 
   void set(const Index& at, double x) {
@@ -98,7 +76,8 @@ class Array {
     } else if (tensor.dtype == DType::kFloat64) {
       *static_cast<double*>(p) = x;
     } else {
-      *static_cast<uint16_t*>(p) = encode16(x, precision(tensor.dtype));
+      const float single = static_cast<float>(x);
+      *static_cast<uint16_t*>(p) = tensor.dtype == DType::kBFloat16 ? narrow_bfloat(single) : narrow_half(single);
     }
   }
 
