@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/checks.h"
 #include "cpu/kernels.h"
 #include "selftest/reference.h"
 
@@ -155,16 +156,16 @@ struct Call {
   Tensor make(const char* name, DType dtype, const std::vector<int64_t>& size, const std::string& layout = "") {
     return (results[name] = Array(dtype, size, layout)).tensor;
   }
-  Tensor make_like(const char* name, const Array& a) {
-    return make(name, in.dtype, {a.tensor.size, a.tensor.size + a.tensor.rank}, in.layout);
+  Tensor make_like(const char* name, const Tensor& t) {
+    return make(name, in.dtype, {t.size, t.size + t.rank}, in.layout);
   }
   Tensor make_rows(const char* name) { return make(name, in.compute, {in.B, in.H, in.T}); }
 
   ForwardParams forward(bool save) {
     ForwardParams p{in.params(threads), {}, {}, {}};
     p.closed_grad = in.closed_grad;
-    p.out = make_like("out", in.dout);
-    if (save && !in.gated.empty()) p.attended = make_like("attended", in.dout);
+    p.out = make_like("out", in.dout.tensor);
+    if (save && !in.gated.empty()) p.attended = make_like("attended", in.dout.tensor);
     if (save && in.alpha.tensor) p.lse = make("lse", in.compute, {2, in.B, in.H, in.T});
     if (save && !in.alpha.tensor) p.lse = make_rows("lse");
     (in.collaborative ? run.collaborative_attention_forward : run.gated_attention_forward)(p);
@@ -182,15 +183,11 @@ struct Call {
     const auto asked = [&](const std::string& name) {
       return only == ",," || only.find("," + name + ",") != std::string::npos;
     };
-    if (asked("dquery")) p.dquery = make_like("dquery", in.query);
-    if (asked("dkey")) p.dkey = make_like("dkey", in.key);
-    if (asked("dvalue")) p.dvalue = make_like("dvalue", in.value);
-    if (asked("dmixing") && in.mixing.tensor) p.dmixing = make("dmixing", in.compute, {in.B, in.H, in.D});
-    if (asked("dcontent_bias") && in.content_bias.tensor)
-      p.dcontent_bias = make("dcontent_bias", in.compute, {in.B, in.H, in.S});
-    if (asked("dgate") && !in.gated.empty())
-      p.dgate = in.elementwise() ? make("dgate", in.compute, {in.B, in.H, in.T, in.Dv}) : make_rows("dgate");
-    if (asked("dalpha") && in.alpha.tensor) p.dalpha = make_rows("dalpha");
+    const auto make_asked = [&](const char* name, Tensor& gradient, const Tensor& operand, std::vector<int64_t> sizes) {
+      if (!operand || !asked(name)) return;
+      gradient = sizes.empty() ? make_like(name, operand) : make(name, in.compute, sizes);
+    };
+    bindings::each_gradient(p, bindings::Sizes(p), make_asked);
     (in.collaborative ? run.collaborative_attention_backward : run.gated_attention_backward)(p);
   }
 

@@ -46,28 +46,30 @@ struct Given {
 // An argument that is never absent.
 struct Required : Given {};
 
-// A call as it comes from Python or from a program: the fields of `Call` (heads_kernels/call.py).
-struct CallArguments {
-  Required query, key;
-  Given value, mixing, content_bias, gate, bias, offset_bias, sinks, alpha;
-  Given k_lo, k_hi, first_keys, key_visible, dense_mask, exclude_keys, row_weights, seed;
-  int64_t band_lo = 0, band_hi = 0;
-  double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
-  std::string gate_activation;
-  bool closed_grad = true;
+// The fields of `Call` (heads_kernels/call.py) in its order: their kinds and names.
+// clang-format off
+#define HK_CALL_FIELDS(FIELD) \
+  FIELD(Required, query) FIELD(Required, key) FIELD(Given, value) FIELD(Given, mixing) \
+  FIELD(Given, content_bias) FIELD(Given, gate) FIELD(Given, bias) FIELD(Given, offset_bias) \
+  FIELD(Given, sinks) FIELD(Given, alpha) FIELD(Given, k_lo) FIELD(Given, k_hi) \
+  FIELD(Given, first_keys) FIELD(Given, key_visible) FIELD(Given, dense_mask) \
+  FIELD(Given, exclude_keys) FIELD(Given, row_weights) FIELD(Given, seed) \
+  FIELD(int64_t, band_lo) FIELD(int64_t, band_hi) FIELD(double, scale) FIELD(double, softcap) \
+  FIELD(double, dropout_p) FIELD(std::string, gate_activation) FIELD(bool, closed_grad)
+// clang-format on
 
-  // f(name, field) in the order of `Call`. The kind of a field is its type.
+// A call as it comes from Python or from a program.
+struct CallArguments {
+#define HK_DECLARE(Kind, name) Kind name{};
+  HK_CALL_FIELDS(HK_DECLARE)
+#undef HK_DECLARE
+
+  // f(name, field) in the order of `Call`.
   template <typename F>
   void each(F&& f) {
-    f("query", query), f("key", key), f("value", value), f("mixing", mixing);
-    f("content_bias", content_bias), f("gate", gate), f("bias", bias);
-    f("offset_bias", offset_bias), f("sinks", sinks), f("alpha", alpha);
-    f("k_lo", k_lo), f("k_hi", k_hi), f("first_keys", first_keys);
-    f("key_visible", key_visible), f("dense_mask", dense_mask);
-    f("exclude_keys", exclude_keys), f("row_weights", row_weights), f("seed", seed);
-    f("band_lo", band_lo), f("band_hi", band_hi);
-    f("scale", scale), f("softcap", softcap), f("dropout_p", dropout_p);
-    f("gate_activation", gate_activation), f("closed_grad", closed_grad);
+#define HK_VISIT(Kind, name) f(#name, name);
+    HK_CALL_FIELDS(HK_VISIT)
+#undef HK_VISIT
   }
 };
 
@@ -85,14 +87,6 @@ inline std::string call_fields() {
     schema += (schema.empty() ? "" : ", ") + std::string(type_of(field)) + " " + name;
   });
   return schema;
-}
-
-// f(name, gradient) for the gradients of the operands of a call, in their order.
-template <typename F>
-void each_gradient(BackwardParams& p, F&& f) {
-  f("dquery", p.dquery), f("dkey", p.dkey), f("dvalue", p.dvalue), f("dmixing", p.dmixing);
-  f("dcontent_bias", p.dcontent_bias), f("dgate", p.dgate), f("dbias", p.dbias);
-  f("doffset_bias", p.doffset_bias), f("dsinks", p.dsinks), f("dalpha", p.dalpha);
 }
 
 // A floating-point tensor; an absent one stays absent.
@@ -330,13 +324,16 @@ inline void check_alpha(const Tensor& alpha) {
   }
 }
 
-// f(name, sums, operand, sizes) for the gradients that are sums in the compute type, in the order
-// of their operands.
+// f(name, gradient, operand, sizes) for the gradients of the operands of a call, in their order. Those
+// without sizes are as their operand, others are sums of these sizes in the compute type.
 template <typename F>
-void each_sums(BackwardParams& p, const Sizes& n, F&& f) {
+void each_gradient(BackwardParams& p, const Sizes& n, F&& f) {
   using List = std::initializer_list<int64_t>;
   const int64_t Dv = p.value.size[3], diagonals = std::max<int64_t>(1, n.T + n.S - 1);
   const int64_t* bias = p.terms.bias.size;
+  f("dquery", p.dquery, p.query, List{});
+  f("dkey", p.dkey, p.key, List{});
+  f("dvalue", p.dvalue, p.value, List{});
   f("dmixing", p.dmixing, p.mixing, List{n.B, n.H, n.D});
   f("dcontent_bias", p.dcontent_bias, p.content_bias, List{n.B, n.H, n.S});
   if (is_elementwise(p.gate))
@@ -347,17 +344,6 @@ void each_sums(BackwardParams& p, const Sizes& n, F&& f) {
   f("doffset_bias", p.doffset_bias, p.terms.offset_bias, List{n.B, n.H, diagonals});
   f("dsinks", p.dsinks, p.terms.sinks, List{n.B, n.H, n.T});
   f("dalpha", p.dalpha, p.alpha, List{n.B, n.H, n.T});
-}
-
-// Absent gradients pass.
-inline void check_gradients(BackwardParams& p, const Sizes& n) {
-  check_like(p.dquery, p.query, "dquery");
-  check_like(p.dkey, p.key, "dkey");
-  check_like(p.dvalue, p.value, "dvalue");
-  each_sums(p, n, [&](const char* name, const Tensor& sums, const Tensor& operand, auto sizes) {
-    require(operand || !sums, name, "comes without its operand");
-    n.check(sums, sizes, name);
-  });
 }
 
 // The keys that statistics exclude from the maximum, the weights of rows, and the outputs.

@@ -137,7 +137,11 @@ Sizes set_backward(hk::BackwardParams& params, const py::tuple& call, const py::
 }
 
 void run(hk::BackwardParams& params, const Sizes& n, int threads) {
-  check_gradients(params, n);
+  each_gradient(params, n, [&](const char* name, const hk::Tensor& gradient, const hk::Tensor& operand, Numbers sizes) {
+    if (sizes.size() == 0) return check_like(gradient, operand, name);
+    require(operand || !gradient, name, "comes without its operand");
+    n.check(gradient, sizes, name);
+  });
   params.threads = checked_threads(threads);
   const hk::Kernels& k = hk::kernels();
   launch(params.mixing ? k.collaborative_attention_backward : k.gated_attention_backward, params);
@@ -148,7 +152,9 @@ void attention_backward(const py::tuple& call, const py::tuple& saved, const py:
   hk::BackwardParams params;
   const Sizes n = set_backward(params, call, saved);
   Entries written(gradients, dlpack::kCpu, "gradients", 10);
-  each_gradient(params, [&](const char* name, hk::Tensor& gradient) { gradient = written.output(name); });
+  each_gradient(params, n, [&](const char* name, hk::Tensor& gradient, const hk::Tensor&, Numbers) {
+    gradient = written.output(name);
+  });
   run(params, n, threads);
 }
 
@@ -169,16 +175,12 @@ py::object backward(const py::tuple& call, const py::tuple& saved, const py::tup
   const Sizes n = set_backward(params, call, saved);
   py::list results;
   Py_ssize_t at = 0;
-  const auto is_needed = [&] { return PyTuple_GET_ITEM(needs.ptr(), at++) == Py_True; };
-  const auto keep = [&](const char* name, hk::Tensor& gradient, const py::object& made) {
+  each_gradient(params, n, [&](const char* name, hk::Tensor& gradient, const hk::Tensor&, Numbers sizes) {
+    const Py_ssize_t operand = at++;
+    if (PyTuple_GET_ITEM(needs.ptr(), operand) != Py_True) return;
+    const py::object made = sizes.size() ? empty_sums(call[0], n, sizes) : empty_gradient(call[operand]);
     gradient = output(given(made, dlpack::kCpu, name), name);
     results.append(made);
-  };
-  if (is_needed()) keep("dquery", params.dquery, empty_gradient(call[0]));
-  if (is_needed()) keep("dkey", params.dkey, empty_gradient(call[1]));
-  if (is_needed()) keep("dvalue", params.dvalue, empty_gradient(call[2]));
-  each_sums(params, n, [&](const char* name, hk::Tensor& sums, const hk::Tensor&, Numbers sizes) {
-    if (is_needed()) keep(name, sums, empty_sums(call[0], n, sizes));
   });
   run(params, n, threads);
   return std::move(results);
