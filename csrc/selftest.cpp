@@ -168,7 +168,7 @@ struct Call {
     if (save && !in.gated.empty()) p.attended = make_like("attended", in.dout.tensor);
     if (save && in.alpha.tensor) p.lse = make("lse", in.compute, {2, in.B, in.H, in.T});
     if (save && !in.alpha.tensor) p.lse = make_rows("lse");
-    (in.collaborative ? run.collaborative_attention_forward : run.gated_attention_forward)(p);
+    run.attention_forward(p);
     return p;
   }
 
@@ -188,7 +188,7 @@ struct Call {
       gradient = sizes.empty() ? make_like(name, operand) : make(name, in.compute, sizes);
     };
     bindings::each_gradient(p, bindings::Sizes(p), make_asked);
-    (in.collaborative ? run.collaborative_attention_backward : run.gated_attention_backward)(p);
+    run.attention_backward(p);
   }
 
   void statistics() {

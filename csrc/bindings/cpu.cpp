@@ -21,12 +21,10 @@ Sizes set_attention(hk::AttentionParams& params, const CallArguments& call) {
 
 void run(hk::ForwardParams& params, int threads) {
   params.threads = checked_threads(threads);
-  const hk::Kernels& k = hk::kernels();
-  launch(params.mixing ? k.collaborative_attention_forward : k.gated_attention_forward, params);
+  launch(hk::kernels().attention_forward, params);
 }
 
-// `results` is (out, attended, lse). Collaborative attention of a call with mixing, else gated
-// attention, with entmax if there is `alpha`.
+// `results` is (out, attended, lse).
 void attention_forward(const py::tuple& call, const py::tuple& results, int threads) {
   hk::ForwardParams params;
   const CallArguments arguments = read_call(call, dlpack::kCpu);
@@ -143,8 +141,7 @@ void run(hk::BackwardParams& params, const Sizes& n, int threads) {
     n.check(gradient, sizes, name);
   });
   params.threads = checked_threads(threads);
-  const hk::Kernels& k = hk::kernels();
-  launch(params.mixing ? k.collaborative_attention_backward : k.gated_attention_backward, params);
+  launch(hk::kernels().attention_backward, params);
 }
 
 // `gradients` are those of the operands, empty if not requested.

@@ -206,10 +206,7 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   params.attended = output(attended.given, "attended");
   params.lse = output(lse.given, "lse");
   check_outputs(params, n);
-  if (params.out) {
-    const hk::Kernels& k = hk::kernels();
-    (params.mixing ? k.collaborative_attention_forward : k.gated_attention_forward)(params);
-  }
+  if (params.out) hk::kernels().attention_forward(params);
   stack[0] = owned(out);
   stack[1] = owned(attended);
   stack[2] = owned(lse);

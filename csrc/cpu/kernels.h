@@ -16,10 +16,9 @@ namespace hk {
 struct Kernels {
   const char* name;
   bool pairs;  // operands of bfloat16 tensors are rounded to bfloat16
-  void (*gated_attention_forward)(const ForwardParams&);
-  void (*gated_attention_backward)(const BackwardParams&);
-  void (*collaborative_attention_forward)(const ForwardParams&);
-  void (*collaborative_attention_backward)(const BackwardParams&);
+  // Collaborative attention of a call with mixing, else gated attention, with entmax if there is `alpha`.
+  void (*attention_forward)(const ForwardParams&);
+  void (*attention_backward)(const BackwardParams&);
   void (*attention_statistics)(const StatisticsParams&);
   // Peak throughput (peak.h): the number of multiply-adds of operands of this dtype, and of powers,
   // computed in `steps` on each thread.
