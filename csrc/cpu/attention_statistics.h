@@ -209,7 +209,9 @@ void attention_statistics_of(const StatisticsParams& params) {
     Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
     auto* tiles = workspace.take_objects<StatisticsTile<Real>>(items.size);
     int64_t count = 0;
-    for (const TilePlace& at : items.tiles(item)) {
+    const Range places = items.tiles(item);
+    for (int64_t i = places.begin; i < places.end; ++i) {
+      const TilePlace at = items.place(i);
       StatisticsTile<Real>* tile =
           new (tiles + count++) StatisticsTile<Real>{op.head(at.b, at.h),
                                                      {params.mask, at.b, at.h, at.first_row, op.T, op.S},

@@ -58,7 +58,9 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
     TileScratch<Real, Operand> scratch(workspace, op, op.Dv, items.size);
     QueryTile<Real, Operand>* tiles = workspace.take_objects<QueryTile<Real, Operand>>(items.size);
     int64_t count = 0;
-    for (const TilePlace& at : items.tiles(item)) {
+    const Range places = items.tiles(item);
+    for (int64_t i = places.begin; i < places.end; ++i) {
+      const TilePlace at = items.place(i);
       Outputs empty = outputs_of<Real>(op, params, at.b, at.h);
       if (op.gate.closed(at.b, at.h)) {
         empty.out = {};  // stored above

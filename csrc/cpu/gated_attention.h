@@ -98,9 +98,9 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     return buffer_bytes<Real>(keys * row_stride<Real>(this->D)) + buffer_bytes<Real>(keys * row_stride<Real>(this->Dv));
   }
 
-  // Query tiles against keys `range`. `with_rows`: also computes dQ, dgate, dsinks and dalpha of
+  // Query tiles of an item against keys `range`. `with_rows`: also computes dQ, dgate, dsinks and dalpha of
   // the tiles, and `centers` of entmax unless they are null; `range` is then all keys.
-  void tiles_backward(const WorkItems::Tiles& places, const KeySpan& range, bool with_rows,
+  void tiles_backward(const WorkItems& items, int64_t item, const KeySpan& range, bool with_rows,
                       const KeyGradients<Real>& keys, Real* centers, BackwardScratch<Real, Operand>& scratch,
                       Workspace& workspace) const {
     const BackwardParams& p = backward;
@@ -108,9 +108,11 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     Real* const dalpha = with_rows ? static_cast<Real*>(p.dalpha.data) : nullptr;
     const bool pairs = keys.dkey || keys.dvalue || keys.bias || with_dquery || centers || dalpha;
     const size_t mark = workspace.mark();
-    auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(places.count());
+    auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(items.size);
     int64_t count = 0;
-    for (const TilePlace& at : places) {
+    const Range places = items.tiles(item);
+    for (int64_t i = places.begin; i < places.end; ++i) {
+      const TilePlace at = items.place(i);
       const VisibleRows<Real> visible(p.mask, at.b, at.h, at.first_row, this->T, this->S);
       if (!with_rows && !visible.meets(range)) continue;
       if (with_dquery && !computes(at, visible))
@@ -139,7 +141,7 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     if (backward.dkey) keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
     if (backward.dvalue) keys.dvalue = zeros<Real>(workspace, range.count() * row_stride<Real>(this->Dv));
     for (int64_t part = 0; part < items.parts; ++part)
-      tiles_backward(items.tiles(index * items.parts + part), range, with_rows, keys, nullptr, scratch, workspace);
+      tiles_backward(items, index * items.parts + part, range, with_rows, keys, nullptr, scratch, workspace);
     const int64_t b = index / this->Hk, hk = index % this->Hk;
     store_accumulator(rows_at(backward.dkey, b, hk), range.begin, range.end, this->D, keys.dkey);
     store_accumulator(rows_at(backward.dvalue, b, hk), range.begin, range.end, this->Dv, keys.dvalue);
@@ -196,7 +198,7 @@ void gated_attention_backward(const BackwardParams& given) {
                           kItemsPerThread * params.threads);
     parallel_for(items.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
       BackwardScratch<Real, Operand> scratch(w, op, op.Dv, items.size);
-      op.tiles_backward(items.tiles(item), {0, op.S}, true, KeyGradients<Real>{}, centers.get(), scratch, w);
+      op.tiles_backward(items, item, {0, op.S}, true, KeyGradients<Real>{}, centers.get(), scratch, w);
     });
   }
   if (!of_keys) return;

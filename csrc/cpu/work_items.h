@@ -43,26 +43,14 @@ struct WorkItems {
 
   int64_t count() const { return key_heads * parts; }
 
-  struct Iterator {
-    const WorkItems& all;
-    int64_t i;  // index among all query tiles
-    TilePlace operator*() const {
-      return {i / (all.query_tiles * all.H), i / all.query_tiles % all.H,
-              (all.query_tiles - 1 - i % all.query_tiles) * BLOCK_M};
-    }
-    void operator++() { ++i; }
-    bool operator!=(const Iterator& other) const { return i != other.i; }
-  };
-  struct Tiles {
-    Iterator first, last;
-    Iterator begin() const { return first; }
-    Iterator end() const { return last; }
-    int64_t count() const { return last.i - first.i; }
-  };
-
-  Tiles tiles(int64_t item) const {
+  // The query tiles of an item, by their numbers.
+  Range tiles(int64_t item) const {
     const int64_t start = item / parts * tiles_each, part = item % parts;
-    return {{*this, start + part * size}, {*this, start + std::min(tiles_each, (part + 1) * size)}};
+    return {start + part * size, start + std::min(tiles_each, (part + 1) * size)};
+  }
+
+  TilePlace place(int64_t tile) const {
+    return {tile / (query_tiles * H), tile / query_tiles % H, (query_tiles - 1 - tile % query_tiles) * BLOCK_M};
   }
 };
 
