@@ -233,48 +233,50 @@ struct Scored {
   Real factor;
 };
 
-// scratch.scores[n][m] * factor = score of key n of `tile` for row m, before any mask, undefined
-// where intervals hide a block; not computed if the bias hides the whole tile. `key` holds the rows
-// of that tile. `with_slope`: also stores the derivative of the cap in scratch.slope. Only scores
-// of pairs for a softmax leave a factor, which costs nothing in the exponent.
+// scratch.scores[n][m] * factor = score of key n of `keys`, a part of a window, for row m, before any
+// mask, undefined where intervals hide a block; not computed if the bias hides all of them.
+// `with_slope`: also stores the derivative of the cap in scratch.slope. Only scores of pairs for a
+// softmax leave a factor, which costs nothing in the exponent.
 template <typename Real, typename Operand>
-inline Scored<Real> score_tile(const Head<Real>& head, const PackedQuery<Operand>& query,
-                               const VisibleRows<Real>& visible, const KeySpan& tile, const Left<Operand, false>& key,
-                               const TileScratch<Real, Operand>& scratch, bool with_slope = false) {
-  const int columns = visible.columns;
+inline Scored<Real> score_tile(const QueryTile<Real, Operand>& tile, const KeySpan& window, const KeySpan& keys,
+                               TileScratch<Real, Operand>& scratch, bool with_slope = false) {
+  const Head<Real>& head = tile.head;
+  const VisibleRows<Real>& visible = tile.visible;
   const HeadTerms<Real>& terms = head.terms;
+  const int columns = visible.columns;
+  const Left<Operand, false> key = scratch.key.rows(head.key, window, keys);
   const Real* bias = nullptr;
   if (terms.image) {
-    bias = terms.image_tile(visible.first, tile.begin);
+    bias = terms.image_tile(visible.first, keys.begin);
   } else if (terms.has_bias()) {
-    load_bias(terms, visible, tile, scratch.bias_rows, scratch.bias);
+    load_bias(terms, visible, keys, scratch.bias_rows, scratch.bias);
     bias = scratch.bias;
   }
-  if (bias && hides_all(bias, tile.count(), columns)) return {false, bias, Real(1)};
+  if (bias && hides_all(bias, keys.count(), columns)) return {false, bias, Real(1)};
   Real* scores = scratch.scores;
   bool started = false;
   if (const Rows& row = head.content_bias) {
     Real bias[BLOCK_N];
-    load_row(bias, row.columns(tile.begin).data, row.dtype, tile.count(), row.step);
+    load_row(bias, row.columns(keys.begin).data, row.dtype, keys.count(), row.step);
     const Real scale = kScaledQuery<Operand> ? head.scale : Real(1);
-    for (int n = 0; n < tile.count(); ++n)
+    for (int n = 0; n < keys.count(); ++n)
       for (int m = 0; m < columns; m += kLanes<Real>)
         store<Real>(scores + n * BLOCK_M + m, splat<Real>(bias[n] * scale));
     started = true;
   }
-  for (const Operand* rows : {query.rows, query.rest}) {
+  for (const Operand* rows : {tile.query.rows, tile.query.rest}) {
     if (!rows) break;
     for (const Range& range : head.features) {
       const int64_t first = range.begin / kNumbers<Operand>;
-      multiply_visible(visible, tile, ceil_div(range.end, kNumbers<Operand>) - first,
+      multiply_visible(visible, keys, ceil_div(range.end, kNumbers<Operand>) - first,
                        rows_of(key.data + first, key.stride), rows + first * BLOCK_M, scores, started);
       started = true;
     }
   }
-  if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * tile.count());
+  if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * keys.count());
   if (!terms.change_scores() && kScaledQuery<Operand>) return {true, nullptr, Real(1)};
   if (!terms.change_scores() && head.order == Real(0) && head.scale > Real(0)) return {true, nullptr, head.scale};
-  const bool hides = finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.scale, tile.count(), columns, bias,
+  const bool hides = finish_scores(terms.cap, kScaledQuery<Operand> ? Real(1) : head.scale, keys.count(), columns, bias,
                                    scores, with_slope ? scratch.slope : nullptr);
   return {true, hides ? bias : nullptr, Real(1)};
 }
@@ -325,8 +327,7 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
     const Head<Real>& head = tile.head;
     const VisibleRows<Real>& visible = tile.visible;
     Real* scores = scratch.scores;
-    const Scored<Real> scored =
-        score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys), scratch);
+    const Scored<Real> scored = score_tile(tile, window, keys, scratch);
     if (!scored.any) return;
     if (scored.hiding) keys.full = false;
     if (!keys.full) hide(scores, keys, visible, visible.columns);

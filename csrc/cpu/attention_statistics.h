@@ -10,24 +10,24 @@
 
 namespace hk::HK_LEVEL {
 
-// Running statistics of each query row of a tile.
+// A tile of query rows with the running statistics of each.
 template <typename Real>
-struct RowStatistics {
-  OnlineSoftmax<Real> softmax;
-  alignas(64) Real energy[BLOCK_M];  // sum of p * (score - reference), p unnormalised
-  alignas(64) Real best[BLOCK_M];    // largest score among the keys that are not excluded
+struct StatisticsTile : QueryTile<Real, Real> {
+  alignas(64) Real energy[BLOCK_M] = {};  // sum of p * (score - reference), p unnormalised
+  alignas(64) Real best[BLOCK_M];         // largest score among the keys that are not excluded
   int64_t best_key[BLOCK_M];
 
-  RowStatistics() {
-    for (int m = 0; m < BLOCK_M; ++m) {
-      energy[m] = 0;
-      best[m] = kHidden<Real>;
-      best_key[m] = -1;
-    }
+  template <typename Operator>
+  StatisticsTile(Workspace& w, const Operator& op, int64_t b, int64_t h, const VisibleRows<Real>& rows)
+      : QueryTile<Real, Real>(w, op, b, h, rows) {
+    std::fill_n(best, BLOCK_M, kHidden<Real>);
+    std::fill_n(best_key, BLOCK_M, int64_t{-1});
   }
 
   // `scores` is read; `probabilities` is scratch of the same shape.
-  void step(const Real* scores, Real* probabilities, const KeySpan& keys, const uint8_t* excluded, int columns) {
+  void step(const Real* scores, Real* probabilities, const KeySpan& keys, const uint8_t* excluded) {
+    OnlineSoftmax<Real>& softmax = this->softmax;
+    const int columns = this->visible.columns;
     for (int n = 0; n < keys.count(); ++n) {
       if (excluded && excluded[keys.begin + n]) continue;
       for (int m = 0; m < columns; ++m) {
@@ -57,15 +57,6 @@ struct RowStatistics {
   }
 };
 
-// The state of a tile of query rows.
-template <typename Real>
-struct StatisticsTile {
-  Head<Real> head;
-  VisibleRows<Real> visible;
-  RowStatistics<Real> statistics;
-  PackedQuery<Real> query;  // scaled
-};
-
 // Results of the pass by rows for the pass by keys: the product of a row's weight and a probability
 // is exp(score - reference) * share. A share of 0 leaves the row out.
 template <typename Real>
@@ -83,30 +74,28 @@ struct RowShares {
 template <typename Real>
 inline void store_statistics(const StatisticsParams& params, const StatisticsTile<Real>& tile, int64_t row,
                              RowShares<Real>& rows) {
-  const RowStatistics<Real>& statistics = tile.statistics;
   for (int m = 0; m < tile.visible.count; ++m) {
-    const Real sum = statistics.softmax.sum[m], reference = statistics.softmax.reference[m];
+    const Real sum = tile.softmax.sum[m], reference = tile.softmax.reference[m];
     const bool sees = tile.visible.sees(m) && sum != Real(0);
     const double sink = tile.head.terms.sink(tile.visible.first + m);
     // lse = top + log(total); if scores are large, rounding of the sum would lose log(total).
     const double top = sees ? std::max<double>(reference, sink) : sink;
     const double share = sees ? std::exp(reference - top) : 0;
     const double total = sees ? share * sum + std::exp(sink - top) : 1;
-    const bool found = sees && statistics.best_key[m] >= 0;
+    const bool found = sees && tile.best_key[m] >= 0;
     static_cast<Real*>(params.lse.data)[row + m] = static_cast<Real>(top + std::log(total));
     static_cast<Real*>(params.max_score.data)[row + m] = sees && sum != sum ? sum
-                                                         : found            ? statistics.best[m]
+                                                         : found            ? tile.best[m]
                                                                             : kHidden<Real>;
-    static_cast<Real*>(params.max_prob.data)[row + m] =
-        found                ? static_cast<Real>(std::exp(statistics.best[m] - top) / total)
-        : sees && sum != sum ? sum
-                             : Real(0);
+    static_cast<Real*>(params.max_prob.data)[row + m] = found ? static_cast<Real>(std::exp(tile.best[m] - top) / total)
+                                                        : sees && sum != sum ? sum
+                                                                             : Real(0);
     // -sum p log p, of p = e^(score - reference) share / total and energy = sum e^(score -
     // reference) (score - reference)
     const double rest = sees && share > 0 ? std::log(total) - (reference - top) : 0;
     static_cast<Real*>(params.entropy.data)[row + m] =
-        sees ? static_cast<Real>((rest * sum - statistics.energy[m]) * share / total) : Real(0);
-    params.argmax[row + m] = found ? statistics.best_key[m] : -1;
+        sees ? static_cast<Real>((rest * sum - tile.energy[m]) * share / total) : Real(0);
+    params.argmax[row + m] = found ? tile.best_key[m] : -1;
     if (params.received) {
       const int64_t i = tile.visible.first + m;
       if (sees)
@@ -117,16 +106,16 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
   }
 }
 
-// The state of a tile of query rows in the pass by keys.
+// A tile of query rows in the pass by keys.
 template <typename Real>
-struct SharesTile {
-  Head<Real> head;
-  VisibleRows<Real> visible;
+struct SharesTile : QueryTile<Real, Real> {
   const Real *reference, *share;  // of the rows, as in RowShares
-  PackedQuery<Real> query;        // scaled
+
+  using QueryTile<Real, Real>::QueryTile;
 
   // Adds to sum[n] what key n receives from the rows; `scores` [keys][64], hidden ones -inf.
   void add(const Real* scores, int keys, double* sum) const {
+    const VisibleRows<Real>& visible = this->visible;
     alignas(64) Real own_reference[BLOCK_M] = {}, own_share[BLOCK_M] = {};
     std::memcpy(own_reference, reference, sizeof(Real) * visible.count);
     std::memcpy(own_share, share, sizeof(Real) * visible.count);
@@ -146,8 +135,7 @@ struct SharesTile {
 // depend bitwise on how the keys are split.
 template <typename Real, typename Operator>
 void received_by_keys(const StatisticsParams& params, const Operator& op, const RowShares<Real>& rows) {
-  const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
-  const int64_t tile_bytes = buffer_bytes<char>(sizeof(SharesTile<Real>)) + buffer_bytes<Real>(query_count);
+  const int64_t tile_bytes = buffer_bytes<char>(sizeof(SharesTile<Real>)) + QueryTile<Real, Real>::bytes(op);
   const int64_t size = std::min(tiles_in_cache(tile_bytes), std::max<int64_t>(1, op.query_tiles));
   const int64_t heads = op.B * op.H, windows = ceil_div(op.S, BLOCK_N);
   const int64_t wanted = ceil_div(kItemsPerThread * params.threads, heads);
@@ -168,18 +156,13 @@ void received_by_keys(const StatisticsParams& params, const Operator& op, const 
         const VisibleRows<Real> visible(params.mask, b, h, i * BLOCK_M, op.T, op.S);
         if (!visible.meets(range)) continue;
         const int64_t row = head * op.T + visible.first;
-        auto* tile = new (tiles + count++) SharesTile<Real>{op.head(b, h),
-                                                            visible,
-                                                            rows.reference.data() + row,
-                                                            rows.share.data() + row,
-                                                            {workspace.take<Real>(query_count), nullptr}};
+        auto* tile = new (tiles + count++) SharesTile<Real>(workspace, op, b, h, visible);
+        tile->reference = rows.reference.data() + row;
+        tile->share = rows.share.data() + row;
         op.pack(b, h, tile->visible, scratch.rows, tile->query);
       }
       for_visible_pairs(tiles, count, range, [&](SharesTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
-        if (!score_tile(tile.head, tile.query, tile.visible, keys, scratch.key.rows(tile.head.key, window, keys),
-                        scratch)
-                 .any)
-          return;
+        if (!score_tile<Real, Real>(tile, window, keys, scratch).any) return;
         if (!keys.full) hide(scratch.scores, keys, tile.visible, tile.visible.columns);
         tile.add(scratch.scores, keys.count(), sum + keys.begin - range.begin);
       });
@@ -199,8 +182,7 @@ void attention_statistics_of(const StatisticsParams& params) {
     rows.reference.resize(op.B * op.H * op.T);
     rows.share.resize(op.B * op.H * op.T);
   }
-  const int64_t query_count = round_up(op.D, kLanes<Real>) * BLOCK_M;
-  const int64_t tile_bytes = buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + buffer_bytes<Real>(query_count);
+  const int64_t tile_bytes = buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + QueryTile<Real, Real>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
   const int64_t bytes =
       items.size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) + buffer_bytes<Real>(BLOCK_N * BLOCK_M);
@@ -212,22 +194,16 @@ void attention_statistics_of(const StatisticsParams& params) {
     const Range places = items.tiles(item);
     for (int64_t i = places.begin; i < places.end; ++i) {
       const TilePlace at = items.place(i);
-      StatisticsTile<Real>* tile =
-          new (tiles + count++) StatisticsTile<Real>{op.head(at.b, at.h),
-                                                     {params.mask, at.b, at.h, at.first_row, op.T, op.S},
-                                                     {},
-                                                     {workspace.take<Real>(query_count), nullptr}};
-      if (tile->visible.any) op.pack(at.b, at.h, tile->visible, scratch.rows, tile->query);
+      const VisibleRows<Real> visible(params.mask, at.b, at.h, at.first_row, op.T, op.S);
+      auto* tile = new (tiles + count++) StatisticsTile<Real>(workspace, op, at.b, at.h, visible);
+      if (visible.any) op.pack(at.b, at.h, visible, scratch.rows, tile->query);
     }
     const KeySpan all{0, op.S};
     for_visible_pairs(tiles, count, all, [&](StatisticsTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
-      const int columns = tile.visible.columns;
-      if (!score_tile(tile.head, tile.query, tile.visible, keys, scratch.key.rows(tile.head.key, window, keys), scratch)
-               .any)
-        return;
-      if (!keys.full) hide(scratch.scores, keys, tile.visible, columns);
+      if (!score_tile<Real, Real>(tile, window, keys, scratch).any) return;
+      if (!keys.full) hide(scratch.scores, keys, tile.visible, tile.visible.columns);
       const uint8_t* excluded = params.excluded ? params.excluded + tile.head.b * params.excluded_stride : nullptr;
-      tile.statistics.step(scratch.scores, probabilities, keys, excluded, columns);
+      tile.step(scratch.scores, probabilities, keys, excluded);
     });
     for (int64_t i = 0; i < count; ++i) {
       const StatisticsTile<Real>& tile = tiles[i];

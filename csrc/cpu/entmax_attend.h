@@ -103,7 +103,6 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
                           TileScratch<Real, Operand>& scratch) {
   constexpr int L = kLanes<Real>;
   const TileUnit<Operand> unit;
-  const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const int columns = visible.columns;
   KeySpan* const kept = scratch.kept;
@@ -111,25 +110,24 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
   int64_t count = 0, maxima = 0;
   alignas(64) Real top[BLOCK_M];
   std::fill_n(top, BLOCK_M, kHidden<Real>);
-  for_visible_pairs(
-      &tile, 1, KeySpan{0, std::numeric_limits<int64_t>::max()}, [&](auto&, const KeySpan& window, KeySpan keys) {
-        Real* const scores = scratch.scores = scratch.kept_scores + count * BLOCK_N * BLOCK_M;
-        const Scored<Real> scored =
-            score_tile(head, tile.query, visible, keys, scratch.key.rows(head.key, window, keys), scratch);
-        if (!scored.any) return;
-        if (scored.hiding || !keys.full) hide(scores, keys, visible, columns);
-        for (int first = 0; first < keys.count(); first += kKeysPerMaximum) {
-          Real* const at = scratch.kept_maxima + maxima++ * BLOCK_M;
-          const int end = std::min<int>(first + kKeysPerMaximum, keys.count());
-          for (int m = 0; m < columns; m += L) {
-            Vec<Real> most = splat<Real>(kHidden<Real>);
-            for (int n = first; n < end; ++n) most = at_least<Real>(most, load(scores + n * BLOCK_M + m));
-            store<Real>(at + m, most);
-            store<Real>(top + m, at_least<Real>(load(top + m), most));
-          }
-        }
-        kept[count++] = keys;
-      });
+  for_visible_pairs(&tile, 1, KeySpan{0, std::numeric_limits<int64_t>::max()},
+                    [&](auto&, const KeySpan& window, KeySpan keys) {
+                      Real* const scores = scratch.scores = scratch.kept_scores + count * BLOCK_N * BLOCK_M;
+                      const Scored<Real> scored = score_tile(tile, window, keys, scratch);
+                      if (!scored.any) return;
+                      if (scored.hiding || !keys.full) hide(scores, keys, visible, columns);
+                      for (int first = 0; first < keys.count(); first += kKeysPerMaximum) {
+                        Real* const at = scratch.kept_maxima + maxima++ * BLOCK_M;
+                        const int end = std::min<int>(first + kKeysPerMaximum, keys.count());
+                        for (int m = 0; m < columns; m += L) {
+                          Vec<Real> most = splat<Real>(kHidden<Real>);
+                          for (int n = first; n < end; ++n) most = at_least<Real>(most, load(scores + n * BLOCK_M + m));
+                          store<Real>(at + m, most);
+                          store<Real>(top + m, at_least<Real>(load(top + m), most));
+                        }
+                      }
+                      kept[count++] = keys;
+                    });
   scratch.scores = tile_scores;
 
   NearKeys<Real> near[BLOCK_M / L];
