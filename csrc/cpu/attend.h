@@ -315,6 +315,32 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
   }
 }
 
+// Dropout of probabilities [count][64] of rows [first_row, first_row + columns) of a head for keys
+// key_of(n), in ascending order: kept ones are multiplied by `scale`, others become 0. Applies the
+// same to `target` unless it is null.
+template <typename Real, typename KeyOf>
+inline void drop(const DropoutParams& dropout, const Head<Real>& head, int64_t first_row, int columns, int64_t count,
+                 KeyOf key_of, Real scale, Real* probabilities, Real* target = nullptr) {
+  uint32_t words[4][BLOCK_M];
+  int64_t group = -1;  // of four keys, whose words these are
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t key = key_of(n);
+    if (key / 4 != group) {
+      group = key / 4;
+      for (int m = 0; m < columns; ++m) {
+        const Philox4 random = dropout_words(dropout, head.b, head.h, first_row + m, group);
+        for (int w = 0; w < 4; ++w) words[w][m] = random.word[w];
+      }
+    }
+    for (int m = 0; m < columns; ++m) {
+      const bool keep = words[key % 4][m] >= dropout.threshold;
+      const int64_t at = n * BLOCK_M + m;
+      probabilities[at] = keep ? probabilities[at] * scale : Real(0);
+      if (target) target[at] = keep ? target[at] * scale : Real(0);
+    }
+  }
+}
+
 // Runs the forward loop of `count` query tiles, whose `query` is packed, over their keys.
 // Afterwards `softmax` holds the sums and `out` the unnormalised output of the rows whose sum is
 // not 0.
@@ -349,7 +375,8 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
     }
     // Not scaled: the largest weight of a row is 1, and in bfloat16 1 / (1 - p) is off by
     // up to 0.2 % in every row. `Normalisation` has the factor.
-    if (dropout.active) drop(dropout, head.b, head.h, keys, visible.first, visible.columns, Real(1), scores);
+    const auto key_of = [&](int64_t n) { return keys.begin + n; };
+    if (dropout.active) drop(dropout, head, visible.first, visible.columns, keys.count(), key_of, Real(1), scores);
     add_weighted_keys(scratch.value, head.value, window, keys, {0, head.Dv}, head, visible, scores,
                       kNumbers<Operand> == 2 && !dropout.active, scratch, tile.out, tile.started);
     tile.started = true;

@@ -210,8 +210,9 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count, c
       probabilities(tile, keys, hiding, factor, scratch);
       if (with_dscores) multiply_values();
       if (dropout.active) {
+        const auto key_of = [&](int64_t n) { return keys.begin + n; };
         std::memcpy(scratch.dropped, scratch.scores, sizeof(Real) * BLOCK_M * keys.count());
-        drop(dropout, head.b, head.h, keys, tile.visible.first, columns, static_cast<Real>(dropout.keep_scale),
+        drop(dropout, head, tile.visible.first, columns, keys.count(), key_of, static_cast<Real>(dropout.keep_scale),
              scratch.dropped, scratch.dprobs);
       }
       if (with_dscores) score_gradients(tile, gradients.bias ? Real(1) : scale, keys, hiding, scratch);

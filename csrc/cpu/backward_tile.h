@@ -77,7 +77,7 @@ struct NearTile {
   uint8_t places[BLOCK_N];  // in the tile; ascending
 
   KeySpan span() const { return {0, count, true}; }
-  int64_t key(int i) const { return keys.begin + places[i]; }
+  int64_t key(int64_t i) const { return keys.begin + places[i]; }
 };
 
 // Scratch that the tiles of a work item share.

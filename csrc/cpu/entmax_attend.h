@@ -70,15 +70,8 @@ inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& ke
   const int64_t count = near.read - first;
   if (count == 0) return;
   Real* const p = near.p + first * BLOCK_M;
-  DropoutWords words;
-  int64_t group = -1;
-  for (int64_t i = first; dropout.active && i < near.read; ++i) {
-    const int64_t key = key_of(i);
-    if (key / 4 != group) dropout_words(dropout, head.b, head.h, tile.visible.first + m, L, group = key / 4, words);
-    Real* const weights = near.p + i * BLOCK_M;
-    for (int lane = 0; lane < L; ++lane)
-      if (words[key % 4][lane] < dropout.threshold) weights[lane] = 0;
-  }
+  if (dropout.active)
+    drop(dropout, head, tile.visible.first + m, L, count, [&](int64_t i) { return key_of(first + i); }, Real(1), p);
   // A value that is not finite reaches only the rows that give it a probability.
   const bool aside = has_nonfinite(scratch.rows, count, width, stride);
   for (int64_t i = first; aside && i < near.read; ++i)

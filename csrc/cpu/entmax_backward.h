@@ -65,21 +65,10 @@ inline void multiply_near_values(const BackwardTile<Real, Operand>& tile, const 
 template <typename Real, typename Operand>
 inline void drop_near(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout, const NearTile<Real>& near,
                       BackwardScratch<Real, Operand>& scratch) {
-  const Real scale = static_cast<Real>(dropout.keep_scale);
-  DropoutWords words;
-  int64_t group = -1;
-  for (int i = 0; i < near.count; ++i) {
-    const int64_t key = near.key(i);
-    if (key / 4 != group)
-      dropout_words(dropout, tile.head.b, tile.head.h, tile.visible.first, tile.visible.columns, group = key / 4,
-                    words);
-    for (int m = 0; m < tile.visible.columns; ++m) {
-      const bool keep = words[key % 4][m] >= dropout.threshold;
-      const int at = i * BLOCK_M + m;
-      scratch.dropped[at] = keep ? near.scores[at] * scale : Real(0);
-      scratch.dprobs[at] = keep ? scratch.dprobs[at] * scale : Real(0);
-    }
-  }
+  const auto key_of = [&](int64_t i) { return near.key(i); };
+  std::memcpy(scratch.dropped, near.scores, sizeof(Real) * BLOCK_M * near.count);
+  drop(dropout, tile.head, tile.visible.first, tile.visible.columns, near.count, key_of,
+       static_cast<Real>(dropout.keep_scale), scratch.dropped, scratch.dprobs);
 }
 
 // Sums over the keys of each row. `difference` is dP - delta, with delta = rowsum(dout * out).

@@ -154,35 +154,4 @@ inline Philox4 dropout_words(const DropoutParams& dropout, int64_t b, int64_t h,
                 static_cast<uint64_t>(*dropout.seed));
 }
 
-// The same of `columns` rows from first_row on.
-using DropoutWords = uint32_t[4][BLOCK_M];
-inline void dropout_words(const DropoutParams& dropout, int64_t b, int64_t h, int64_t first_row, int columns,
-                          int64_t group, DropoutWords& words) {
-  for (int m = 0; m < columns; ++m) {
-    const Philox4 random = dropout_words(dropout, b, h, first_row + m, group);
-    for (int w = 0; w < 4; ++w) words[w][m] = random.word[w];
-  }
-}
-
-// Dropout of a tile of probabilities [keys][query rows] of head (b, h): kept ones are multiplied by
-// `scale`, others become 0. Applies the same to `target` unless it is null.
-template <typename Real>
-inline void drop(const DropoutParams& dropout, int64_t b, int64_t h, const KeySpan& keys, int64_t first_row,
-                 int columns, Real scale, Real* tile, Real* target = nullptr) {
-  for (int64_t group = keys.begin / 4; group * 4 < keys.end; ++group) {
-    DropoutWords words;
-    dropout_words(dropout, b, h, first_row, columns, group, words);
-    for (int w = 0; w < 4; ++w) {
-      const int64_t key = group * 4 + w;
-      if (key < keys.begin || key >= keys.end) continue;
-      const int64_t n = (key - keys.begin) * BLOCK_M;
-      for (int m = 0; m < columns; ++m) {
-        const bool keep = words[w][m] >= dropout.threshold;
-        tile[n + m] = keep ? tile[n + m] * scale : Real(0);
-        if (target) target[n + m] = keep ? target[n + m] * scale : Real(0);
-      }
-    }
-  }
-}
-
 }  // namespace hk::HK_LEVEL
