@@ -116,18 +116,12 @@ struct TileScratch {
 
   static constexpr int64_t kWeights = kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
   static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
-  // `op` has D and, with entmax, the number of tiles of keys that a query tile keeps.
   template <typename Operator>
   static int64_t bytes(const Operator& op, int64_t Dv) {
-    return buffer_bytes<Real>(BLOCK_M * width(op.D, Dv)) + buffer_bytes<Real>(width(op.D, Dv)) +
-           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) + buffer_bytes<Real>(BLOCK_M * row_stride<Real>(BLOCK_N)) +
-           buffer_bytes<Operand>(kWeights) + buffer_bytes<Real>(op.kept_tiles * BLOCK_N * BLOCK_M) +
-           buffer_bytes<Real>(op.kept_tiles * (BLOCK_N / kKeysPerMaximum) * BLOCK_M) +
-           buffer_bytes<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>)) +
-           buffer_bytes<char>(op.kept_tiles * static_cast<int64_t>(sizeof(KeySpan))) + Panel<Operand>::bytes(op.D) +
-           Panel<Operand>::bytes(Dv);
+    return bytes_of<TileScratch>(op, Dv, int64_t{1});
   }
-  // `tiles`: how many query tiles may read a window.
+  // `op` has D and, with entmax, the number of tiles of keys that a query tile keeps; `tiles`: how many query tiles may
+  // read a window.
   template <typename Operator>
   TileScratch(Workspace& w, const Operator& op, int64_t Dv, int64_t tiles)
       : rows(w.take<Real>(BLOCK_M * width(op.D, Dv))),

@@ -96,11 +96,7 @@ struct BackwardScratch : TileScratch<Real, Operand> {
 
   template <typename Operator>
   static int64_t bytes(const Operator& op, int64_t Dv) {
-    return TileScratch<Real, Operand>::bytes(op, Dv) +
-           buffer_bytes<Real>(BLOCK_M * TileScratch<Real, Operand>::width(op.D, Dv)) +
-           3 * buffer_bytes<Real>(BLOCK_N * BLOCK_M) + 2 * buffer_bytes<Operand>(TileScratch<Real, Operand>::kWeights) +
-           buffer_bytes<NearTile<Real>>(op.kept_tiles) + buffer_bytes<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M) +
-           Panel<Operand>::bytes(near_width(op));
+    return bytes_of<BackwardScratch>(op, Dv, int64_t{1});
   }
   template <typename Operator>
   static int64_t near_width(const Operator& op) {

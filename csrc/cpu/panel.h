@@ -42,8 +42,6 @@ class Held {
 template <typename Real>
 class Panel {
  public:
-  static int64_t bytes(int64_t width) { return 2 * buffer_bytes<Real>(BLOCK_N * row_stride<Real>(width)); }
-
   // `shared`: more than one query tile reads a window.
   Panel(Workspace& workspace, int64_t width, bool shared)
       : buffer_(workspace.take<Real>(BLOCK_N * row_stride<Real>(width))),
@@ -102,10 +100,6 @@ class Panel {
 template <>
 class Panel<Pair> {
  public:
-  static int64_t bytes(int64_t width) {
-    return buffer_bytes<Pair>(BLOCK_N * stride(width)) + 2 * buffer_bytes<Pair>(packed<Pair>(width) * BLOCK_N);
-  }
-
   Panel(Workspace& workspace, int64_t width, bool)
       : rows_(workspace.take<Pair>(BLOCK_N * stride(width))),
         transposed_(workspace.take<Pair>(packed<Pair>(width) * BLOCK_N)),

@@ -16,9 +16,9 @@ class Workspace {
   Real* take(int64_t count) {
     const size_t bytes = round_up(static_cast<int64_t>(count * sizeof(Real)), 64);
     if (used_ + bytes > capacity_) throw std::bad_alloc();
-    Real* buffer = reinterpret_cast<Real*>(block_ + used_);
+    char* buffer = block_ ? block_ + used_ : nullptr;
     used_ += bytes;
-    return buffer;
+    return reinterpret_cast<Real*>(buffer);
   }
 
   // A buffer for `count` objects, which are not constructed.
@@ -38,6 +38,9 @@ class Workspace {
     return workspace;
   }
 
+  // One without memory, which only counts: its buffers are null.
+  static Workspace counter() { return Workspace(~size_t{0}); }
+
   // Gives a large block back to the system; a small one stays for the next call.
   void release() {
     if (capacity_ > kKeep) free_block();
@@ -50,6 +53,8 @@ class Workspace {
 
  private:
   static constexpr size_t kKeep = size_t{4} << 20;  // 4 MiB: a tile's scratch and the accumulators of short sequences
+
+  explicit Workspace(size_t capacity) : capacity_(capacity) {}
 
   void reserve(size_t bytes) {
     used_ = 0;
@@ -75,6 +80,14 @@ class Workspace {
 template <typename Real>
 constexpr int64_t buffer_bytes(int64_t count) {
   return round_up(count * static_cast<int64_t>(sizeof(Real)), 64);
+}
+
+// What an object that is constructed with a workspace and these arguments takes of it.
+template <typename Object, typename... Arguments>
+int64_t bytes_of(const Arguments&... arguments) {
+  Workspace counter = Workspace::counter();
+  Object(counter, arguments...);
+  return static_cast<int64_t>(counter.mark());
 }
 
 }  // namespace hk::HK_LEVEL
