@@ -111,41 +111,49 @@ def commit() -> str | None:
     return head if Path(top) == ROOT else None
 
 
-class SelfTest(Command):
-    """`setup.py selftest --into FOLDER`: the CPU kernels without Python; with `--emulator` the emulator."""
+class IntoFolder(Command):
+    """A command that writes a folder, which `--into` names."""
 
-    description = "build a program that tests without Python"
-    user_options = [  # noqa: RUF012 (setuptools' own form)
-        ("into=", None, "folder of the program"),
-        ("emulator", None, "of the emulator of CUDA, not of the CPU kernels"),
-    ]
+    user_options = [("into=", None, "the folder")]  # noqa: RUF012 (setuptools' own form)
+    folder = ""  # without --into
 
     def initialize_options(self) -> None:
-        self.into = "build/selftest"
-        self.emulator = False
+        self.into = self.folder
 
     def finalize_options(self) -> None:
         pass
+
+
+class SelfTest(IntoFolder):
+    """`setup.py selftest --into FOLDER`: the CPU kernels without Python; with `--emulator` the emulator."""
+
+    description = "build a program that tests without Python"
+    user_options = [  # noqa: RUF012
+        *IntoFolder.user_options,
+        ("emulator", None, "of the emulator of CUDA, not of the CPU kernels"),
+    ]
+    folder = "build/selftest"
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.emulator = False
 
     def run(self) -> None:
         (build.emulator_selftest if self.emulator else build.cpu_selftest)(Path(self.into))
 
 
-class Emulator(Command):
+class Emulator(IntoFolder):
     """`setup.py emulator`: `heads_kernels._cuda_emulated` in place, for tests without a GPU."""
 
     description = "build the CUDA kernels for the emulator"
     user_options = [  # noqa: RUF012
-        ("into=", None, "folder of the module"),
+        *IntoFolder.user_options,
         ("dtype=", None, "the one whose kernels are compiled: bf16, fp16 or float; default all"),
     ]
 
     def initialize_options(self) -> None:
-        self.into = ""
+        super().initialize_options()
         self.dtype = ""
-
-    def finalize_options(self) -> None:
-        pass
 
     def run(self) -> None:
         name = self.get_finalized_command("build_ext").get_ext_filename("_cuda_emulated")
@@ -157,10 +165,7 @@ class Cuda(Emulator):
     """`setup.py cuda --into FOLDER`: what nvcc makes of the CUDA kernels, for tests; nothing where there is none."""
 
     description = "build the CUDA kernels in a folder, where there is nvcc"
-
-    def initialize_options(self) -> None:
-        super().initialize_options()
-        self.into = "build/cuda"
+    folder = "build/cuda"
 
     def run(self) -> None:
         nvcc, missing = build.find_nvcc()
@@ -170,17 +175,11 @@ class Cuda(Emulator):
             build.cuda_module(Path(self.into), nvcc, self.dtype)
 
 
-class Hub(Command):
+class Hub(IntoFolder):
     """`setup.py hub`: the operators as a kernel for Hugging Face's Kernel Hub."""
 
     description = "write the folder of the Kernel Hub"
-    user_options = [("into=", None, "the folder")]  # noqa: RUF012
-
-    def initialize_options(self) -> None:
-        self.into = "build/hub"
-
-    def finalize_options(self) -> None:
-        pass
+    folder = "build/hub"
 
     def run(self) -> None:
         hub.write(Path(self.into), self.distribution.get_version(), commit() or "0" * 7)
