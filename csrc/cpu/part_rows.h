@@ -23,11 +23,7 @@ struct PartRow {
 // and those before `front`, which is at most hi.
 inline uint64_t seen_keys(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t lo, int64_t hi,
                           int64_t front, int64_t first) {
-  const auto below = [&](int64_t key) {  // the bits of keys before `key`
-    const int64_t n = key - first;
-    return n <= 0 ? 0 : n >= kWord ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
-  };
-  uint64_t seen = below(hi) & (~below(lo) | below(front));
+  uint64_t seen = interval_bits(lo, hi, front, first);
   if (!seen) return 0;
   const int count = static_cast<int>(std::min(kWord, hi - first));
   if (mask.key_visible) seen &= DenseMask{mask.key_visible + b * mask.visible_stride, 0, 1}.bits(0, first, count);
@@ -39,9 +35,7 @@ inline uint64_t seen_keys(const MaskParams& mask, int64_t b, int64_t h, int64_t 
 }
 
 inline bool same(Ranges a, Ranges b) {
-  return a.count == b.count && (a.first == b.first || std::equal(a.begin(), a.end(), b.begin(), [](Range x, Range y) {
-                                  return x.begin == y.begin && x.end == y.end;
-                                }));
+  return a.count == b.count && (a.first == b.first || std::equal(a.begin(), a.end(), b.begin()));
 }
 
 // The rows of open heads that see keys of [begin, end); constructs these heads.
@@ -78,8 +72,7 @@ inline int64_t find_rows(const Operator& op, const MaskParams& mask, int64_t b, 
 }
 
 // Products of a row with the keys of a word, [begin, begin + count), times `factor` to scores, in
-// place. Those of hidden keys become -inf; the bits in `seen` of keys
-// that the bias hides are cleared.
+// place. Those of hidden keys become -inf; the bits in `seen` of keys that the bias hides are cleared.
 template <typename Real>
 inline void finish_word(const Head<Real>& head, Real factor, int64_t i, int64_t begin, int64_t count, uint64_t& seen,
                         Real* scores) {

@@ -30,6 +30,16 @@ struct KeySpan {
   int count() const { return static_cast<int>(end - begin); }
 };
 
+// Keys [begin, begin + 64) as bits, the first the lowest: those of [lo, hi), and those before `front`
+// that are below hi.
+inline uint64_t interval_bits(int64_t lo, int64_t hi, int64_t front, int64_t begin) {
+  const auto below = [&](int64_t key) {  // the bits of keys before `key`
+    const int64_t n = key - begin;
+    return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+  };
+  return below(hi) & (~below(lo) | below(front));
+}
+
 // The dense mask of one head: one byte per pair, nonzero if visible.
 struct DenseMask {
   const uint8_t* data = nullptr;
@@ -262,17 +272,13 @@ struct VisibleRows {
   // Fills `bits` for keys [begin, begin + count). Returns whether some row sees a key, and whether
   // all rows with a nonempty interval see all keys.
   Seen read_bits(int64_t begin, int count) {
-    const auto below = [&](int64_t key) {  // the bits of keys before `key`
-      const int64_t n = std::clamp<int64_t>(key - begin, 0, count);
-      return n == 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
-    };
-    const uint64_t every = below(begin + count);
+    const uint64_t every = interval_bits(begin, begin + count, 0, begin);
     const uint64_t keys = key_visible ? DenseMask{key_visible, 0, 1}.bits(0, begin, count) : every;
     uint64_t some = 0, all = every;
     bits_begin = begin;
     for (int m = 0; m < columns; ++m) {
       const bool row = m < this->count && sees(m);
-      const uint64_t range = row ? below(hi[m]) & (~below(lo[m]) | below(front)) & keys : 0;
+      const uint64_t range = row ? interval_bits(lo[m], hi[m], front, begin) & keys : 0;
       const uint64_t seen = range ? dense.bits(first + m, begin, count) & range : 0;
       some |= seen;
       all &= row ? seen : every;
