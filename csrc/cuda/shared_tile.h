@@ -1,6 +1,7 @@
 // Tiles of rows in shared memory, and how they are copied there from global memory.
 //
-// A row is padded by 16 bytes, so that the 8 rows of a matrix are in 8 different groups of banks.
+// A row is padded by 16 bytes, so that the 8 rows of a matrix are in 8 different groups of four banks;
+// so are the rows of which the lanes of a product in tf32 read a word each.
 // Rows and columns that do not exist are 0 in a tile.
 #pragma once
 
@@ -35,6 +36,7 @@ struct Tile {
   static constexpr int kRows = kRowCount, kColumns = kColumnCount;
   static constexpr int kStride = kColumns + 16 / static_cast<int>(sizeof(T));
   static constexpr int kBytes = kRows * kStride * static_cast<int>(sizeof(T));
+  static_assert(kStride * sizeof(T) / 16 % 2 == 1, "rows of a matrix share banks");
   T* data;
 
   HK_DEVICE T* at(int row, int column) const { return data + row * kStride + column; }
