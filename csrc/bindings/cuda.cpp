@@ -116,7 +116,7 @@ void launch(const hk::AttentionParams& params, const Target& target, F&& f) {
 }
 
 // (acc, row_max, row_sum) of the splits of the keys.
-void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& parts, dlpack::Device device) {
+void set_splits(cuda::ForwardTask& params, const Sizes& n, const py::tuple& parts, dlpack::Device device) {
   Entries entries(parts, device, "parts", 3);
   const hk::Tensor acc = entries.needed("acc"), row_max = entries.needed("row_max"),
                    row_sum = entries.needed("row_sum");
@@ -126,6 +126,7 @@ void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& part
   n.check(acc, {count, n.B, n.H, n.T, params.value.size[3]}, "acc");
   n.check(row_max, {count, n.B, n.H, n.T}, "row_max");
   n.check(row_sum, {count, n.B, n.H, n.T}, "row_sum");
+  params.stores = cuda::Stores::kSplits;
   params.splits = {static_cast<int>(count), static_cast<float*>(acc.data), static_cast<float*>(row_max.data),
                    static_cast<float*>(row_sum.data)};
 }
@@ -133,30 +134,29 @@ void set_splits(cuda::SplitParams& params, const Sizes& n, const py::tuple& part
 // `results` is (out, attended, lse); `parts` is None if one pass computes them.
 void attention_forward(const py::tuple& call, const py::tuple& results, py::handle parts, py::handle cells,
                        const Target& target) {
-  cuda::SplitParams params;
+  cuda::ForwardTask params;
   const dlpack::Device device = device_of(target);
   const Sizes n = set_tiled_call(params, read_call(call, device), cells, device);
   set_outputs(params, n, results, device);
   check_written(params.out, "out");
   check_written(params.attended, "attended");
-  const bool splits = !parts.is_none();
-  if (splits) set_splits(params, n, py::cast<py::tuple>(parts), device);
+  if (!parts.is_none()) set_splits(params, n, py::cast<py::tuple>(parts), device);
+  const bool splits = params.stores == cuda::Stores::kSplits;
   launch(params, target, [&](auto kernels, auto& to) {
-    if (!splits) {
-      params.mixing ? kernels.collaborative_attention_forward(params, to) : kernels.gated_attention_forward(params, to);
-      return;
-    }
-    params.mixing ? kernels.collaborative_attention_split(params, to) : kernels.gated_attention_decode(params, to);
-    kernels.attention_combine(params, to);
+    params.mixing ? kernels.collaborative_attention_forward(params, to)
+    : splits      ? kernels.gated_attention_decode(params, to)
+                  : kernels.gated_attention_forward(params, to);
+    if (splits) kernels.attention_combine(params, to);
   });
 }
 
 // Rows of the gate's gradient of closed heads, into `dgate` [B, H, T].
 void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, py::handle cells,
                       const Target& target) {
-  cuda::ClosedParams params;
+  cuda::ForwardTask params;
   const dlpack::Device device = device_of(target);
   const Sizes n = set_tiled_call(params, read_call(call, device), cells, device);
+  params.stores = cuda::Stores::kClosedGradient;
   params.dout = needed(given(dout, device, "dout"), "dout");
   params.dgate = needed(given(dgate, device, "dgate"), "dgate");
   check_dout(params, n, params.dout);
@@ -164,7 +164,7 @@ void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, 
   for (int d = 2; d < params.gate.rank; ++d) require(params.gate.size[d] == 1, "gate");
   n.check_rows(params.dgate, "dgate");
   launch(params, target, [&](auto kernels, auto& to) {
-    params.mixing ? kernels.collaborative_attention_closed(params, to) : kernels.gated_attention_closed(params, to);
+    params.mixing ? kernels.collaborative_attention_forward(params, to) : kernels.gated_attention_forward(params, to);
   });
 }
 

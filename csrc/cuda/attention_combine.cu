@@ -12,7 +12,7 @@ namespace hk::cuda {
 // head, which has no sums, gets zeros.
 template <typename T, int kWidth, bool kTerms>
 struct AttentionCombine {
-  using Params = SplitParams;
+  using Params = ForwardTask;
   static constexpr int kThreads = 256, kWarps = kThreads / kWarp;
   using Output = HeadOutput<T, 1, 1, kWidth, kTerms>;
   static constexpr int kMostRows = Output::kRows;
@@ -46,7 +46,7 @@ struct AttentionCombine {
 };
 
 template <typename T>
-void Kernels<T>::attention_combine(const SplitParams& p, const LaunchTarget& target) {
+void Kernels<T>::attention_combine(const ForwardTask& p, const LaunchTarget& target) {
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_narrowest<64, 128, 256>(p.out.size[3], [&](auto width) {
       using Kernel = AttentionCombine<T, width, terms>;

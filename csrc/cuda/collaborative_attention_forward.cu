@@ -179,7 +179,7 @@ struct CollaborativeForward {
 };
 
 template <typename T>
-void run_collaborative_forward(const ForwardTask& p, const LaunchTarget& target) {
+void Kernels<T>::collaborative_attention_forward(const ForwardTask& p, const LaunchTarget& target) {
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_value_width<T, terms>(p.value.size[3], [&](auto width) {
       using Kernel = CollaborativeForward<T, width, terms>;
@@ -190,19 +190,6 @@ void run_collaborative_forward(const ForwardTask& p, const LaunchTarget& target)
                      Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
     });
   });
-}
-
-template <typename T>
-void Kernels<T>::collaborative_attention_forward(const AttendParams& p, const LaunchTarget& target) {
-  run_collaborative_forward<T>(p, target);
-}
-template <typename T>
-void Kernels<T>::collaborative_attention_closed(const ClosedParams& p, const LaunchTarget& target) {
-  run_collaborative_forward<T>(p, target);
-}
-template <typename T>
-void Kernels<T>::collaborative_attention_split(const SplitParams& p, const LaunchTarget& target) {
-  run_collaborative_forward<T>(p, target);
 }
 
 HK_INSTANTIATE_KERNELS

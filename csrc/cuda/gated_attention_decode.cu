@@ -18,7 +18,7 @@ namespace hk::cuda {
 // accumulators; copies overlap as in the forward kernel.
 template <typename T, int kWidth, bool kTerms>
 struct GatedDecode {
-  using Params = SplitParams;
+  using Params = ForwardTask;
   using Sizes = DecodeSizes<T, kWidth>;
   static constexpr int kWarps = Sizes::kWarps, kThreads = kWarps * kWarp;
   static constexpr int kBlockM = Sizes::kBlockM, kOwn = Sizes::kOwn, kBlockN = kWarps * kOwn;
@@ -238,7 +238,7 @@ struct GatedDecode {
 };
 
 template <typename T>
-void Kernels<T>::gated_attention_decode(const SplitParams& p, const LaunchTarget& target) {
+void Kernels<T>::gated_attention_decode(const ForwardTask& p, const LaunchTarget& target) {
   with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
     with_decode_width(p.query.size[3], p.value.size[3], [&](auto width) {
       using Kernel = GatedDecode<T, width, terms>;

@@ -132,7 +132,7 @@ struct GatedForward {
 };
 
 template <typename T>
-void run_gated_forward(const ForwardTask& p, const LaunchTarget& target) {
+void Kernels<T>::gated_attention_forward(const ForwardTask& p, const LaunchTarget& target) {
   const auto run = [&](auto width, auto terms, auto small) {
     using Kernel = GatedForward<T, width, terms, small>;
     constexpr int kBytes = Kernel::shared_bytes();
@@ -150,15 +150,6 @@ void run_gated_forward(const ForwardTask& p, const LaunchTarget& target) {
       run(width, terms, std::false_type{});
     });
   });
-}
-
-template <typename T>
-void Kernels<T>::gated_attention_forward(const AttendParams& p, const LaunchTarget& target) {
-  run_gated_forward<T>(p, target);
-}
-template <typename T>
-void Kernels<T>::gated_attention_closed(const ClosedParams& p, const LaunchTarget& target) {
-  run_gated_forward<T>(p, target);
 }
 
 HK_INSTANTIATE_KERNELS

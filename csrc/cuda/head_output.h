@@ -8,21 +8,6 @@
 
 namespace hk::cuda {
 
-// What a forward kernel does with its rows, chosen at run time: compiled for each, forward kernels
-// would take three times the space.
-enum class Stores { kOutputs, kSplits, kClosedGradient };
-struct ForwardTask : SplitParams {
-  Stores stores;
-  Tensor dout, dgate;  // of kClosedGradient
-
-  ForwardTask(const AttendParams& p) : SplitParams{p, {}}, stores(Stores::kOutputs) {}
-  ForwardTask(const SplitParams& p) : SplitParams(p), stores(Stores::kSplits) {}
-  ForwardTask(const ClosedParams& p) : stores(Stores::kClosedGradient), dout(p.dout), dgate(p.dgate) {
-    static_cast<AttentionParams&>(*this) = p;
-    dense_cells = p.dense_cells;
-  }
-};
-
 // Which rows of a head take part: all of an open head, or all of a closed one.
 HK_DEVICE int rows_taking_part(const ForwardTask& p, bool closed, int T) {
   return closed == (p.stores == Stores::kClosedGradient) ? T : 0;
@@ -35,14 +20,14 @@ HK_DEVICE float sink_of(const AttentionParams& p, int h) {
 }
 
 // The index of row `row` of a head in the buffers of `splits`.
-HK_DEVICE int64_t index_of_split(const SplitParams& p, int split, int b, int h, int row) {
+HK_DEVICE int64_t index_of_split(const ForwardTask& p, int split, int b, int h, int row) {
   const int64_t B = p.out.size[0], H = p.out.size[1], T = p.out.size[2];
   return ((split * B + b) * H + h) * T + row;
 }
 
 // Stores the sums of one split for the warp's rows, from `first_row` of head (b, h) up to row T.
 template <int kGroups, int kWidth, bool kTerms>
-HK_DEVICE void store_split(const SplitParams& p, int split, int b, int h, int first_row, int T,
+HK_DEVICE void store_split(const ForwardTask& p, int split, int b, int h, int first_row, int T,
                            Accumulator<kGroups, kWidth>& acc, const OnlineSoftmax<kGroups, kTerms>& softmax) {
   const int width = static_cast<int>(p.out.size[3]);
   HK_UNROLL
@@ -146,7 +131,7 @@ class HeadOutput {
     sync_warp();
   }
 
-  HK_DEVICE void store_outputs(const AttendParams& p, const Gate& gate, const BlockCoord& at) const {
+  HK_DEVICE void store_outputs(const ForwardTask& p, const Gate& gate, const BlockCoord& at) const {
     const Rows<T> out = rows_of<T>(p.out, at.b, at.h);
     const int count = at.count(out.length);
     HK_ROLLED

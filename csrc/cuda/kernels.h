@@ -39,11 +39,6 @@ inline bool has_terms(const AttentionParams& p) {
   return p.terms.bias || p.terms.offset_bias || p.terms.softcap != 0.0 || p.mask.dense;
 }
 
-// The forward pass.
-struct AttendParams : ForwardParams {
-  DenseCells dense_cells;
-};
-
 // The number of blocks of threads that share the keys of a tile of query rows, and the sums of each
 // for its rows: `acc` [count, B, H, T, Dv], `row_max` and `row_sum` [count, B, H, T] as in
 // OnlineSoftmax. All are contiguous. A closed head writes none.
@@ -52,16 +47,16 @@ struct KeySplits {
   float *acc = nullptr, *row_max = nullptr, *row_sum = nullptr;
 };
 
-// The forward pass in splits, from which attention_combine computes the outputs.
-struct SplitParams : AttendParams {
-  KeySplits splits;
-};
-
-// The rows of the gate's gradient of closed heads: rowsum(dout * attended).
-struct ClosedParams : AttentionParams {
+// What a forward kernel stores of its rows: the outputs; the sums of splits, from which
+// attention_combine computes the outputs; or of closed heads alone the rows of their gate's gradient,
+// rowsum(dout * attended). Chosen at run time: compiled for each, forward kernels would take three
+// times the space.
+enum class Stores { kOutputs, kSplits, kClosedGradient };
+struct ForwardTask : ForwardParams {
   DenseCells dense_cells;
-  Tensor dout;   // [B, H, T, Dv]
-  Tensor dgate;  // [B, H, T] float
+  KeySplits splits;
+  Stores stores = Stores::kOutputs;
+  Tensor dout, dgate;  // of kClosedGradient: [B, H, T, Dv], [B, H, T] float
 };
 
 // The first pass of the backward, for both operators.
@@ -123,18 +118,15 @@ struct fp16;
 // name.
 template <typename T>
 struct Kernels {
-  static void gated_attention_forward(const AttendParams&, const LaunchTarget&);
-  static void gated_attention_closed(const ClosedParams&, const LaunchTarget&);
+  static void gated_attention_forward(const ForwardTask&, const LaunchTarget&);
   // For up to 16 query rows; it always writes `splits`, even a single one.
-  static void gated_attention_decode(const SplitParams&, const LaunchTarget&);
+  static void gated_attention_decode(const ForwardTask&, const LaunchTarget&);
   static void gated_attention_keys(const KeysParams&, const LaunchTarget&);
   static void gated_attention_queries(const QueriesParams&, const LaunchTarget&);
-  static void collaborative_attention_forward(const AttendParams&, const LaunchTarget&);
-  static void collaborative_attention_closed(const ClosedParams&, const LaunchTarget&);
-  static void collaborative_attention_split(const SplitParams&, const LaunchTarget&);
+  static void collaborative_attention_forward(const ForwardTask&, const LaunchTarget&);
   static void collaborative_attention_keys(const KeysParams&, const LaunchTarget&);
   static void collaborative_attention_queries(const QueriesParams&, const LaunchTarget&);
-  static void attention_combine(const SplitParams&, const LaunchTarget&);
+  static void attention_combine(const ForwardTask&, const LaunchTarget&);
   static void attention_rows(const RowsParams&, const LaunchTarget&);
   static void attention_bias(const BiasParams&, const LaunchTarget&);
   // Also computes what keys receive, if it is requested.
