@@ -110,10 +110,9 @@ struct CollaborativeForward {
     const float scale_log2 = softmax_scale(p.scale, kTerms);
     const int warp_row = warp() * kGroups * 16;
 
-    const auto head = [&] {
-      return Head{at.b, at.h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
+    const auto from = [&](int index) {
+      return Terms::shown_from(index, list, at.first_row, p, head_of(p, at.b, at.h));
     };
-    const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_row, p, head()); };
     const auto query_at = [&](const Step& step) { return query[p.keeps_query ? step.place : step.stage]; };
     const int first_tile = from(0);
     const auto copies_query = [&](const Step& step) { return !p.keeps_query || step.tile == first_tile; };
@@ -127,7 +126,7 @@ struct CollaborativeForward {
       if (copies_query(step)) mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
     };
     const auto stage = [&](const Step& step) {
-      return terms.template stage<kThreads>(p, head(), at.first_row, list[step.tile] * kBlockN);
+      return terms.template stage<kThreads>(p, head_of(p, at.b, at.h), at.first_row, list[step.tile] * kBlockN);
     };
     const auto bias_of = [&](const Step& step) {
       return ContentBias(p.content_bias, at.b, at.h).at(list[step.tile] * kBlockN + thread_index());

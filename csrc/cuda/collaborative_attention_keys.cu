@@ -109,7 +109,7 @@ struct CollaborativeKeys {
       for (auto& of_group : sums.dbias) of_group[0] = of_group[1] = 0.0f;
       if (h == at.first_head || p.mask.by_head()) {
         const TileList seen_by =
-            tiles_that_see<kThreads, kBlockM, kBlockN>(visible_of(p, at, h), at.first_key, on_chip.scratch);
+            tiles_that_see<kThreads, kBlockM, kBlockN>(visible_of(p, at.b, h), at.first_key, on_chip.scratch);
         if (thread_index() == 0) *on_chip.list = seen_by;
         sync_block();
       }
@@ -129,10 +129,6 @@ struct CollaborativeKeys {
   }
 
  private:
-  HK_DEVICE static Visible visible_of(const Params& p, const BlockCoord& at, int h) {
-    return {p.mask, at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
-  }
-
   // Adds all tiles of query rows of a head; none if the head is closed, or if it does not use the
   // slice and the slice is not the first.
   HK_DEVICE static void add_head(const Params& p, const TileList& list, Memory& on_chip, const BlockCoord& at, int h,
@@ -144,8 +140,7 @@ struct CollaborativeKeys {
     if (!at.is_first_slice() && !slice.used) return;
     if (!p.dkey) slice.used = 0;
     const int H = static_cast<int>(p.mixing.size[0]);
-    const auto head = [&] { return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])}; };
-    const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_key, p, head()); };
+    const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_key, p, head_of(p, at.b, h)); };
     const int first_tile = from(0);
     if (kTerms && first_tile == list.count()) return;
     const Sources& sources = *on_chip.sources;
@@ -172,11 +167,11 @@ struct CollaborativeKeys {
         mix_features<kThreads>(on_chip.slice[step.template half<kTerms>()], features.factors(), slice);
     };
     const auto stage = [&](const Step& step) {
-      return on_chip.terms.template stage<kThreads>(p, head(), list[step.tile] * kBlockM, at.first_key);
+      return on_chip.terms.template stage<kThreads>(p, head_of(p, at.b, h), list[step.tile] * kBlockM, at.first_key);
     };
     const auto row_of_tile = [&](const Step& step) {
       const int row = list[step.tile] * kBlockM + thread_index();
-      return QueryRow(p, sources.gate, visible_of(p, at, h), at.b, h, H, row);
+      return QueryRow(p, sources.gate, visible_of(p, at.b, h), at.b, h, H, row);
     };
 
     copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h / heads_per_value(p)), at.first_key);
@@ -217,8 +212,8 @@ struct CollaborativeKeys {
     probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
     Scores dscores;
     dscores.clear();
-    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at, h), query_rows.range, partial, terms, hides,
-                                                      at.b, h, first_row, first_key);
+    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at.b, h), query_rows.range, partial, terms,
+                                                      hides, at.b, h, first_row, first_key);
     const auto to_dp = [&] {
       multiply_rows(dscores, on_chip.value[0], warp_row, dout);
       centre(dscores, row, left_out, keep_scale);

@@ -89,7 +89,7 @@ struct CollaborativeQueries {
     Features& features = on_chip.features;
     for (int h = at.first_head; h < at.last_head; ++h) {
       if (h == at.first_head || p.mask.by_head())
-        list = tiles_seen<kThreads, kBlockM, kBlockN>(visible_of(p, at, h), at.first_row(), on_chip.scratch);
+        list = tiles_seen<kThreads, kBlockM, kBlockN>(visible_of(p, at.b, h), at.first_row(), on_chip.scratch);
       features.set<kThreads>(p.mixing, h);
       Slice slice = features.slice<kSlice>(at.column, p.dmixing.rank > 0 && p.closed_grad);
       if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) slice.used = 0;
@@ -104,17 +104,13 @@ struct CollaborativeQueries {
 
  private:
   HK_DEVICE static int tiles_of(const Params& p) { return ceil_div(static_cast<int>(p.query.size[1]), kBlockM); }
-  HK_DEVICE static Visible visible_of(const Params& p, const BlockCoord& at, int h) {
-    return {p.mask, at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
-  }
 
   // Computes dmixed of a head, over all tiles of keys.
   HK_DEVICE static void add_tiles(const Params& p, const TileList& list, const Memory& on_chip, const Slice& slice,
                                   const BlockCoord& at, int h, Sum& dmixed) {
     const Features& features = on_chip.features;
     const int H = static_cast<int>(p.mixing.size[0]);
-    const auto head = [&] { return Head{at.b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])}; };
-    const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_row(), p, head()); };
+    const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_row(), p, head_of(p, at.b, h)); };
     const int first_tile = from(0);
     if (kTerms && first_tile == list.count()) return;
     const Sources& sources = *on_chip.sources;
@@ -140,14 +136,14 @@ struct CollaborativeQueries {
       if (copies_query(step)) mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
     };
     const auto stage = [&](const Step& step) {
-      return on_chip.terms.template stage<kThreads>(p, head(), at.first_row(), list[step.tile] * kBlockN);
+      return on_chip.terms.template stage<kThreads>(p, head_of(p, at.b, h), at.first_row(), list[step.tile] * kBlockN);
     };
     const auto bias_of = [&](const Step& step) { return content_bias.at(list[step.tile] * kBlockN + thread_index()); };
 
     for (int i = thread_index(); i < kBlockM; i += kThreads) {
       const Gate gate(p.gate, p.activation);
-      on_chip.query_rows->template set<kTerms>(i,
-                                               QueryRow(p, gate, visible_of(p, at, h), at.b, h, H, at.first_row() + i));
+      on_chip.query_rows->template set<kTerms>(
+          i, QueryRow(p, gate, visible_of(p, at.b, h), at.b, h, H, at.first_row() + i));
     }
     copy_rows<kThreads>(on_chip.dout[0], rows_of<T>(p.dattended, at.b, h), at.first_row());
     Scores scores;
@@ -187,7 +183,7 @@ struct CollaborativeQueries {
     Scores dscores;
     dscores.clear();
     multiply_rows(dscores, on_chip.dout[0], warp_row, on_chip.value[half]);
-    const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at, h), query_rows.range + warp_row, partial,
+    const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at.b, h), query_rows.range + warp_row, partial,
                                                       terms, hides, at.b, h, at.first_row() + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
     centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));

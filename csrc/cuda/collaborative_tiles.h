@@ -6,6 +6,7 @@
 
 #include "cuda/chunks.h"
 #include "cuda/launch.h"
+#include "cuda/scores.h"
 #include "cuda/tiles.h"
 
 namespace hk::cuda {
@@ -71,6 +72,14 @@ Tiles collaborative_tiles(const std::string& pass, int64_t Dv, bool terms) {
 HK_DEVICE int heads_per_value(const AttentionParams& p) {
   const int Hv = static_cast<int>(p.value.size[1]);
   return Hv ? static_cast<int>(p.mixing.size[0]) / Hv : 1;
+}
+
+HK_DEVICE Head head_of(const AttentionParams& p, int b, int h) {
+  return {b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
+}
+HK_DEVICE Visible visible_of(const AttentionParams& p, int b, int h) {
+  const Head head = head_of(p, b, h);
+  return {p.mask, b, h, head.T, head.S};
 }
 
 // Features that rows may have on every GPU: with rows that are copied for every tile.

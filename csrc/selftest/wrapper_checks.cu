@@ -1,6 +1,7 @@
 // One tiny kernel for each wrapper of cuda/hardware.h, so that a test can compare its results,
 // emulated or on a GPU, with the documentation of the instruction. Built into the emulator, and
 // into the CUDA module with HEADS_KERNELS_CUDA_CHECKS=1.
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -53,11 +54,7 @@ struct Mirror : Shape<1, 1> {
   HK_DEVICE static void run(const Words& w) {
     const int other = thread_index() ^ (kOfBlock ? kBlock - 1 : kWarp - 1);
     shared_words()[thread_index()] = w.in[0][0];
-    if constexpr (kOfBlock) {
-      sync_block();
-    } else {
-      sync_warp();
-    }
+    kOfBlock ? sync_block() : sync_warp();
     w.out[0] = shared_words()[other];
   }
 };
@@ -70,30 +67,14 @@ struct Any : Shape<1, 1> {
   }
 };
 
-// V of a word.
-template <typename V>
-HK_DEVICE V value_of(uint32_t word) {
-  if constexpr (std::is_same_v<V, float>) {
-    return bits_float(word);
-  } else {
-    return static_cast<V>(word);
-  }
-}
-template <typename V>
-HK_DEVICE uint32_t word_of(V value) {
-  if constexpr (std::is_same_v<V, float>) {
-    return float_bits(value);
-  } else {
-    return static_cast<uint32_t>(value);
-  }
-}
-
 // In: value, mask.
 template <typename V>
 struct Shuffle : Shape<1, 1, 1> {
   HK_DEVICE static void run(const Words& w) {
-    const V value = value_of<V>(w.in[0][0]);
-    w.out[0] = word_of(shuffle_xor(value, static_cast<int>(w.in[1][0])));
+    V value;
+    std::memcpy(&value, w.in[0], sizeof value);
+    value = shuffle_xor(value, static_cast<int>(w.in[1][0]));
+    std::memcpy(w.out, &value, sizeof value);
   }
 };
 
@@ -105,11 +86,7 @@ struct LoadMatrices : Shape<4, 4, 1, 0, kWarp> {
     sync_warp();
     uint32_t matrices[4];
     const uint32_t* row = shared_words() + 4 * w.in[1][0];
-    if constexpr (kTransposed) {
-      load_matrices_transposed(matrices, row);
-    } else {
-      load_matrices(matrices, row);
-    }
+    kTransposed ? load_matrices_transposed(matrices, row) : load_matrices(matrices, row);
     for (int i = 0; i < 4; ++i) w.out[i] = matrices[i];
   }
 };
