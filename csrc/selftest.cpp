@@ -1,10 +1,10 @@
-// The CPU kernels without Python: every kernel at every level that this processor runs, on small
-// edge cases, against the formula in double (selftest/reference.h, which bounds the error), so
-// that levels agree within those bounds. Gaps of results must come back untouched. The same call
-// gives the same bits, and so does any number of threads where no sum is split over them.
+// The CPU kernels without Python: every kernel at every level that this processor runs, on small edge cases, against
+// the formula in double (selftest/reference.h, which bounds the error), so that levels agree within those bounds. Gaps
+// of results must come back untouched. The same call gives the same bits, and so does any number of threads where no
+// sum is split over them.
 //
-// `selftest [--level NAME] [CASE...]` prints a line for each failure. NAME is a level of pairs that
-// this processor can run although it does not report it.
+// `selftest [--level NAME] [CASE...]` prints a line for each failure. NAME is a level of pairs that this processor can
+// run although it does not report it.
 #include <cstdio>
 #include <iterator>
 #include <map>
@@ -28,10 +28,10 @@ extern const Kernels kKernels;
 namespace selftest {
 namespace {
 
-// One a line, named by what differs from the values in selftest/inputs.h: sizes; the band (lo, hi),
-// the intervals of rows, the visible keys; gate, a letter or 1 a dimension, its activation and
-// whether that of head 0 is zero; zeros of mixing; percent of alpha; memory layout; percent of
-// dropout; the place of a NaN that some rows see; the only gradients requested.
+// One a line, named by what differs from the values in selftest/inputs.h: sizes; the band (lo, hi), the intervals of
+// rows, the visible keys; gate, a letter or 1 a dimension, its activation and whether that of head 0 is zero; zeros of
+// mixing; percent of alpha; memory layout; percent of dropout; the place of a NaN that some rows see; the only
+// gradients requested.
 const char* const kCases = R"(T=1 S=1
 T=3 S=3
 T=63 S=63
@@ -252,8 +252,7 @@ struct Tally {
   }
 };
 
-// Levels that multiply pairs, or the others: those of this processor, the emulated one and that of
-// a name.
+// Levels that multiply pairs, or the others: those of this processor, the emulated one and that of a name.
 std::vector<const Kernels*> levels_of(bool pairs, const std::string& name) {
   const Kernels* const more[] = {&emulated::kKernels,
 #if defined(HK_X86_LEVELS)

@@ -1,7 +1,6 @@
-// The arguments of a call, and what every binding checks of them before it fills in the parameters
-// of a kernel. It ensures memory safety for every caller: tensors have memory on the right device,
-// which the binding ensures, and the sizes and dtypes that the kernels expect. Free of Python and
-// torch.
+// The arguments of a call, and what every binding checks of them before it fills in the parameters of a kernel. It
+// ensures memory safety for every caller: tensors have memory on the right device, which the binding ensures, and the
+// sizes and dtypes that the kernels expect. Free of Python and torch.
 #pragma once
 
 #include <algorithm>
@@ -138,8 +137,8 @@ inline void broadcast(Tensor& t, std::initializer_list<int64_t> full, const char
   }
 }
 
-// A contiguous tensor of integers or bools, all dimensions of which may broadcast but the last, of
-// `length`; absent ones stay absent.
+// A contiguous tensor of integers or bools, all dimensions of which may broadcast but the last, of `length`; absent
+// ones stay absent.
 inline Tensor vectors(const Given& given, const char* name, Element element, std::initializer_list<int64_t> full,
                       int64_t length) {
   if (!given) return {};
@@ -150,8 +149,8 @@ inline Tensor vectors(const Given& given, const char* name, Element element, std
   return t;
 }
 
-// MAX_LENGTH and MAX_COUNT of checks.py: the kernels hold rows, keys, heads and batches in 32 bits,
-// and a band limit that limits nothing is kUnbounded.
+// MAX_LENGTH and MAX_COUNT of checks.py: the kernels hold rows, keys, heads and batches in 32 bits, and a band limit
+// that limits nothing is kUnbounded.
 constexpr int64_t kUnbounded = int64_t{1} << 30;
 constexpr int64_t kMaxLength = kUnbounded - 1024, kMaxCount = 0x7fffffff;
 
@@ -324,8 +323,8 @@ inline void check_alpha(const Tensor& alpha) {
   }
 }
 
-// f(name, gradient, operand, sizes) for the gradients of the operands of a call, in their order. Those
-// without sizes are as their operand, others are sums of these sizes in the compute type.
+// f(name, gradient, operand, sizes) for the gradients of the operands of a call, in their order. Those without sizes
+// are as their operand, others are sums of these sizes in the compute type.
 template <typename F>
 void each_gradient(BackwardParams& p, const Sizes& n, F&& f) {
   using List = std::initializer_list<int64_t>;

@@ -69,8 +69,8 @@ py::object empty_sums(py::handle query, const Sizes& n, Numbers sizes) {
   return empty(query, tuple_of(sizes), strides, Torch::get().dtypes[compute].ptr());
 }
 
-// An empty [B, H, T, Dv] in the memory order of the query, or of the value if the query is shared,
-// like `empty_heads` of ops/buffers.py.
+// An empty [B, H, T, Dv] in the memory order of the query, or of the value if the query is shared, like `empty_heads`
+// of ops/buffers.py.
 py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, const py::tuple& call) {
   const hk::Tensor& like = params.mixing ? params.value : params.query;
   const bool tokens_first = like.stride[1] < like.stride[2];
@@ -94,8 +94,8 @@ bool requires_grad(const py::tuple& tuple) {
                      [&](py::handle entry) { return is_tensor(entry) && attribute(entry, name).ptr() == Py_True; });
 }
 
-// Runs a call without dropout and without an op: returns `out`, or (out, attended, lse) if
-// `recording` and an operand requires a gradient. None if it is empty, or if a tensor is not plain.
+// Runs a call without dropout and without an op: returns `out`, or (out, attended, lse) if `recording` and an operand
+// requires a gradient. None if it is empty, or if a tensor is not plain.
 py::object attend(const py::tuple& call, bool recording, int threads) {
   if (!are_plain(call)) return py::none();
   hk::ForwardParams params;
@@ -118,8 +118,8 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
   return py::make_tuple(out, attended, lse);
 }
 
-// The parameters of a backward pass, but for its gradients. `saved` is (dout, attended, lse, dlse),
-// of which dlse may be None.
+// The parameters of a backward pass, but for its gradients. `saved` is (dout, attended, lse, dlse), of which dlse may
+// be None.
 Sizes set_backward(hk::BackwardParams& params, const py::tuple& call, const py::tuple& saved) {
   const CallArguments arguments = read_call(call, dlpack::kCpu);
   const Sizes n = set_attention(params, arguments);
@@ -163,8 +163,8 @@ py::object empty_gradient(py::handle tensor) {
   return tensor.attr("new_empty")(tensor.attr("shape"));
 }
 
-// Runs a backward pass without an op: returns what the op does, the gradients of the operands that
-// `needs` names, or partial sums of them. None if a tensor is not plain.
+// Runs a backward pass without an op: returns what the op does, the gradients of the operands that `needs` names, or
+// partial sums of them. None if a tensor is not plain.
 py::object backward(const py::tuple& call, const py::tuple& saved, const py::tuple& needs, int threads) {
   if (!are_plain(call) || !are_plain(saved)) return py::none();
   require(needs.size() == 10, "needs", "does not have one entry for each operand");

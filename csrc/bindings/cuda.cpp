@@ -1,5 +1,5 @@
-// The module heads_kernels._cuda; with HK_EMULATED heads_kernels._cuda_emulated, the same kernels
-// run by the emulator on tensors in CPU memory.
+// The module heads_kernels._cuda; with HK_EMULATED heads_kernels._cuda_emulated, the same kernels run by the emulator
+// on tensors in CPU memory.
 #include <pybind11/stl.h>
 
 #include <string>
@@ -90,8 +90,8 @@ Sizes set_tiled_call(Params& params, const CallArguments& call, py::handle cells
   return n;
 }
 
-// Checks a gradient, or its parts: rows of the operands' dtype, or of float; with several `splits`,
-// which are to be summed, they are consecutive and float.
+// Checks a gradient, or its parts: rows of the operands' dtype, or of float; with several `splits`, which are to be
+// summed, they are consecutive and float.
 void check_gradient(const hk::AttentionParams& p, const hk::Tensor& t, int splits, std::initializer_list<int64_t> sizes,
                     const char* name) {
   const bool single = t.dtype == hk::DType::kFloat32;
@@ -168,9 +168,8 @@ void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, 
   });
 }
 
-// `read` is (dout, attended, lse, dlse), of which dlse may be None; `written` is (delta, dgate,
-// dattended, dsinks), of which dgate and dsinks are empty if not requested, and dattended is None
-// unless the gate is elementwise.
+// `read` is (dout, attended, lse, dlse), of which dlse may be None; `written` is (delta, dgate, dattended, dsinks), of
+// which dgate and dsinks are empty if not requested, and dattended is None unless the gate is elementwise.
 void attention_rows(const py::tuple& call, const py::tuple& read, const py::tuple& written, const Target& target) {
   cuda::RowsParams params;
   const dlpack::Device device = device_of(target);
@@ -272,8 +271,8 @@ void attention_queries(const py::tuple& call, const py::tuple& read, const py::t
   });
 }
 
-// `gradients` is (dbias, doffset_bias), one of which is present: `splits` consecutive parts of a
-// bias, float, or two parts of the diagonals of every head.
+// `gradients` is (dbias, doffset_bias), one of which is present: `splits` consecutive parts of a bias, float, or two
+// parts of the diagonals of every head.
 void attention_bias(const py::tuple& call, const py::tuple& read, const py::tuple& gradients, int splits,
                     py::handle cells, const Target& target) {
   cuda::BiasParams params;

@@ -1,6 +1,6 @@
-// Conversion of torch tensors to hk::Tensor (pointer, dtype, sizes, strides) through the table of
-// functions that torch offers to other libraries, so that the modules are built without torch and
-// work with every version of it; checks.h has the checks.
+// Conversion of torch tensors to hk::Tensor (pointer, dtype, sizes, strides) through the table of functions that torch
+// offers to other libraries, so that the modules are built without torch and work with every version of it; checks.h
+// has the checks.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,9 +12,9 @@
 
 namespace py = pybind11;
 
-// The part of DLPack's C interface that describes a tensor without owning it, as torch offers it
-// from version 2.10 on (`torch.Tensor.__dlpack_c_exchange_api__`); names and order of fields are
-// those of dlpack.h, whose layout is fixed within a major version.
+// The part of DLPack's C interface that describes a tensor without owning it, as torch offers it from version 2.10 on
+// (`torch.Tensor.__dlpack_c_exchange_api__`); names and order of fields are those of dlpack.h, whose layout is fixed
+// within a major version.
 namespace hk::bindings::dlpack {
 
 constexpr uint32_t kMajorVersion = 1;
@@ -158,8 +158,8 @@ inline Given tensor_of(py::handle tensor, dlpack::Device device, const char* nam
   return result;
 }
 
-// Whether a tensor is fully described by its memory: a subclass may implement ops itself, and the
-// sign of a negated view is not in memory.
+// Whether a tensor is fully described by its memory: a subclass may implement ops itself, and the sign of a negated
+// view is not in memory.
 inline bool is_plain(py::handle tensor) {
   const Torch& torch = Torch::get();
   const py::handle type = py::type::handle_of(tensor);
@@ -218,8 +218,7 @@ inline CallArguments read_call(const py::tuple& call, dlpack::Device device) {
   return result;
 }
 
-// (lse, max_score, max_prob, argmax, entropy), contiguous [B, H, T], and received, which is empty
-// or [B, H, S].
+// (lse, max_score, max_prob, argmax, entropy), contiguous [B, H, T], and received, which is empty or [B, H, S].
 inline void set_statistics(StatisticsParams& params, const CallArguments& call, const Sizes& n,
                            const py::tuple& results, dlpack::Device device) {
   Entries entries(results, device, "results", 6);

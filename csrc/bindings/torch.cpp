@@ -1,11 +1,9 @@
-// libheads_kernels.so: the ops of the operators with their CPU kernels, for programs without Python
-// and for Python without the package. Loading it registers them with PyTorch. The Python package
-// `heads_kernels` registers the same ops for all backends; if it is loaded, the library adds
-// nothing.
+// libheads_kernels.so: the ops of the operators with their CPU kernels, for programs without Python and for Python
+// without the package. Loading it registers them with PyTorch. The Python package `heads_kernels` registers the same
+// ops for all backends; if it is loaded, the library adds nothing.
 //
-// Schemas, and how results are allocated, are those of heads_kernels/ops/attention.py and
-// statistics.py; tests compare them. There are no backward ops: programs that are exported
-// compute no gradients.
+// Schemas, and how results are allocated, are those of heads_kernels/ops/attention.py and statistics.py; tests compare
+// them. There are no backward ops: programs that are exported compute no gradients.
 #include <cstring>
 #include <memory>
 #include <string>
@@ -120,8 +118,8 @@ class Arguments {
  public:
   explicit Arguments(const StableIValue* stack) : next_(stack) {}
 
-  // The fields of a call and the arguments after them, the last of which is the backend. All
-  // arguments are read before any is refused, else those after it would leak.
+  // The fields of a call and the arguments after them, the last of which is the backend. All arguments are read before
+  // any is refused, else those after it would leak.
   template <typename... More>
   CallArguments call(More&... more) {
     CallArguments result;

@@ -1,7 +1,6 @@
-// The functions of PyTorch's stable C ABI that the library of ops calls, declared here so that it
-// is built without PyTorch; one binary serves PyTorch 2.10 and newer. PyTorch declares them in
-// torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h; a test compiles both
-// declarations together.
+// The functions of PyTorch's stable C ABI that the library of ops calls, declared here so that it is built without
+// PyTorch; one binary serves PyTorch 2.10 and newer. PyTorch declares them in torch/csrc/inductor/aoti_torch/c/shim.h
+// and torch/csrc/stable/c/shim.h; a test compiles both declarations together.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +15,8 @@ using TorchLibraryHandle = TorchLibraryOpaque*;
 struct StringOpaque;
 using StringHandle = StringOpaque*;
 
-// An argument or a result of an op: a handle that its holder owns; the bytes of an integer, double
-// or bool; for an optional argument null or a pointer to one of these, made with `new`.
+// An argument or a result of an op: a handle that its holder owns; the bytes of an integer, double or bool; for an
+// optional argument null or a pointer to one of these, made with `new`.
 using StableIValue = uint64_t;
 
 extern "C" {

@@ -26,8 +26,7 @@ inline uint16_t narrow_bfloat(float x) {
   return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
-// Exponent and fraction in their places of a float, 112 too low; the product also makes subnormal
-// numbers normal.
+// Exponent and fraction in their places of a float, 112 too low; the product also makes subnormal numbers normal.
 inline float widen_half(uint16_t h) {
   const uint32_t magnitude = float_bits(bits_float(static_cast<uint32_t>(h & 0x7fffu) << 13) * 0x1p112f);
   const uint32_t special = (h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;

@@ -1,9 +1,7 @@
-// The parameters of the kernels: plain structs of pointers, sizes and strides, without libtorch or
-// Python.
+// The parameters of the kernels: plain structs of pointers, sizes and strides, without libtorch or Python.
 //
-// Sizes: B batch, T query length, S key length, H query heads, Hk key/value heads, D query/key
-// width of a head, Dv value width; of collaborative attention Hv value heads, Ds shared width.
-// Strides count elements.
+// Sizes: B batch, T query length, S key length, H query heads, Hk key/value heads, D query/key width of a head, Dv
+// value width; of collaborative attention Hv value heads, Ds shared width. Strides count elements.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +12,8 @@ enum class DType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
 enum class Activation : int { kIdentity, kSigmoid, kSoftplus };
 
-// A number of the call as double, which the CPU kernels need for float64, and as float, which the
-// CUDA kernels use: a conversion there would be in their loops, where registers are scarce.
+// A number of the call as double, which the CPU kernels need for float64, and as float, which the CUDA kernels use: a
+// conversion there would be in their loops, where registers are scarce.
 struct Number {
   double exact;
   float rounded;
@@ -38,10 +36,9 @@ struct Tensor {
   constexpr explicit operator bool() const { return rank > 0; }
 };
 
-// The mask as data: query row i of head (b, h) sees key j where j is in the band [i + band_lo, i +
-// band_hi), in the interval [k_lo[b][h][i], k_hi[b][h][i]), and key_visible[b][j] and
-// dense[b][h][i][j] are not 0. The lower limits do not hide keys j < first_keys[h]. A null pointer
-// hides nothing.
+// The mask as data: query row i of head (b, h) sees key j where j is in the band [i + band_lo, i + band_hi), in the
+// interval [k_lo[b][h][i], k_hi[b][h][i]), and key_visible[b][j] and dense[b][h][i][j] are not 0. The lower limits do
+// not hide keys j < first_keys[h]. A null pointer hides nothing.
 struct MaskParams {
   int64_t band_lo = 0;
   int64_t band_hi = 0;
@@ -72,16 +69,16 @@ struct ScoreTerms {
 // Dropout of probabilities: one is kept if the Philox word of (b, h, i, j) is at least `threshold`.
 struct DropoutParams {
   bool active = false;
-  // Seed, then the index (b, h, i, j) of the call's first element in the whole; j is a multiple of
-  // 4. On the device of the tensors.
+  // Seed, then the index (b, h, i, j) of the call's first element in the whole; j is a multiple of 4. On the device of
+  // the tensors.
   const int64_t* seed = nullptr;
   uint32_t threshold = 0;
   Number keep_scale = 1.0;  // 1 / (1 - p)
 };
 
-// Common to both operators and both passes. Gated attention: query [B, H, T, D], key [B, Hk, S, D],
-// value [B, Hk, S, Dv]. Collaborative attention: query [B, T, Ds], key [B, S, Ds], value [B, Hv, S,
-// Dv], mixing [H, Ds], content_bias [B, H, S].
+// Common to both operators and both passes. Gated attention: query [B, H, T, D], key [B, Hk, S, D], value [B, Hk, S,
+// Dv]. Collaborative attention: query [B, T, Ds], key [B, S, Ds], value [B, Hv, S, Dv], mixing [H, Ds], content_bias
+// [B, H, S].
 struct AttentionParams {
   Tensor query, key, value;
   Tensor mixing, content_bias;  // absent for gated attention
@@ -98,8 +95,8 @@ struct AttentionParams {
 struct ForwardParams : AttentionParams {
   Tensor out;       // [B, H, T, Dv]
   Tensor attended;  // [B, H, T, Dv], out before the gate; absent if not requested
-  // [B, H, T] in the compute type; absent if not requested. Entmax: [2, B, H, T], the largest score
-  // of each row and the distance of its threshold above it.
+  // [B, H, T] in the compute type; absent if not requested. Entmax: [2, B, H, T], the largest score of each row and the
+  // distance of its threshold above it.
   Tensor lse;
   bool closed_grad = true;  // whether the gate's gradient needs `attended` of closed rows
 };
@@ -127,8 +124,8 @@ struct StatisticsParams : AttentionParams {
   int64_t excluded_stride = 0;
   Tensor lse, max_score, max_prob, entropy;  // [B, H, T] in the compute type
   int64_t* argmax = nullptr;                 // [B, H, T] contiguous; of max_score
-  // received[b][h][j] = sum over i of row_weights[b][h][i] p_ij; a row of weight 0 is left out.
-  // Both are in the compute type, and absent if received is not requested.
+  // received[b][h][j] = sum over i of row_weights[b][h][i] p_ij; a row of weight 0 is left out. Both are in the compute
+  // type, and absent if received is not requested.
   Tensor row_weights;  // [B, H, T]; strides are 0 where it broadcasts
   Tensor received;     // [B, H, S] contiguous
 };

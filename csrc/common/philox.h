@@ -1,5 +1,5 @@
-// Philox4x32-10 (Salmon et al. 2011): random words that depend only on a seed and an index, so
-// that every backend and the backward pass draw the same dropout mask.
+// Philox4x32-10 (Salmon et al. 2011): random words that depend only on a seed and an index, so that every backend and
+// the backward pass draw the same dropout mask.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,10 @@
 // Tiles of query rows against all the keys they see: the forward pass that both operators share.
 //
-// Tiles are transposed, one query row per lane. Keys and values are the broadcast operand of the
-// inner product, which reads rows and columns equally fast; only the query tile and the output tile
-// are transposed, once each. `Operand` is the element type of the products: Real, or pairs of
-// bfloat16 (pair.h), into which keys, values and probabilities are packed. The tiles of a work item
-// share their keys and process them together, window by window: a window of keys and values is
-// packed once and stays in the L1 cache, the tiles ([D][64] queries, [Dv][64] output each) in L2.
+// Tiles are transposed, one query row per lane. Keys and values are the broadcast operand of the inner product, which
+// reads rows and columns equally fast; only the query tile and the output tile are transposed, once each. `Operand` is
+// the element type of the products: Real, or pairs of bfloat16 (pair.h), into which keys, values and probabilities are
+// packed. The tiles of a work item share their keys and process them together, window by window: a window of keys and
+// values is packed once and stays in the L1 cache, the tiles ([D][64] queries, [Dv][64] output each) in L2.
 #pragma once
 
 #include <cmath>
@@ -43,16 +42,14 @@ struct Head {
   HeadTerms<Real> terms;
   Real order = 0;  // alpha - 1 of entmax; 0: softmax
 
-  // Whether a key adds to a row, NaN included. With entmax only keys that are visible have a
-  // weight.
+  // Whether a key adds to a row, NaN included. With entmax only keys that are visible have a weight.
   bool adds(const VisibleRows<Real>& visible, int m, int64_t key, const Real* weight) const {
     if (order != Real(0)) return *weight != Real(0);
     return visible.row_sees_key(m, key) && !terms.hides(visible.first + m, key);
   }
 };
 
-// Whether the scale is folded into the query. Pairs round the query, so there it multiplies the
-// scores instead.
+// Whether the scale is folded into the query. Pairs round the query, so there it multiplies the scores instead.
 template <typename Operand>
 constexpr bool kScaledQuery = kNumbers<Operand> == 1;
 
@@ -60,8 +57,8 @@ constexpr bool kScaledQuery = kNumbers<Operand> == 1;
 template <typename Operand, typename Operator>
 constexpr bool kSplit = kNumbers<Operand> == 2 && Operator::kMixes;
 
-// A tile of query rows as the scores read it. Pairs hold a mixed query in two parts: rounded alone
-// it would be off by up to 2^-8 of every term of a score.
+// A tile of query rows as the scores read it. Pairs hold a mixed query in two parts: rounded alone it would be off by
+// up to 2^-8 of every term of a score.
 template <typename Operand>
 struct PackedQuery {
   Operand* rows;  // [D][64] transposed
@@ -139,8 +136,7 @@ struct TileScratch {
         value(w, Dv, tiles > 1) {}
 };
 
-// rows[m][0 .. round_up(width)) = the tile's rows in Real, zero where a row sees nothing and past
-// the width.
+// rows[m][0 .. round_up(width)) = the tile's rows in Real, zero where a row sees nothing and past the width.
 template <typename Real>
 inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, int64_t width, Real* rows) {
   const int64_t padded = round_up(width, kLanes<Real>), stride = row_stride<Real>(width);
@@ -174,8 +170,8 @@ inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ran
   }
 }
 
-// words[m][0 .. packed(width)) = the tile's rows as pairs, from bfloat16; zero where a row sees
-// nothing and past the width.
+// words[m][0 .. packed(width)) = the tile's rows as pairs, from bfloat16; zero where a row sees nothing and past the
+// width.
 inline void gather_words(const Rows& source, const VisibleRows<float>& visible, int64_t width, Pair* words) {
   const int64_t stride = row_stride<float>(width);
   for (int m = 0; m < visible.columns; ++m) {
@@ -207,8 +203,8 @@ inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ra
     query.rest = nullptr;
 }
 
-// pairs[n][m] (+)= sum over k of keys[n][k] * rows[k][m] of the pairs of a tile that intervals
-// leave visible; others are undefined.
+// pairs[n][m] (+)= sum over k of keys[n][k] * rows[k][m] of the pairs of a tile that intervals leave visible; others
+// are undefined.
 template <typename Real, typename Operand>
 inline void multiply_visible(const VisibleRows<Real>& visible, const KeySpan& tile, int64_t depth,
                              const Left<Operand, false>& keys, const Operand* rows, Real* pairs, bool accumulate) {
@@ -218,8 +214,8 @@ inline void multiply_visible(const VisibleRows<Real>& visible, const KeySpan& ti
   });
 }
 
-// Which pairs of a tile the bias leaves visible: none, or all except where `hiding` ([64][64];
-// null: hides none) is -inf. The scores are yet to be multiplied by `factor`, a positive number.
+// Which pairs of a tile the bias leaves visible: none, or all except where `hiding` ([64][64]; null: hides none) is
+// -inf. The scores are yet to be multiplied by `factor`, a positive number.
 template <typename Real>
 struct Scored {
   bool any;
@@ -227,10 +223,9 @@ struct Scored {
   Real factor;
 };
 
-// scratch.scores[n][m] * factor = score of key n of `keys`, a part of a window, for row m, before any
-// mask, undefined where intervals hide a block; not computed if the bias hides all of them.
-// `with_slope`: also stores the derivative of the cap in scratch.slope. Only scores of pairs for a
-// softmax leave a factor, which costs nothing in the exponent.
+// scratch.scores[n][m] * factor = score of key n of `keys`, a part of a window, for row m, before any mask, undefined
+// where intervals hide a block; not computed if the bias hides all of them. `with_slope`: also stores the derivative of
+// the cap in scratch.slope. Only scores of pairs for a softmax leave a factor, which costs nothing in the exponent.
 template <typename Real, typename Operand>
 inline Scored<Real> score_tile(const QueryTile<Real, Operand>& tile, const KeySpan& window, const KeySpan& keys,
                                TileScratch<Real, Operand>& scratch, bool with_slope = false) {
@@ -275,10 +270,9 @@ inline Scored<Real> score_tile(const QueryTile<Real, Operand>& tile, const KeySp
   return {true, hides ? bias : nullptr, Real(1)};
 }
 
-// sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w:
-// probabilities times values, or dS times keys. A key that a row may not see adds nothing to it,
-// NaN and infinity included. `packed`: scratch.weights holds the weights already, and `weights` is
-// read only for keys with NaN or infinity.
+// sum[w][m] (+)= rows[n][w] * weights[n][m] over the keys n of the tile, for the columns w: probabilities times values,
+// or dS times keys. A key that a row may not see adds nothing to it, NaN and infinity included. `packed`:
+// scratch.weights holds the weights already, and `weights` is read only for keys with NaN or infinity.
 template <typename Real, typename Operand>
 inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const KeySpan& window, const KeySpan& keys,
                               Range columns, const Head<Real>& head, const VisibleRows<Real>& visible,
@@ -309,9 +303,9 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
   }
 }
 
-// Dropout of probabilities [count][64] of rows [first_row, first_row + columns) of a head for keys
-// key_of(n), in ascending order: kept ones are multiplied by `scale`, others become 0. Applies the
-// same to `target` unless it is null.
+// Dropout of probabilities [count][64] of rows [first_row, first_row + columns) of a head for keys key_of(n), in
+// ascending order: kept ones are multiplied by `scale`, others become 0. Applies the same to `target` unless it is
+// null.
 template <typename Real, typename KeyOf>
 inline void drop(const DropoutParams& dropout, const Head<Real>& head, int64_t first_row, int columns, int64_t count,
                  KeyOf key_of, Real scale, Real* probabilities, Real* target = nullptr) {
@@ -335,9 +329,8 @@ inline void drop(const DropoutParams& dropout, const Head<Real>& head, int64_t f
   }
 }
 
-// Runs the forward loop of `count` query tiles, whose `query` is packed, over their keys.
-// Afterwards `softmax` holds the sums and `out` the unnormalised output of the rows whose sum is
-// not 0.
+// Runs the forward loop of `count` query tiles, whose `query` is packed, over their keys. Afterwards `softmax` holds
+// the sums and `out` the unnormalised output of the rows whose sum is not 0.
 template <typename Real, typename Operand>
 inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const DropoutParams& dropout,
                    TileScratch<Real, Operand>& scratch) {
@@ -396,8 +389,8 @@ inline Outputs outputs_of(const Operator& op, const ForwardParams& p, int64_t b,
           p.lse && p.alpha ? static_cast<Real*>(p.lse.data) + rows + row : nullptr, p.dropout.keep_scale};
 }
 
-// Stores the results of query rows [first, first + count) that see no key: 0, and the sink as lse;
-// absent outputs are left out.
+// Stores the results of query rows [first, first + count) that see no key: 0, and the sink as lse; absent outputs are
+// left out.
 template <typename Real>
 inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& terms, int64_t first, int64_t count,
                              int64_t Dv) {
@@ -409,9 +402,8 @@ inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& term
   if (outputs.threshold) std::fill_n(static_cast<Real*>(outputs.threshold) + first, count, Real(0));
 }
 
-// The normalisation of a row whose weights, relative to `reference`, have this sum: the factor of
-// the unnormalised output, `keep_scale` of dropout included, and lse in double. Requires a nonzero
-// sum.
+// The normalisation of a row whose weights, relative to `reference`, have this sum: the factor of the unnormalised
+// output, `keep_scale` of dropout included, and lse in double. Requires a nonzero sum.
 template <typename Real>
 struct Normalisation {
   Real factor;
@@ -428,9 +420,8 @@ struct Normalisation {
   }
 };
 
-// Normalises, gates and stores row i of a head: `row` is its unnormalised output, `sum` the sum of
-// its weights relative to `reference`. `token` is its gate, unless that is elementwise. `row` and
-// `scratch` are whole vectors.
+// Normalises, gates and stores row i of a head: `row` is its unnormalised output, `sum` the sum of its weights relative
+// to `reference`. `token` is its gate, unless that is elementwise. `row` and `scratch` are whole vectors.
 template <typename Real>
 inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real token, const Outputs& outputs, int64_t i,
                        Real reference, Real sum, Real* row, Real* scratch) {

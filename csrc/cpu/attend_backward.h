@@ -1,9 +1,9 @@
 // Tiles of query rows against all the keys they see: the backward pass that both operators share.
 //
-// Per pair of tiles, transposed as in the forward pass: S = K Q^T again, P = exp(S - lse), dP = V
-// dO^T, dS = P (dP - delta), then dV += P^T dO, dK += dS^T Q and dQ^T += K^T dS. One thread sums dK
-// and dV of its keys in the order of the query tiles, and dQ of a query tile in the order of the
-// keys, so the result does not depend bitwise on how the work is split.
+// Per pair of tiles, transposed as in the forward pass: S = K Q^T again, P = exp(S - lse), dP = V dO^T, dS = P (dP -
+// delta), then dV += P^T dO, dK += dS^T Q and dQ^T += K^T dS. One thread sums dK and dV of its keys in the order of the
+// query tiles, and dQ of a query tile in the order of the keys, so the result does not depend bitwise on how the work
+// is split.
 #pragma once
 
 #include "cpu/backward_tile.h"
@@ -20,8 +20,8 @@ struct KeyGradients {
   BiasGradient<Real> bias;
 };
 
-// sum[n][w] += weights[n][m] * rows[m][w] over the query rows m, for the columns: dS times queries,
-// or P times dout; `left` is the packed weights. Matrix rows are row_stride(width) apart.
+// sum[n][w] += weights[n][m] * rows[m][w] over the query rows m, for the columns: dS times queries, or P times dout;
+// `left` is the packed weights. Matrix rows are row_stride(width) apart.
 template <typename Real, typename Operand>
 inline void add_weighted_queries(const Real* weights, const Left<Operand, false>& left, const Operand* rows,
                                  const SetAside<Real>& aside, int64_t width, Range columns, const KeySpan& keys,
@@ -43,9 +43,8 @@ inline void add_weighted_queries(const Real* weights, const Left<Operand, false>
   }
 }
 
-// Scores of a pair of tiles to probabilities, in place. Hidden pairs and lanes without a row become
-// 0, because the sums over query rows include all lanes. `hiding` is the bias of the tile if it
-// hides a pair, else null.
+// Scores of a pair of tiles to probabilities, in place. Hidden pairs and lanes without a row become 0, because the sums
+// over query rows include all lanes. `hiding` is the bias of the tile if it hides a pair, else null.
 template <typename Real, typename Operand>
 inline void probabilities(const BackwardTile<Real, Operand>& tile, const KeySpan& keys, const Real* hiding, Real factor,
                           BackwardScratch<Real, Operand>& scratch) {
@@ -82,8 +81,8 @@ inline void score_gradients(const BackwardTile<Real, Operand>& tile, Real scale,
   }
 }
 
-// The gradients of raw products from those of scores, in place: times `scale`, and times the
-// derivative of the cap if there is one.
+// The gradients of raw products from those of scores, in place: times `scale`, and times the derivative of the cap if
+// there is one.
 template <typename Real>
 inline void raw_gradients(int keys, int columns, Real scale, const Real* slope, Real* dscores) {
   for (int n = 0; n < keys; ++n) {
@@ -96,10 +95,9 @@ inline void raw_gradients(int keys, int columns, Real scale, const Real* slope, 
   }
 }
 
-// P and dS times `scale` of a pair of tiles in one pass, packed for the three products that they
-// are factors of; `keep`: also as numbers, in place of scores and dP. In scratch.weights, dS comes
-// after `first` keys of weight 0. kWhole: `first` is 0, the number of keys is even, no pair is
-// hidden, and the columns are whole vectors of pairs.
+// P and dS times `scale` of a pair of tiles in one pass, packed for the three products that they are factors of;
+// `keep`: also as numbers, in place of scores and dP. In scratch.weights, dS comes after `first` keys of weight 0.
+// kWhole: `first` is 0, the number of keys is even, no pair is hidden, and the columns are whole vectors of pairs.
 template <bool kWhole>
 inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, float scale, const KeySpan& keys,
                          int64_t first, const float* hiding, bool keep, const BackwardScratch<float, Pair>& scratch) {
@@ -169,8 +167,8 @@ inline void add_row_sums(const Real* tile, int keys, int columns, Real* sums) {
   }
 }
 
-// Runs the backward loop of `count` tiles over the keys [range.begin, range.end): adds to the
-// gradients of the keys, and to `dquery` of the tiles for `dquery_features` (empty: no dquery).
+// Runs the backward loop of `count` tiles over the keys [range.begin, range.end): adds to the gradients of the keys,
+// and to `dquery` of the tiles for `dquery_features` (empty: no dquery).
 template <typename Real, typename Operand>
 inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count, const DropoutParams& dropout, Real scale,
                             const KeySpan& range, Ranges dquery_features, const KeyGradients<Real>& gradients,

@@ -1,5 +1,5 @@
-// Statistics of attention rows, streamed over the keys, and the attention that keys receive, in a
-// second pass over the rows: only one tile of scores is in memory.
+// Statistics of attention rows, streamed over the keys, and the attention that keys receive, in a second pass over the
+// rows: only one tile of scores is in memory.
 #pragma once
 
 #include <vector>
@@ -57,8 +57,8 @@ struct StatisticsTile : QueryTile<Real, Real> {
   }
 };
 
-// Results of the pass by rows for the pass by keys: the product of a row's weight and a probability
-// is exp(score - reference) * share. A share of 0 leaves the row out.
+// Results of the pass by rows for the pass by keys: the product of a row's weight and a probability is exp(score -
+// reference) * share. A share of 0 leaves the row out.
 template <typename Real>
 struct RowShares {
   std::vector<Real> reference, share;  // [B, H, T]; empty if `received` is not requested
@@ -90,8 +90,8 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
     static_cast<Real*>(params.max_prob.data)[row + m] = found ? static_cast<Real>(std::exp(tile.best[m] - top) / total)
                                                         : sees && sum != sum ? sum
                                                                              : Real(0);
-    // -sum p log p, of p = e^(score - reference) share / total and energy = sum e^(score -
-    // reference) (score - reference)
+    // -sum p log p, of p = e^(score - reference) share / total and energy = sum e^(score - reference) (score -
+    // reference)
     const double rest = sees && share > 0 ? std::log(total) - (reference - top) : 0;
     static_cast<Real*>(params.entropy.data)[row + m] =
         sees ? static_cast<Real>((rest * sum - tile.energy[m]) * share / total) : Real(0);
@@ -131,8 +131,8 @@ struct SharesTile : QueryTile<Real, Real> {
   }
 };
 
-// One thread sums what its keys receive, in the order of the query tiles: the result does not
-// depend bitwise on how the keys are split.
+// One thread sums what its keys receive, in the order of the query tiles: the result does not depend bitwise on how the
+// keys are split.
 template <typename Real, typename Operator>
 void received_by_keys(const StatisticsParams& params, const Operator& op, const RowShares<Real>& rows) {
   const int64_t tile_bytes = buffer_bytes<char>(sizeof(SharesTile<Real>)) + QueryTile<Real, Real>::bytes(op);
@@ -172,8 +172,8 @@ void received_by_keys(const StatisticsParams& params, const Operator& op, const 
   });
 }
 
-// `Operator` is GatedAttention<Real, Real> or CollaborativeAttention<Real, Real>: it packs a query
-// tile of a head and describes the head.
+// `Operator` is GatedAttention<Real, Real> or CollaborativeAttention<Real, Real>: it packs a query tile of a head and
+// describes the head.
 template <typename Real, typename Operator>
 void attention_statistics_of(const StatisticsParams& params) {
   const Operator op(params);

@@ -1,5 +1,5 @@
-// A tile of query rows in the backward pass: its memory, how it is loaded, and the gradients of its
-// own rows. `attend_backward.h` has the loop over the keys.
+// A tile of query rows in the backward pass: its memory, how it is loaded, and the gradients of its own rows.
+// `attend_backward.h` has the loop over the keys.
 #pragma once
 
 #include "cpu/entmax.h"
@@ -7,8 +7,7 @@
 
 namespace hk::HK_LEVEL {
 
-// Rows of a query tile that contain NaN or infinity, stored separately so that they reach only the
-// keys they see.
+// Rows of a query tile that contain NaN or infinity, stored separately so that they reach only the keys they see.
 template <typename Real>
 struct SetAside {
   int count = 0;
@@ -66,9 +65,8 @@ struct BackwardTile : QueryTile<Real, Operand> {
   }
 };
 
-// The keys of a pair of tiles that have a probability with entmax, with their scores, relative to
-// the largest of the row, and with a cap its derivatives, both [count][64]. Scores become
-// probabilities in place.
+// The keys of a pair of tiles that have a probability with entmax, with their scores, relative to the largest of the
+// row, and with a cap its derivatives, both [count][64]. Scores become probabilities in place.
 template <typename Real>
 struct NearTile {
   KeySpan keys;  // of the tile
@@ -154,8 +152,8 @@ inline Real* zeros(Workspace& workspace, int64_t count) {
   return buffer;
 }
 
-// Stores rows [begin, end) of a gradient from its accumulator [end - begin][row_stride(width)];
-// does nothing without an accumulator.
+// Stores rows [begin, end) of a gradient from its accumulator [end - begin][row_stride(width)]; does nothing without an
+// accumulator.
 template <typename Real>
 inline void store_accumulator(const Rows& rows, int64_t begin, int64_t end, int64_t width, const Real* accumulator) {
   if (!accumulator) return;
@@ -197,9 +195,9 @@ inline bool sees_a_key(const HeadTerms<Real>& terms, const VisibleRows<Real>& vi
   return false;
 }
 
-// From one read of dout and attended: delta, the gate's gradient rows, and the gated dout, as it is
-// and transposed. dlse adds dlse * P to dS = P (dP - delta). delta uses the rounded dout, as the
-// products do, so that dP - delta of a row with one key is 0 and not a rounding error.
+// From one read of dout and attended: delta, the gate's gradient rows, and the gated dout, as it is and transposed.
+// dlse adds dlse * P to dS = P (dP - delta). delta uses the rounded dout, as the products do, so that dP - delta of a
+// row with one key is 0 and not a rounding error.
 template <typename Real, typename Operand>
 inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<Real>& gate,
                                   const HeadGradients& gradients, BackwardScratch<Real, Operand>& scratch) {
@@ -308,9 +306,8 @@ inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, c
   pack_rows(rows, stride, columns, padded, tile.query_rows);
 }
 
-// Prepares everything in a query tile except `query_rows`, and stores its rows of the gate's
-// gradient; `pack` fills `tile.query`. Returns false if the head or all rows are closed, or no row
-// sees a key.
+// Prepares everything in a query tile except `query_rows`, and stores its rows of the gate's gradient; `pack` fills
+// `tile.query`. Returns false if the head or all rows are closed, or no row sees a key.
 template <typename Real, typename Operand, typename Operator, typename Pack>
 inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
                          BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch, Pack pack) {

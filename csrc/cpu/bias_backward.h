@@ -28,8 +28,7 @@ struct BiasEntries {
     }
   }
 
-  // The accumulators of an entry, with rows [begin, end) zeroed (all of them if it broadcasts over
-  // rows).
+  // The accumulators of an entry, with rows [begin, end) zeroed (all of them if it broadcasts over rows).
   template <typename Real>
   BiasGradient<Real> cleared(int64_t entry, int64_t begin, int64_t end) const {
     const int64_t T = dbias.size[3], S = dbias.size[4];
@@ -39,9 +38,8 @@ struct BiasEntries {
   }
 };
 
-// The gradient of a bias in a separate pass. One thread sums a block of rows of one entry over the
-// heads that share it, in their order. If the bias broadcasts over rows, and for offsets (summed
-// over batches afterwards), it sums all rows.
+// The gradient of a bias in a separate pass. One thread sums a block of rows of one entry over the heads that share it,
+// in their order. If the bias broadcasts over rows, and for offsets (summed over batches afterwards), it sums all rows.
 template <typename Real, typename Operand, typename Operator>
 void bias_backward(const Operator& op, const BackwardParams& p) {
   if (!p.dbias && !p.doffset_bias) return;
@@ -49,8 +47,7 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
   const int64_t entries = p.dbias ? dense.count() : op.B * op.H;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const bool all_rows = p.doffset_bias || p.dbias.size[3] == 1;
-  // Sums over all rows are formed in groups of `tiles_together`, which then must not depend on the
-  // number of threads.
+  // Sums over all rows are formed in groups of `tiles_together`, which then must not depend on the number of threads.
   const int64_t wanted = all_rows ? 1 : kItemsPerThread * p.threads;
   const int64_t most =
       std::min(tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)), std::max<int64_t>(1, op.query_tiles));

@@ -1,9 +1,9 @@
 // Few query rows against many keys (decoding): the forward pass of both operators.
 //
-// A task computes the rows of all heads that share a key head against a part of their keys
-// (decode_task.h), for several key heads if these are next to each other in memory. The last task
-// of a key head combines its parts in order. Where a part ends depends only on the indices of keys,
-// so the result depends bitwise neither on the threads nor on what else is in the call.
+// A task computes the rows of all heads that share a key head against a part of their keys (decode_task.h), for several
+// key heads if these are next to each other in memory. The last task of a key head combines its parts in order. Where a
+// part ends depends only on the indices of keys, so the result depends bitwise neither on the threads nor on what else
+// is in the call.
 #pragma once
 
 #include <atomic>
@@ -15,8 +15,8 @@
 
 namespace hk::HK_LEVEL {
 
-// If the heads of a token are next to each other, a task reads up to this many bytes of keys of a
-// token (heuristic: with more heads, the next keys do not stay in the first-level cache).
+// If the heads of a token are next to each other, a task reads up to this many bytes of keys of a token (heuristic:
+// with more heads, the next keys do not stay in the first-level cache).
 constexpr int64_t kRun = 4096;
 
 template <typename Operand, typename Number, typename Operator>
@@ -61,8 +61,8 @@ class Decoder {
   // Whether the key heads of a token are next to each other.
   bool tokens_first() const { return p_.key.stride[1] < p_.key.stride[2]; }
 
-  // Key heads of a task: one or, where the heads of a token are next to each other, as many as
-  // leave the threads enough tasks, in groups of equal size.
+  // Key heads of a task: one or, where the heads of a token are next to each other, as many as leave the threads enough
+  // tasks, in groups of equal size.
   int64_t heads_of_task() const {
     if (!tokens_first()) return 1;
     const int64_t groups = ceil_div(key_heads_ * op_.D * int64_t{sizeof(Number)}, kRun);
@@ -116,9 +116,9 @@ class Decoder {
   }
 };
 
-// Up to this many query rows are decoding. Measured on Zen 4 with AVX-512 against tiles of rows (S
-// 512, widths 64 and 128, heads grouped or not, both operators): 1.3 to 2 times as fast at 8 rows,
-// 0.9 to 1.5 times at 12, since a tile computes 16 rows at the price of one.
+// Up to this many query rows are decoding. Measured on Zen 4 with AVX-512 against tiles of rows (S 512, widths 64 and
+// 128, heads grouped or not, both operators): 1.3 to 2 times as fast at 8 rows, 0.9 to 1.5 times at 12, since a tile
+// computes 16 rows at the price of one.
 constexpr int64_t kFewRows = 10;
 
 inline bool few_rows(const AttentionParams& p) { return p.query.size[p.mixing ? 1 : 2] <= kFewRows; }

@@ -1,5 +1,5 @@
-// One task of decoding: the rows of heads that share a key head against a part of their keys, for
-// one key head or for several that are next to each other in memory.
+// One task of decoding: the rows of heads that share a key head against a part of their keys, for one key head or for
+// several that are next to each other in memory.
 #pragma once
 
 #include "cpu/part_rows.h"
@@ -14,9 +14,9 @@ struct PartSums {
   Real* references;  // [rows] of the softmax; undefined where the row sees no key
 };
 
-// Bytes of a block of keys or values of a head, twice as many if several rows or heads read them.
-// All rows of a head read a block before the next one, so that it stays in the first-level cache,
-// and prefetch the next block meanwhile. Measured on Zen 4 against half and twice the size.
+// Bytes of a block of keys or values of a head, twice as many if several rows or heads read them. All rows of a head
+// read a block before the next one, so that it stays in the first-level cache, and prefetch the next block meanwhile.
+// Measured on Zen 4 against half and twice the size.
 constexpr int64_t kBlock = 4096;
 
 template <typename Operand, typename Number, typename Operator>
@@ -44,8 +44,8 @@ class DecodeTask {
            buffer_bytes<Number>(kWord * op_.Dv);
   }
 
-  // Computes the sums of part `part` of the keys of key heads [first, first + heads); those of a
-  // head are stored in sums_of(hk).
+  // Computes the sums of part `part` of the keys of key heads [first, first + heads); those of a head are stored in
+  // sums_of(hk).
   template <typename SumsOf>
   void run(int64_t b, int64_t first, int64_t heads, int64_t part, SumsOf sums_of, Workspace& workspace) const {
     const int64_t begin = part * kPart, size = std::min(op_.S - begin, kPart);
@@ -129,8 +129,8 @@ class DecodeTask {
     }
   }
 
-  // products[r][n] = scaled query of row r times key begin + n, for blocks of keys that some row
-  // sees. Prefetches the next block, and after the last one the first block of values.
+  // products[r][n] = scaled query of row r times key begin + n, for blocks of keys that some row sees. Prefetches the
+  // next block, and after the last one the first block of values.
   void multiply_queries(const KeyHead* heads, int64_t count, int64_t begin, int64_t size) const {
     const int64_t block = std::max<int64_t>(kSums, block_of(op_.D, count));
     for (int64_t n = 0; n < size; n += block) {
@@ -145,8 +145,8 @@ class DecodeTask {
     }
   }
 
-  // The number of keys or values of `width` in a block if `heads` are read in turn: a power of two
-  // up to kWord, and at least 8 (heuristic: the loop over a block costs less than its products).
+  // The number of keys or values of `width` in a block if `heads` are read in turn: a power of two up to kWord, and at
+  // least 8 (heuristic: the loop over a block costs less than its products).
   int64_t block_of(int64_t width, int64_t heads) const {
     const int64_t bytes = width * int64_t{sizeof(Number)};
     const int64_t most = rows_ > 1 || heads > 1 ? 2 * kBlock : kBlock;
@@ -224,8 +224,8 @@ class DecodeTask {
       }
     }
     Number* finite = workspace.take<Number>(kWord * op_.Dv);
-    // In the order of memory: blocks of all heads in turn if the heads of a token are next to each
-    // other, else all blocks of one head after the other.
+    // In the order of memory: blocks of all heads in turn if the heads of a token are next to each other, else all
+    // blocks of one head after the other.
     const int64_t together = p_.value.stride[1] < p_.value.stride[2] ? count : 1;
     // The hardware prefetches values that one row reads in the order of memory.
     const bool in_order = rows_ == 1 && together == 1;
@@ -248,8 +248,8 @@ class DecodeTask {
                     sizeof(Real) * out_stride_);
   }
 
-  // `count` values from begin + n on. A key that a row may not see adds nothing to it, NaN and
-  // infinity included. `finite` is scratch [kWord][Dv].
+  // `count` values from begin + n on. A key that a row may not see adds nothing to it, NaN and infinity included.
+  // `finite` is scratch [kWord][Dv].
   void add_block_of_values(const Values& source, int64_t begin, int64_t n, int64_t count, int64_t ahead,
                            Number* finite) const {
     const auto [some, every] = seen_by(source.rows, source.count, n, count);

@@ -36,9 +36,9 @@ struct Levels {
     const bool avx512 = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool pairs = avx512 && __builtin_cpu_supports("avx512bf16");
-    // VDPBF16PS does twice the work of a float multiply-add. From Zen 4 on it takes the same time;
-    // on Intel's processors it takes four times as long (84 against 174 GFLOP/s on one core of
-    // Sapphire Rapids), so there it ranks below avx512.
+    // VDPBF16PS does twice the work of a float multiply-add. From Zen 4 on it takes the same time; on Intel's
+    // processors it takes four times as long (84 against 174 GFLOP/s on one core of Sapphire Rapids), so there it ranks
+    // below avx512.
     const bool pairs_gain = __builtin_cpu_is("amd");
     if (pairs && may_use_tiles()) list[n++] = &amx::kKernels;
     if (pairs && pairs_gain) list[n++] = &avx512bf16::kKernels;

@@ -2,10 +2,10 @@
 //
 //   p = [1 + order (s - threshold)]_+ ^ (1 / order),   order = alpha - 1
 //
-// The threshold of a row makes its probabilities add up to 1 (Correia, Niculae, Martins 2019, where
-// it is called tau = order threshold - 1). As order tends to 0 it tends to the logarithm of the sum
-// of exp(s) and entmax to softmax. Scores and the threshold of a row are kept relative to its
-// largest score, by which they are as exact for large scores as for small ones.
+// The threshold of a row makes its probabilities add up to 1 (Correia, Niculae, Martins 2019, where it is called tau =
+// order threshold - 1). As order tends to 0 it tends to the logarithm of the sum of exp(s) and entmax to softmax.
+// Scores and the threshold of a row are kept relative to its largest score, by which they are as exact for large scores
+// as for small ones.
 #pragma once
 
 #include "cpu/softmax.h"
@@ -46,8 +46,7 @@ inline Vec<Real> log1p(Vec<Real> y) {
   return n * static_cast<Real>(0.69314718055994530942) + (f - (half - s * (half + z * r)) + lost);
 }
 
-// Probabilities, and their derivatives p ^ (2 - alpha) by the score with the threshold held: 0
-// where p is 0.
+// Probabilities, and their derivatives p ^ (2 - alpha) by the score with the threshold held: 0 where p is 0.
 template <typename Real>
 struct Powers {
   Vec<Real> p, slope;
@@ -109,10 +108,10 @@ inline void entmax(Real order, const Real* threshold, int keys, int columns, Rea
   });
 }
 
-// The threshold of the rows of one vector for scores [count][BLOCK_M], from a lower bound on it:
-// Newton's method for sum(p) ^ order = 1. The left side is a norm of the excess over the threshold,
-// so it is convex and decreasing, and thresholds only increase. From the largest score the first
-// step is exact for equal scores, and in the limit of softmax.
+// The threshold of the rows of one vector for scores [count][BLOCK_M], from a lower bound on it: Newton's method for
+// sum(p) ^ order = 1. The left side is a norm of the excess over the threshold, so it is convex and decreasing, and
+// thresholds only increase. From the largest score the first step is exact for equal scores, and in the limit of
+// softmax.
 template <typename Real>
 inline Vec<Real> find_threshold(Real order, Vec<Real> threshold, const Real* scores, int64_t count) {
   constexpr int kMostSteps = 32;  // about 4 are taken

@@ -1,5 +1,5 @@
-// The forward loop of a tile of query rows with entmax in the place of softmax. Its threshold is
-// known only after all scores, which are kept.
+// The forward loop of a tile of query rows with entmax in the place of softmax. Its threshold is known only after all
+// scores, which are kept.
 #pragma once
 
 #include "cpu/attend.h"
@@ -14,13 +14,12 @@ struct NearKeys {
   int64_t count = 0, read = 0;
 };
 
-// The near keys of the rows of a vector, which starts at column m, and their probabilities; stores
-// the thresholds. Scores become relative to `reference`. There are `count` kept tiles and `maxima`
-// vectors of largest scores.
+// The near keys of the rows of a vector, which starts at column m, and their probabilities; stores the thresholds.
+// Scores become relative to `reference`. There are `count` kept tiles and `maxima` vectors of largest scores.
 //
-// The threshold of a subset of the scores is a lower bound on that of all of them. So the largest
-// of every kKeysPerMaximum scores give a bound, and of the rest only the scores above it are read:
-// few, if probabilities are sparse. They move to the front of their column of kept_scores.
+// The threshold of a subset of the scores is a lower bound on that of all of them. So the largest of every
+// kKeysPerMaximum scores give a bound, and of the rest only the scores above it are read: few, if probabilities are
+// sparse. They move to the front of their column of kept_scores.
 template <typename Real, typename Operand>
 inline NearKeys<Real> find_near_keys(Vec<Real> reference, int m, int64_t count, int64_t maxima,
                                      TileScratch<Real, Operand>& scratch, QueryTile<Real, Operand>& tile) {
@@ -55,8 +54,8 @@ inline NearKeys<Real> find_near_keys(Vec<Real> reference, int m, int64_t count, 
   return {places, scores, n};
 }
 
-// Adds the values of near keys of a tile, times their probabilities, to the output rows of a
-// vector, which starts at column m.
+// Adds the values of near keys of a tile, times their probabilities, to the output rows of a vector, which starts at
+// column m.
 template <typename Real, typename Operand>
 inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& keys, int m, const DropoutParams& dropout,
                           TileScratch<Real, Operand>& scratch, QueryTile<Real, Operand>& tile) {
@@ -88,9 +87,8 @@ inline void add_near_keys(NearKeys<Real>& near, int64_t place, const KeySpan& ke
   }
 }
 
-// Runs the forward loop of a query tile, whose `query` is packed, over its keys. Afterwards
-// `softmax` holds the largest score of each row as reference, and 1 as sum, 0 for rows that see no
-// key; `threshold` is relative to that score.
+// Runs the forward loop of a query tile, whose `query` is packed, over its keys. Afterwards `softmax` holds the largest
+// score of each row as reference, and 1 as sum, 0 for rows that see no key; `threshold` is relative to that score.
 template <typename Real, typename Operand>
 inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& dropout,
                           TileScratch<Real, Operand>& scratch) {

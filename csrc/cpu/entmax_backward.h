@@ -2,13 +2,12 @@
 //
 //   dS = slope (dP - center),   center = sum(slope dP) / sum(slope)
 //
-// With softmax, slope is P, and center is rowsum(dout * out), which is already known. Here a tile
-// goes through its keys twice, for the centers and then for the gradients.
+// With softmax, slope is P, and center is rowsum(dout * out), which is already known. Here a tile goes through its keys
+// twice, for the centers and then for the gradients.
 //
-// All scores are computed once. Of each tile of keys, those near enough to have a probability in
-// some row are kept: with alpha 1.5 and 2,048 keys a twentieth to half of them. The rows of these
-// keys, of their values and of their gradients are gathered side by side, so that products read
-// nothing else.
+// All scores are computed once. Of each tile of keys, those near enough to have a probability in some row are kept:
+// with alpha 1.5 and 2,048 keys a twentieth to half of them. The rows of these keys, of their values and of their
+// gradients are gathered side by side, so that products read nothing else.
 #pragma once
 
 #include "cpu/attend_backward.h"
@@ -60,8 +59,8 @@ inline void multiply_near_values(const BackwardTile<Real, Operand>& tile, const 
            scratch.value.rows(values, near.span(), near.span()), tile.dout, BLOCK_M, scratch.dprobs, BLOCK_M, false);
 }
 
-// Dropout of near.scores, into scratch.dropped, and of scratch.dprobs, in place. While near.scores
-// are not probabilities yet, scratch.dropped is not read.
+// Dropout of near.scores, into scratch.dropped, and of scratch.dprobs, in place. While near.scores are not
+// probabilities yet, scratch.dropped is not read.
 template <typename Real, typename Operand>
 inline void drop_near(const BackwardTile<Real, Operand>& tile, const DropoutParams& dropout, const NearTile<Real>& near,
                       BackwardScratch<Real, Operand>& scratch) {
@@ -77,8 +76,8 @@ inline void drop_near(const BackwardTile<Real, Operand>& tile, const DropoutPara
 //
 //   (p - share) / order^2 - (p ln p + share entropy) / order,   share = slope / sum(slope)
 //
-// a difference of large terms if alpha is near 1. With x = -ln(u) = -order ln p, first = (e^x -
-// 1) / order and second = (e^x - 1 - x) / order^2 their first-order parts cancel:
+// a difference of large terms if alpha is near 1. With x = -ln(u) = -order ln p, first = (e^x - 1) / order and second =
+// (e^x - 1 - x) / order^2 their first-order parts cancel:
 //
 //   p (sum(p second) - second - ln p sum(p first) - first entropy) / (1 + order sum(p first))
 template <typename Real>
@@ -158,8 +157,8 @@ struct EntmaxRows {
   Real *center, *dalpha;
 };
 
-// dS of near keys times `scale` from dP, in place. A value that is not finite reaches only the rows
-// that give it a probability.
+// dS of near keys times `scale` from dP, in place. A value that is not finite reaches only the rows that give it a
+// probability.
 template <typename Real, typename Operand>
 inline void near_score_gradients(const BackwardTile<Real, Operand>& tile, Real scale, int count,
                                  BackwardScratch<Real, Operand>& scratch) {
@@ -173,8 +172,7 @@ inline void near_score_gradients(const BackwardTile<Real, Operand>& tile, Real s
   }
 }
 
-// `attend_backward` of one tile with entmax. `centered`: its delta are the centers already; else
-// `range` is all keys.
+// `attend_backward` of one tile with entmax. `centered`: its delta are the centers already; else `range` is all keys.
 template <typename Real, typename Operand>
 inline void attend_entmax_backward(BackwardTile<Real, Operand>& tile, const DropoutParams& dropout, Real scale,
                                    const KeySpan& range, Ranges dquery_features, const KeyGradients<Real>& gradients,
@@ -248,8 +246,8 @@ inline void attend_entmax_backward(BackwardTile<Real, Operand>& tile, const Drop
   }
 }
 
-// `attend_backward` of tiles of either kind. `p` are the parameters of the pass, which stores
-// `centers` and dalpha, [B, H, T], unless they are null.
+// `attend_backward` of tiles of either kind. `p` are the parameters of the pass, which stores `centers` and dalpha, [B,
+// H, T], unless they are null.
 template <typename Real, typename Operand>
 inline void attend_all_backward(BackwardTile<Real, Operand>* tiles, int64_t count, const BackwardParams& p, Real scale,
                                 const KeySpan& range, Ranges dquery_features, const KeyGradients<Real>& gradients,

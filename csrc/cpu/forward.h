@@ -11,8 +11,8 @@
 
 namespace hk::HK_LEVEL {
 
-// Stores the zeros of closed heads in `out`, in the order of memory: with the heads side by side in
-// rows, [B, T, H, Dv], storing head by head would visit every page once per head.
+// Stores the zeros of closed heads in `out`, in the order of memory: with the heads side by side in rows, [B, T, H,
+// Dv], storing head by head would visit every page once per head.
 template <typename Real, typename Operator>
 void store_closed_heads(const ForwardParams& params, const Operator& op) {
   const Tensor& out = params.out;

@@ -83,8 +83,8 @@ struct Gate {
   }
 };
 
-// [rows, width] at (b, h / group), and the distance to those of the next head that is computed, of
-// the same batch element or a later one: `group` query heads share a head of the tensor.
+// [rows, width] at (b, h / group), and the distance to those of the next head that is computed, of the same batch
+// element or a later one: `group` query heads share a head of the tensor.
 template <typename Operator>
 inline Rows head_rows(const Operator& op, const Tensor& t, int64_t b, int64_t h, int64_t group = 1) {
   Rows rows = rows_at(t, b, h / group);

@@ -98,8 +98,8 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     return buffer_bytes<Real>(keys * row_stride<Real>(this->D)) + buffer_bytes<Real>(keys * row_stride<Real>(this->Dv));
   }
 
-  // Query tiles of an item against keys `range`. `with_rows`: also computes dQ, dgate, dsinks and dalpha of
-  // the tiles, and `centers` of entmax unless they are null; `range` is then all keys.
+  // Query tiles of an item against keys `range`. `with_rows`: also computes dQ, dgate, dsinks and dalpha of the tiles,
+  // and `centers` of entmax unless they are null; `range` is then all keys.
   void tiles_backward(const WorkItems& items, int64_t item, const KeySpan& range, bool with_rows,
                       const KeyGradients<Real>& keys, Real* centers, BackwardScratch<Real, Operand>& scratch,
                       Workspace& workspace) const {
@@ -132,8 +132,8 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
     workspace.rewind(mark);
   }
 
-  // dK and dV of keys `range` of a key head, summed over its query heads in order; adds the
-  // gradient of their bias to `bias`.
+  // dK and dV of keys `range` of a key head, summed over its query heads in order; adds the gradient of their bias to
+  // `bias`.
   void key_head(const WorkItems& items, int64_t index, const KeySpan& range, bool with_rows,
                 const BiasGradient<Real>& bias, Workspace& workspace) const {
     BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, items.size);
@@ -148,15 +148,14 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   }
 };
 
-// Whether `items` divide well among the threads: the idle time costs no more than the seven
-// products per pair of tiles that split items need instead of five.
+// Whether `items` divide well among the threads: the idle time costs no more than the seven products per pair of tiles
+// that split items need instead of five.
 inline bool divide_well(int64_t items, int threads) { return 5 * round_up(items, threads) <= 7 * items; }
 
-// If key heads divide well among the threads, one thread processes a whole key head: five products
-// per pair of tiles. Otherwise the keys of a head are split for dK and dV, and a separate pass over
-// query tiles computes dQ: seven products, bitwise the same result. The gradient of a dense bias is
-// summed in the same loop if one thread can process all heads that share an entry, otherwise in a
-// separate pass.
+// If key heads divide well among the threads, one thread processes a whole key head: five products per pair of tiles.
+// Otherwise the keys of a head are split for dK and dV, and a separate pass over query tiles computes dQ: seven
+// products, bitwise the same result. The gradient of a dense bias is summed in the same loop if one thread can process
+// all heads that share an entry, otherwise in a separate pass.
 template <typename Real, typename Operand>
 void gated_attention_backward(const BackwardParams& given) {
   BackwardParams params(given);

@@ -1,5 +1,4 @@
-// The table of CPU kernels of an ISA level: level.cpp is compiled once per level and defines one
-// table.
+// The table of CPU kernels of an ISA level: level.cpp is compiled once per level and defines one table.
 #pragma once
 
 #include "common/params.h"
@@ -20,8 +19,8 @@ struct Kernels {
   void (*attention_forward)(const ForwardParams&);
   void (*attention_backward)(const BackwardParams&);
   void (*attention_statistics)(const StatisticsParams&);
-  // Peak throughput (peak.h): the number of multiply-adds of operands of this dtype, and of powers,
-  // computed in `steps` on each thread.
+  // Peak throughput (peak.h): the number of multiply-adds of operands of this dtype, and of powers, computed in `steps`
+  // on each thread.
   int64_t (*products)(DType, int64_t steps, int threads);
   int64_t (*powers)(DType, int64_t steps, int threads);
 };

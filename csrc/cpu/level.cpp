@@ -1,6 +1,5 @@
-// All kernels at one ISA level. The build compiles this file once per level, with HK_LEVEL its
-// name. A level that has products of pairs of bfloat16 serves bfloat16 alone; HK_PLAIN is the level
-// that it uses for all other dtypes.
+// All kernels at one ISA level. The build compiles this file once per level, with HK_LEVEL its name. A level that has
+// products of pairs of bfloat16 serves bfloat16 alone; HK_PLAIN is the level that it uses for all other dtypes.
 #include "cpu/attention_statistics.h"
 #include "cpu/collaborative_attention.h"
 #include "cpu/gated_attention.h"

@@ -1,5 +1,4 @@
-// Converts tiles of Real into operands of products: float and double are used in place, pairs are
-// rounded and packed.
+// Converts tiles of Real into operands of products: float and double are used in place, pairs are rounded and packed.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -41,8 +40,7 @@ inline void round_row(Real* row, int64_t width) {
     for (int64_t i = 0; i < width; i += kLanes<Real>) store(row + i, rounded(load(row + i)));
 }
 
-// The buffer for rows that `pack_rows` converts: `operand` itself if no conversion is needed, else
-// `rows`.
+// The buffer for rows that `pack_rows` converts: `operand` itself if no conversion is needed, else `rows`.
 template <typename Real>
 inline Real* staging(Real* operand, Real*) {
   return operand;
@@ -56,8 +54,7 @@ inline void pack_rows(const float* rows, int64_t stride, int64_t count, int64_t 
   pair_rows(rows, stride, 0, count, width, operand, stride);
 }
 
-// The same of rows that are pairs already, in whole vectors of them; false if a number is not
-// finite.
+// The same of rows that are pairs already, in whole vectors of them; false if a number is not finite.
 inline bool couple_rows(const Pair* rows, int64_t stride, int64_t count, int64_t width, Pair* operand) {
   bool finite = true;
   for (int64_t r = 0; r < count; ++r) finite = finite && all_finite(rows + r * stride, packed<Pair>(width));
@@ -73,8 +70,8 @@ inline bool couple_rows(const Pair* rows, int64_t stride, int64_t count, int64_t
   return finite;
 }
 
-// rows [count][stride] transposed, [width][64], as the factor that is read by vectors; both sizes
-// in whole vectors. `scratch` is as large as the rows, and may be the rows.
+// rows [count][stride] transposed, [width][64], as the factor that is read by vectors; both sizes in whole vectors.
+// `scratch` is as large as the rows, and may be the rows.
 template <typename Real>
 inline void pack_transposed(const Real* rows, int64_t stride, int64_t count, int64_t width, Real*, Real* operand) {
   transpose(rows, stride, operand, BLOCK_M, count, width);

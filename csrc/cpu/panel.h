@@ -8,8 +8,8 @@
 
 namespace hk::HK_LEVEL {
 
-// Rows of a matrix as the operand of a sum over them: [columns][first + rows]. Nonfinite rows are
-// left out, since a hidden row has weight 0 but 0 * NaN is not 0.
+// Rows of a matrix as the operand of a sum over them: [columns][first + rows]. Nonfinite rows are left out, since a
+// hidden row has weight 0 but 0 * NaN is not 0.
 template <typename Operand>
 struct Summands {
   Left<Operand, kNumbers<Operand> == 1> matrix;  // pairs run along the sum
@@ -17,8 +17,8 @@ struct Summands {
   const std::vector<int64_t>* aside;             // rows of the window that were left out
 };
 
-// Which rows a panel holds. The address of the first row does not identify them: if rows overlap or
-// the stride is 0, windows of other keys may start at the same address.
+// Which rows a panel holds. The address of the first row does not identify them: if rows overlap or the stride is 0,
+// windows of other keys may start at the same address.
 class Held {
  public:
   // Records these rows as held; returns whether they already were.
@@ -36,9 +36,9 @@ class Held {
   int64_t stride_ = 0, begin_ = 0, end_ = 0;
 };
 
-// A window of up to BLOCK_N rows in Real. Rows that several query tiles read are copied once, next
-// to each other (rows in the projections' layout [B, T, H, D] are a page apart, and reading them
-// there costs more than the copy); rows of another dtype are widened; others are read in place.
+// A window of up to BLOCK_N rows in Real. Rows that several query tiles read are copied once, next to each other (rows
+// in the projections' layout [B, T, H, D] are a page apart, and reading them there costs more than the copy); rows of
+// another dtype are widened; others are read in place.
 template <typename Real>
 class Panel {
  public:
@@ -65,8 +65,7 @@ class Panel {
     return rows_of<Real>(buffer_ + (tile.begin - window.begin) * stride_, stride_);
   }
 
-  // The same rows as summands, limited to `columns`. A full tile keeps its nonfinite rows, since
-  // all of it is visible.
+  // The same rows as summands, limited to `columns`. A full tile keeps its nonfinite rows, since all of it is visible.
   Summands<Real> summands(const Rows& source, const KeySpan& window, const KeySpan& tile, Range columns) {
     Left<Real, false> matrix = rows(source, window, tile);
     matrix.data += columns.begin;

@@ -1,5 +1,5 @@
-// The rows of a task of decoding: which keys of its part they see, their scores and their softmax.
-// The scores of a row are contiguous, so masks, terms and the softmax run along the keys.
+// The rows of a task of decoding: which keys of its part they see, their scores and their softmax. The scores of a row
+// are contiguous, so masks, terms and the softmax run along the keys.
 #pragma once
 
 #include "cpu/row_products.h"
@@ -19,8 +19,8 @@ struct PartRow {
   uint64_t seen[kWords];  // one bit per key, the first the lowest
 };
 
-// Which keys of [first, first + kWord) row i sees, one bit each: those of its interval [lo, hi),
-// and those before `front`, which is at most hi.
+// Which keys of [first, first + kWord) row i sees, one bit each: those of its interval [lo, hi), and those before
+// `front`, which is at most hi.
 inline uint64_t seen_keys(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t lo, int64_t hi,
                           int64_t front, int64_t first) {
   uint64_t seen = interval_bits(lo, hi, front, first);
@@ -71,8 +71,8 @@ inline int64_t find_rows(const Operator& op, const MaskParams& mask, int64_t b, 
   return count;
 }
 
-// Products of a row with the keys of a word, [begin, begin + count), times `factor` to scores, in
-// place. Those of hidden keys become -inf; the bits in `seen` of keys that the bias hides are cleared.
+// Products of a row with the keys of a word, [begin, begin + count), times `factor` to scores, in place. Those of
+// hidden keys become -inf; the bits in `seen` of keys that the bias hides are cleared.
 template <typename Real>
 inline void finish_word(const Head<Real>& head, Real factor, int64_t i, int64_t begin, int64_t count, uint64_t& seen,
                         Real* scores) {
@@ -128,8 +128,7 @@ struct PartSoftmax {
   }
 };
 
-// Dropout of a row's weights of keys [begin, begin + count), not scaled; `begin` is a multiple
-// of 4.
+// Dropout of a row's weights of keys [begin, begin + count), not scaled; `begin` is a multiple of 4.
 template <typename Real>
 inline void drop_row(const DropoutParams& dropout, const Head<Real>& head, int64_t i, int64_t begin, int64_t count,
                      Real* weights) {

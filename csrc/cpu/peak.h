@@ -1,5 +1,5 @@
-// Peak throughput of the cores at this level: products and powers without memory access.
-// benchmarks/floor.py compares the kernels with it.
+// Peak throughput of the cores at this level: products and powers without memory access. benchmarks/floor.py compares
+// the kernels with it.
 #pragma once
 
 #include "cpu/gemm.h"
@@ -12,8 +12,7 @@ namespace hk::HK_LEVEL {
 #define HK_IN_REGISTER "+w"
 #endif
 
-// Independent sums: two units with a latency of 4 need at least 8. 14 sums and both operands fill
-// 16 registers.
+// Independent sums: two units with a latency of 4 need at least 8. 14 sums and both operands fill 16 registers.
 constexpr int kChains = 14;
 constexpr int kPowerChains = 8;  // of about 12 dependent instructions each
 

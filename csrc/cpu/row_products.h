@@ -1,8 +1,7 @@
 // Products of few rows: with keys, and of their weights with values.
 //
-// Keys and values are read once, in place, and widened in registers; the lanes are features. A
-// score is a sum over lanes; as many scores as there are lanes are reduced together. The scores and
-// the weights of a row are contiguous.
+// Keys and values are read once, in place, and widened in registers; the lanes are features. A score is a sum over
+// lanes; as many scores as there are lanes are reduced together. The scores and the weights of a row are contiguous.
 #pragma once
 
 #include "cpu/attend.h"
@@ -38,9 +37,8 @@ inline void prepare_query(RealOf<Operand>* row, int64_t width) {
   as_operands<Operand>(row, width);
 }
 
-// products[r][k] of R rows and K keys, [R][kPart]. `query` holds the rows in whole loads, 0 past
-// the width. Prefetches the numbers `ahead` of the keys. kLast: there are only `count` keys, at
-// least 1; the other products are undefined.
+// products[r][k] of R rows and K keys, [R][kPart]. `query` holds the rows in whole loads, 0 past the width. Prefetches
+// the numbers `ahead` of the keys. kLast: there are only `count` keys, at least 1; the other products are undefined.
 template <typename Operand, typename Number, int R, int K, bool kLast>
 inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count, int64_t ahead, const Operand* query,
                           int64_t query_stride, const Ranges& features, RealOf<Operand>* products) {
@@ -111,9 +109,8 @@ struct Prefetch {
   int64_t begin = 0, end = 0, ahead = 0;
 };
 
-// out[r][w] += weights[r][n] * values[n][w] over `count` keys, for R rows and V vectors of columns;
-// kLast: only the first `width` columns. The keys are summed from zero: a long sum rounds once per
-// call.
+// out[r][w] += weights[r][n] * values[n][w] over `count` keys, for R rows and V vectors of columns; kLast: only the
+// first `width` columns. The keys are summed from zero: a long sum rounds once per call.
 template <typename Operand, typename Number, int R, int V, bool kLast>
 inline void add_block(const Operand* weights, int64_t count, const Number* values, int64_t stride, const Prefetch& next,
                       int64_t width, RealOf<Operand>* out, int64_t out_stride) {
@@ -198,8 +195,7 @@ inline void add_columns(const Operand* weights, int64_t count, const Number* val
   if (width - w > 0) run(add_block<Operand, Number, R, kLeast, true>, width - w);
 }
 
-// Calls body(std::integral_constant<int, R>, first row, number of blocks) for blocks of R = 4, 2
-// and 1 of `count` rows.
+// Calls body(std::integral_constant<int, R>, first row, number of blocks) for blocks of R = 4, 2 and 1 of `count` rows.
 template <typename Body>
 inline void for_rows(int64_t count, Body body) {
   const int64_t r = count / 4 * 4;

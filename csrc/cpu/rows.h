@@ -1,5 +1,5 @@
-// Loads and stores of tensor rows: conversion between the storage dtype and Real (float or double),
-// and transposition. The switch on the storage dtype is here, once per row.
+// Loads and stores of tensor rows: conversion between the storage dtype and Real (float or double), and transposition.
+// The switch on the storage dtype is here, once per row.
 #pragma once
 
 #include <algorithm>
@@ -90,9 +90,9 @@ inline void store_row(char* dst, const Real* src, DType dtype, int64_t count, in
   }
 }
 
-// Prefetches the same row of the head that is processed next, if heads of `width` elements are side
-// by side, as in the layout [B, T, H, D] of the projections: hardware prefetchers do not cross the
-// pages between rows. (g++ drops calls of a function that only prefetches.)
+// Prefetches the same row of the head that is processed next, if heads of `width` elements are side by side, as in the
+// layout [B, T, H, D] of the projections: hardware prefetchers do not cross the pages between rows. (g++ drops calls of
+// a function that only prefetches.)
 template <bool kWrite>
 __attribute__((always_inline)) inline void prefetch_next_head(const Rows& rows, int64_t row, int64_t width) {
   constexpr int64_t kLine = 64;
@@ -158,8 +158,7 @@ __attribute__((always_inline)) inline Vec<Real> sums_of(const Vec<Real>* v) {
   return a[0];
 }
 
-// dst[columns][rows] = src[rows][columns] transposed, one square of lanes x lanes: log2(lanes)
-// perfect shuffles.
+// dst[columns][rows] = src[rows][columns] transposed, one square of lanes x lanes: log2(lanes) perfect shuffles.
 template <typename Real>
 inline void transpose_square(const Real* src, int64_t lds, Real* dst, int64_t ldd) {
   constexpr int L = kLanes<Real>;

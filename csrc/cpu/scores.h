@@ -77,8 +77,8 @@ struct HeadTerms {
   }
 };
 
-// bias[n][m] of the keys of a tile for the query rows, transposed as scores are; lanes past the
-// rows are 0. `rows` is scratch of [64][row_stride(64)].
+// bias[n][m] of the keys of a tile for the query rows, transposed as scores are; lanes past the rows are 0. `rows` is
+// scratch of [64][row_stride(64)].
 template <typename Real>
 inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& visible, const KeySpan& keys, Real* rows,
                       Real* bias) {
@@ -126,8 +126,8 @@ inline void load_bias(const HeadTerms<Real>& terms, const VisibleRows<Real>& vis
   transpose(rows, stride, bias, BLOCK_M, columns, padded);
 }
 
-// A dense bias that several heads or batches share, tile by tile as scores are: [entry][query
-// tile][window][64 keys][64 rows]. It is transposed once instead of once per head.
+// A dense bias that several heads or batches share, tile by tile as scores are: [entry][query tile][window][64 keys][64
+// rows]. It is transposed once instead of once per head.
 template <typename Real>
 class BiasImage {
  public:
@@ -188,9 +188,8 @@ inline bool hides_all(const Real* bias, int count, int columns) {
   return true;
 }
 
-// Finishes scores[n][m] of `count` keys in place: multiplies by `factor`, applies the cap, then
-// adds the bias ([64][64] or null). Stores the derivative of the cap in `slope` ([64][64] or null).
-// Returns whether the bias hides a pair.
+// Finishes scores[n][m] of `count` keys in place: multiplies by `factor`, applies the cap, then adds the bias ([64][64]
+// or null). Stores the derivative of the cap in `slope` ([64][64] or null). Returns whether the bias hides a pair.
 template <typename Real>
 inline bool finish_scores(Real cap, Real factor, int count, int columns, const Real* bias, Real* scores, Real* slope) {
   const Real inverse = cap != Real(0) ? Real(1) / cap : Real(0);
@@ -216,8 +215,8 @@ inline bool finish_scores(Real cap, Real factor, int count, int columns, const R
   return any_lane<Real>(hidden);
 }
 
-// The accumulator of a bias gradient: of an entry [T][S] with strides (0 where it broadcasts), or
-// of the offsets of a head; null if not requested.
+// The accumulator of a bias gradient: of an entry [T][S] with strides (0 where it broadcasts), or of the offsets of a
+// head; null if not requested.
 template <typename Real>
 struct BiasGradient {
   Real* data = nullptr;
@@ -227,8 +226,8 @@ struct BiasGradient {
 
   explicit operator bool() const { return data || offsets; }
 
-  // Adds dscores[n][m] of a tile; those of hidden pairs and of lanes without a row are 0. `rows` is
-  // scratch [64][row_stride(64)]; dscores is allocated in whole vectors of keys.
+  // Adds dscores[n][m] of a tile; those of hidden pairs and of lanes without a row are 0. `rows` is scratch
+  // [64][row_stride(64)]; dscores is allocated in whole vectors of keys.
   void add(const Real* dscores, const VisibleRows<Real>& visible, const KeySpan& keys, Real* rows) const {
     const int count = keys.count(), columns = visible.columns;
     if (offsets) {

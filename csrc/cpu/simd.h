@@ -1,5 +1,5 @@
-// Portable SIMD: the compiler's vector extensions, one width per ISA level. Intrinsics are used
-// only where the compiler does not find the instruction.
+// Portable SIMD: the compiler's vector extensions, one width per ISA level. Intrinsics are used only where the compiler
+// does not find the instruction.
 #pragma once
 
 #include <cstdint>
@@ -64,8 +64,8 @@ constexpr int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
 
-// Elements between the rows of a scratch tile: an odd number of cache lines, so that the elements
-// of a column spread over all sets of the L1 cache.
+// Elements between the rows of a scratch tile: an odd number of cache lines, so that the elements of a column spread
+// over all sets of the L1 cache.
 template <typename Real>
 constexpr int64_t row_stride(int64_t width) {
   constexpr int64_t kLine = 64 / sizeof(Real);
@@ -96,8 +96,8 @@ inline Vec<Real> splat(Real x) {
   return x - Vec<Real>{};  // x - 0 is x to the bit, so this is one broadcast
 }
 
-// x, rounded before it is used: a product is not contracted with the sum that follows. The
-// difference of two large and equal products is then 0.
+// x, rounded before it is used: a product is not contracted with the sum that follows. The difference of two large and
+// equal products is then 0.
 template <typename Real>
 inline Vec<Real> rounded_product(Vec<Real> x) {
 #if defined(__x86_64__) && HK_VECTOR_BYTES == 64
@@ -150,9 +150,9 @@ inline Vec<Real> at_least(Vec<Real> bound, Vec<Real> x) {
   return bound > x ? bound : x;
 }
 
-// e^x, as 2^n e^r: 2^n through the exponent bits, and of e^r a Chebyshev interpolant on [-ln(2) /
-// 2, ln(2) / 2] (relative error 2.5e-9 for float, 4.2e-18 for double). Exactly 0 below the normal
-// range, -inf included; NaN stays NaN. For x up to 44.
+// e^x, as 2^n e^r: 2^n through the exponent bits, and of e^r a Chebyshev interpolant on [-ln(2) / 2, ln(2) / 2]
+// (relative error 2.5e-9 for float, 4.2e-18 for double). Exactly 0 below the normal range, -inf included; NaN stays
+// NaN. For x up to 44.
 template <typename Real>
 __attribute__((always_inline)) inline Vec<Real> exp(Vec<Real> x) {
   constexpr bool kSingle = sizeof(Real) == 4;

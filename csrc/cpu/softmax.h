@@ -1,5 +1,5 @@
-// The online softmax of a transposed tile of scores: [keys][query rows], one query row per lane.
-// Maxima and sums run along the keys, so nothing is reduced across lanes.
+// The online softmax of a transposed tile of scores: [keys][query rows], one query row per lane. Maxima and sums run
+// along the keys, so nothing is reduced across lanes.
 #pragma once
 
 #include "common/params.h"
@@ -19,9 +19,8 @@ inline void hide(Real* scores, const KeySpan& keys, const VisibleRows<Real>& row
   }
 }
 
-// The reference of a row is set to its maximum only when the maximum exceeds it by more than this
-// (heuristic): few tiles after the first rescale the sums, and no unnormalised probability exceeds
-// e^5.5 = 245.
+// The reference of a row is set to its maximum only when the maximum exceeds it by more than this (heuristic): few
+// tiles after the first rescale the sums, and no unnormalised probability exceeds e^5.5 = 245.
 constexpr float kSlack = 5.5;
 
 // Running reference (at most kSlack below the maximum) and sum of each query row.
@@ -59,8 +58,8 @@ struct OnlineSoftmax {
     });
   }
 
-  // The same of scores times `factor`, for probabilities that are factors of products of pairs:
-  // `words` receives them after `first` keys of weight 0. `keep`: the scores become numbers too.
+  // The same of scores times `factor`, for probabilities that are factors of products of pairs: `words` receives them
+  // after `first` keys of weight 0. `keep`: the scores become numbers too.
   bool step_packed(Real* scores, int first, int keys, int columns, Real factor, bool keep, Pair* words) {
     const bool whole = first == 0 && keys % 2 == 0 && !keep;
     return whole ? step_packed<true>(scores, 0, keys, columns, factor, false, words)
@@ -96,8 +95,8 @@ struct OnlineSoftmax {
     });
   }
 
-  // Calls body(V, m) for the lanes from m on, V vectors of query rows side by side: that many
-  // chains of maxima and sums hide each other's latency. Returns whether it returns any lane.
+  // Calls body(V, m) for the lanes from m on, V vectors of query rows side by side: that many chains of maxima and sums
+  // hide each other's latency. Returns whether it returns any lane.
   template <typename Body>
   static bool for_vectors(int columns, Body body) {
     constexpr int L = kLanes<Real>;
@@ -108,8 +107,8 @@ struct OnlineSoftmax {
     return any_lane<Real>(moved);
   }
 
-  // Raises the references to the maxima where needed, and sets what is subtracted from scores.
-  // Returns the lanes that must be rescaled as a vector mask.
+  // Raises the references to the maxima where needed, and sets what is subtracted from scores. Returns the lanes that
+  // must be rescaled as a vector mask.
   template <int V>
   IntVec<Real> raise(const Real* scores, int keys, int m, Real factor, Vec<Real>* shift) {
     constexpr int L = kLanes<Real>;

@@ -1,5 +1,5 @@
-// Numbers as tensors store them, loaded into vectors of operands: widened in registers, or as pairs
-// of bfloat16, which are operands as they are.
+// Numbers as tensors store them, loaded into vectors of operands: widened in registers, or as pairs of bfloat16, which
+// are operands as they are.
 #pragma once
 
 #include "cpu/pair.h"
@@ -17,9 +17,9 @@ struct Float16 {
 template <typename Operand>
 constexpr int kWidth = kLanes<Operand> * kNumbers<Operand>;
 
-// The number of vectors of operands that one load becomes. With bfloat16, the even numbers are
-// shifted and the odd ones masked, in half of the instructions that widening neighbours takes.
-// Wider vectors would not end where chunks of a mixing vector do.
+// The number of vectors of operands that one load becomes. With bfloat16, the even numbers are shifted and the odd ones
+// masked, in half of the instructions that widening neighbours takes. Wider vectors would not end where chunks of a
+// mixing vector do.
 template <typename Operand, typename Number>
 constexpr int kVectors = 1;
 #if HK_VECTOR_BYTES <= 32

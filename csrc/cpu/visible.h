@@ -30,8 +30,8 @@ struct KeySpan {
   int count() const { return static_cast<int>(end - begin); }
 };
 
-// Keys [begin, begin + 64) as bits, the first the lowest: those of [lo, hi), and those before `front`
-// that are below hi.
+// Keys [begin, begin + 64) as bits, the first the lowest: those of [lo, hi), and those before `front` that are below
+// hi.
 inline uint64_t interval_bits(int64_t lo, int64_t hi, int64_t front, int64_t begin) {
   const auto below = [&](int64_t key) {  // the bits of keys before `key`
     const int64_t n = key - begin;
@@ -64,8 +64,7 @@ struct DenseMask {
       for (; n + 8 <= count; n += 8) {
         uint64_t eight;
         std::memcpy(&eight, bytes + n, sizeof eight);
-        // The highest bit of every byte that is not 0, moved to the lowest, then the eight
-        // gathered.
+        // The highest bit of every byte that is not 0, moved to the lowest, then the eight gathered.
         constexpr uint64_t kLow7 = 0x7f7f7f7f7f7f7f7f;
         eight = (((eight & kLow7) + kLow7) | eight) >> 7 & 0x0101010101010101;
         found |= (eight * 0x0102040810204080 >> 56) << n;
@@ -76,8 +75,8 @@ struct DenseMask {
   }
 };
 
-// Rows [first, first + count) of one head. Row m sees keys of [lo[m], hi[m]), and those of [0,
-// front) that are below hi[m]. Rows that see no key and lanes past `count` have lo = hi = 0.
+// Rows [first, first + count) of one head. Row m sees keys of [lo[m], hi[m]), and those of [0, front) that are below
+// hi[m]. Rows that see no key and lanes past `count` have lo = hi = 0.
 template <typename Real>
 struct VisibleRows {
   int64_t first = 0;
@@ -167,8 +166,8 @@ struct VisibleRows {
     return keys.begin < front || std::max(keys.begin, hull_lo) < std::min(keys.end, hull_hi);
   }
 
-  // The visible part of a window; empty if the rows see none of it. `lanes_that_see` is valid for
-  // keys of the last part returned.
+  // The visible part of a window; empty if the rows see none of it. `lanes_that_see` is valid for keys of the last part
+  // returned.
   KeySpan part(const KeySpan& window) {
     int64_t begin = std::max(window.begin, hull_lo), end = std::min(window.end, hull_hi);
     if (window.begin < front) {
@@ -190,8 +189,8 @@ struct VisibleRows {
     return {begin, end, full};
   }
 
-  // Calls body(keys, lanes) for runs of keys of a tile, counted from its first, with the lanes that
-  // may see some of them; both in steps of `U`, a multiple of kUnit.
+  // Calls body(keys, lanes) for runs of keys of a tile, counted from its first, with the lanes that may see some of
+  // them; both in steps of `U`, a multiple of kUnit.
   template <int U, typename Body>
   void for_keys(const KeySpan& tile, Body body) const {
     const int64_t count = tile.count();
@@ -249,8 +248,8 @@ struct VisibleRows {
  private:
   static constexpr int kBits = 8 * sizeof(Int<Real>);
 
-  // With a dense mask: bit n % kBits of bits[n / kBits][m] says whether row m sees key bits_begin +
-  // n, all masks combined.
+  // With a dense mask: bit n % kBits of bits[n / kBits][m] says whether row m sees key bits_begin + n, all masks
+  // combined.
   int64_t bits_begin = 0;
   alignas(64) Int<Real> bits[BLOCK_N / kBits][BLOCK_M];
 
@@ -269,8 +268,8 @@ struct VisibleRows {
     }
   }
 
-  // Fills `bits` for keys [begin, begin + count). Returns whether some row sees a key, and whether
-  // all rows with a nonempty interval see all keys.
+  // Fills `bits` for keys [begin, begin + count). Returns whether some row sees a key, and whether all rows with a
+  // nonempty interval see all keys.
   Seen read_bits(int64_t begin, int count) {
     const uint64_t every = interval_bits(begin, begin + count, 0, begin);
     const uint64_t keys = key_visible ? DenseMask{key_visible, 0, 1}.bits(0, begin, count) : every;
@@ -288,9 +287,8 @@ struct VisibleRows {
   }
 };
 
-// Calls body(tile, window, keys) for every query tile and window in `range`, window by window in
-// ascending order; `keys` is the nonempty part that the tile sees. Windows end at multiples of
-// BLOCK_N, so that padding changes no sum.
+// Calls body(tile, window, keys) for every query tile and window in `range`, window by window in ascending order;
+// `keys` is the nonempty part that the tile sees. Windows end at multiples of BLOCK_N, so that padding changes no sum.
 template <typename QueryTile, typename Body>
 inline void for_visible_pairs(QueryTile* tiles, int64_t count, const KeySpan& range, Body body) {
   int64_t begin = range.end, end = range.begin;

@@ -8,8 +8,8 @@
 
 namespace hk::HK_LEVEL {
 
-// How many query tiles of `bytes` stay in the L2 cache while the keys are processed
-// (heuristic: half of 1 MiB, a common size per core).
+// How many query tiles of `bytes` stay in the L2 cache while the keys are processed (heuristic: half of 1 MiB, a common
+// size per core).
 inline int64_t tiles_in_cache(int64_t bytes) { return std::max<int64_t>(1, (int64_t{512} << 10) / bytes); }
 
 // Work items per thread, to balance the load (heuristic).
@@ -19,9 +19,9 @@ struct TilePlace {
   int64_t b, h, first_row;
 };
 
-// All query tiles of an operator, divided into work items. Tiles that read the same keys are
-// consecutive: those of one head, then those of the next head that shares its keys. Later rows come
-// first, since a causal mask leaves them the most keys.
+// All query tiles of an operator, divided into work items. Tiles that read the same keys are consecutive: those of one
+// head, then those of the next head that shares its keys. Later rows come first, since a causal mask leaves them the
+// most keys.
 struct WorkItems {
   int64_t H, query_tiles;
   int64_t key_heads;   // of the whole batch
@@ -29,8 +29,8 @@ struct WorkItems {
   int64_t parts;       // work items of one key head
   int64_t size;        // query tiles per work item; the last item of a key head may have fewer
 
-  // `op` has B, H, `query_tiles` and `heads_per_key`. An item holds at most `most` tiles, fewer if
-  // there would otherwise be less than `wanted` items.
+  // `op` has B, H, `query_tiles` and `heads_per_key`. An item holds at most `most` tiles, fewer if there would
+  // otherwise be less than `wanted` items.
   template <typename Operator>
   WorkItems(const Operator& op, int64_t most, int64_t wanted)
       : H(op.H),

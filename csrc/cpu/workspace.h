@@ -1,5 +1,4 @@
-// Scratch memory of one thread: one aligned block with stack allocation. Small blocks are kept
-// between calls.
+// Scratch memory of one thread: one aligned block with stack allocation. Small blocks are kept between calls.
 #pragma once
 
 #include <cstdlib>

@@ -11,12 +11,11 @@
 
 namespace hk::cuda {
 
-// A block of threads owns sums of kBiasTile x kBiasTile pairs, in registers, and adds the tiles of
-// dscores that belong to them, in order. With a dense bias it owns one tile of it: it adds tiles of
-// the batches and heads that share this tile (a splits-th of them), and of all rows or keys if the
-// bias broadcasts along them. With a table of offsets it owns a diagonal of tiles of a head: their
-// diagonals belong to 2 kBiasTile - 1 offsets, some of which the next block computes too, so there
-// are two parts. Features are loaded kStepWidth at a time, two steps on chip, first those of
+// A block of threads owns sums of kBiasTile x kBiasTile pairs, in registers, and adds the tiles of dscores that belong
+// to them, in order. With a dense bias it owns one tile of it: it adds tiles of the batches and heads that share this
+// tile (a splits-th of them), and of all rows or keys if the bias broadcasts along them. With a table of offsets it
+// owns a diagonal of tiles of a head: their diagonals belong to 2 kBiasTile - 1 offsets, some of which the next block
+// computes too, so there are two parts. Features are loaded kStepWidth at a time, two steps on chip, first those of
 // scores, then those of dp; so one kernel serves heads of any width.
 template <typename T>
 struct BiasGradient {
@@ -107,8 +106,7 @@ struct BiasGradient {
     }
   }
 
-  // The tiles of a head on one diagonal: the index of the tile of keys minus that of the tile of
-  // rows is the same.
+  // The tiles of a head on one diagonal: the index of the tile of keys minus that of the tile of rows is the same.
   HK_DEVICE static void add_diagonal(const Params& p, const Sizes& n, Memory& on_chip) {
     const int blocks = n.row_tiles + n.key_tiles - 1;
     const int own = static_cast<int>(block_index() % blocks), first = own - (n.row_tiles - 1);
@@ -121,8 +119,7 @@ struct BiasGradient {
         add_tile(p, n, on_chip, at, row * kBiasTile, (first + row) * kBiasTile, sums);
     }
     const SumTile tile = put(on_chip, sums);
-    // Offsets from 0 on are in the first part of this block; those before 0 are in the second part
-    // of the next one.
+    // Offsets from 0 on are in the first part of this block; those before 0 are in the second part of the next one.
     const int64_t stride = int64_t{blocks + 1} * kBiasTile;
     float* const parts = static_cast<float*>(p.doffset_bias.data);
     HK_ROLLED
@@ -231,8 +228,8 @@ struct BiasGradient {
     return tile;
   }
 
-  // Adds up kBiasTile numbers `step` apart, in their order, of each of `count` lines `line` apart;
-  // the sum takes the place of the first.
+  // Adds up kBiasTile numbers `step` apart, in their order, of each of `count` lines `line` apart; the sum takes the
+  // place of the first.
   HK_DEVICE static void add_up(const SumTile& tile, int count, int step, int line) {
     if (thread_index() < count) {
       float* const first = tile.data + thread_index() * line;

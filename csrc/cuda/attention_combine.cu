@@ -1,5 +1,5 @@
-// The second pass of a forward call whose keys are split: adds up the sums of the splits of a row,
-// in their order, and stores the result as the forward kernel does.
+// The second pass of a forward call whose keys are split: adds up the sums of the splits of a row, in their order, and
+// stores the result as the forward kernel does.
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
@@ -7,9 +7,8 @@
 
 namespace hk::cuda {
 
-// A block of threads computes all rows of one head, which are few: a warp adds up one row after the
-// other, each lane its columns, into shared memory, from where the first warp stores them. A closed
-// head, which has no sums, gets zeros.
+// A block of threads computes all rows of one head, which are few: a warp adds up one row after the other, each lane
+// its columns, into shared memory, from where the first warp stores them. A closed head, which has no sums, gets zeros.
 template <typename T, int kWidth, bool kTerms>
 struct AttentionCombine {
   using Params = ForwardTask;

@@ -1,12 +1,11 @@
-// The first pass of the backward, for both operators: delta, and the gate's gradient by row, in one
-// read.
+// The first pass of the backward, for both operators: delta, and the gate's gradient by row, in one read.
 //
 //   dgate row = rowsum(dout * attended)   delta = rowsum(dattended * attended) - dlse
 //   dattended = g * dout                  dsinks row = -exp(sink - lse) * delta
 //
-// g is the activated gate. For gates per head and per row, rowsum(dattended * attended) = g *
-// (dgate row). For a gate per element, dout * attended is not summed, and dattended is written for
-// the passes that follow. dlse, the gradient of lse, adds dlse * p to dscores = p * (dp - delta).
+// g is the activated gate. For gates per head and per row, rowsum(dattended * attended) = g * (dgate row). For a gate
+// per element, dout * attended is not summed, and dattended is written for the passes that follow. dlse, the gradient
+// of lse, adds dlse * p to dscores = p * (dp - delta).
 #include "cuda/grid.h"
 #include "cuda/head_output.h"
 #include "cuda/launch.h"
@@ -15,13 +14,12 @@
 
 namespace hk::cuda {
 
-// A block of threads reads kBlockM rows of a head once, 16 bytes per lane. The number of lanes per
-// row is the number of 16-byte units in it, rounded up to a power of two, so that a warp reads
-// several narrow rows together. The last rows of a head come first, as in the forward. Rows that
-// see no key get 0, even if dout is not finite there. Their lse is -inf, but with a sink it is the
-// sink, which it can also be for other rows if their scores are small: then the keys of the row are
-// searched, and if it sees none, delta is nan, so that the passes that follow skip the row like any
-// row that is not finite.
+// A block of threads reads kBlockM rows of a head once, 16 bytes per lane. The number of lanes per row is the number of
+// 16-byte units in it, rounded up to a power of two, so that a warp reads several narrow rows together. The last rows
+// of a head come first, as in the forward. Rows that see no key get 0, even if dout is not finite there. Their lse is
+// -inf, but with a sink it is the sink, which it can also be for other rows if their scores are small: then the keys of
+// the row are searched, and if it sees none, delta is nan, so that the passes that follow skip the row like any row
+// that is not finite.
 template <typename T, bool kSinks, bool kElementwise>
 struct AttentionRows {
   using Params = RowsParams;
@@ -100,8 +98,8 @@ struct AttentionRows {
     static_cast<float*>(p.delta.data)[index] = total;
   }
 
-  // Whether the row of this lane, one of `across`, sees a key; a row beyond the last one sees none.
-  // All lanes of the warp take part.
+  // Whether the row of this lane, one of `across`, sees a key; a row beyond the last one sees none. All lanes of the
+  // warp take part.
   HK_DEVICE static bool sees_a_key(const Params& p, int b, int h, int row, int own, int across) {
     const Head at = {b, h, static_cast<int>(p.dout.size[2]), static_cast<int>(p.key.size[p.key.rank - 2])};
     const Visible visible(p.mask, at.b, h, at.T, at.S);

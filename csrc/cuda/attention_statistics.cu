@@ -1,6 +1,5 @@
-// Statistics of attention rows, one kernel for both operators: lse, the largest score, its
-// probability and its key, and the entropy, of scores that are never in memory. A second kernel
-// sums over rows what every key receives.
+// Statistics of attention rows, one kernel for both operators: lse, the largest score, its probability and its key, and
+// the entropy, of scores that are never in memory. A second kernel sums over rows what every key receives.
 #include "cuda/chunks.h"
 #include "cuda/collaborative_tiles.h"
 #include "cuda/grid.h"
@@ -11,8 +10,8 @@
 
 namespace hk::cuda {
 
-// Running statistics of the rows of a warp. A lane has the part of sums, and the best key, of the
-// columns that it holds.
+// Running statistics of the rows of a warp. A lane has the part of sums, and the best key, of the columns that it
+// holds.
 struct RowStatistics {
   float row_max[2], row_sum[2];
   float energy[2];  // sum of p * (score - row_max) in base 2
@@ -86,8 +85,8 @@ struct RowStatistics {
   }
 };
 
-// A tile of scores of kBlock rows and as many keys. Features are loaded kStepWidth at a time, two
-// steps on chip; so the same kernels serve heads of any width, with terms or without.
+// A tile of scores of kBlock rows and as many keys. Features are loaded kStepWidth at a time, two steps on chip; so the
+// same kernels serve heads of any width, with terms or without.
 template <typename T, ScoreLayout kLayout>
 struct StatisticsTile {
   using Params = StatisticsPass;
@@ -144,8 +143,7 @@ struct StatisticsTile {
   }
 };
 
-// A block of threads owns kBlock rows of a head, in the order of the forward kernel, and visits
-// tiles of as many keys.
+// A block of threads owns kBlock rows of a head, in the order of the forward kernel, and visits tiles of as many keys.
 template <typename T>
 struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
   using Base = StatisticsTile<T, ScoreLayout::kRowsFirst>;
@@ -199,8 +197,8 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
   }
 
  private:
-  // A sink is one more score without a key. With q the probabilities without it, probabilities are
-  // p = w * q, and the entropy of the keys is w * (entropy of q - ln w).
+  // A sink is one more score without a key. With q the probabilities without it, probabilities are p = w * q, and the
+  // entropy of the keys is w * (entropy of q - ln w).
   HK_DEVICE static void store(const Params& p, const RowStatistics& of, int half, float sink, int64_t index,
                               float row_weight) {
     const float sum = of.row_sum[half], most = of.row_max[half];
@@ -236,9 +234,9 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
   }
 };
 
-// A block of threads owns kBlock keys of a head and sums over the tiles of rows that see them, in
-// their order, probabilities times the weights of rows. Scores are transposed, [keys, query rows]:
-// a lane sums along its rows, and four lanes are added at the end.
+// A block of threads owns kBlock keys of a head and sums over the tiles of rows that see them, in their order,
+// probabilities times the weights of rows. Scores are transposed, [keys, query rows]: a lane sums along its rows, and
+// four lanes are added at the end.
 template <typename T>
 struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
   using Base = StatisticsTile<T, ScoreLayout::kKeysFirst>;

@@ -1,10 +1,10 @@
-// The features of a head of collaborative attention: which ones its mixing vector uses, and how
-// they are copied into tiles from the rows that all heads share.
+// The features of a head of collaborative attention: which ones its mixing vector uses, and how they are copied into
+// tiles from the rows that all heads share.
 //
-// A mixing vector consists of chunks of kChunk features. Chunks that are all zero are skipped; the
-// others are processed in steps of up to four, in ascending order, so that a ragged head costs only
-// what it uses. The mixed query is never in global memory: a thread multiplies the elements that it
-// has copied itself, before the barrier after which the others read them.
+// A mixing vector consists of chunks of kChunk features. Chunks that are all zero are skipped; the others are processed
+// in steps of up to four, in ascending order, so that a ragged head costs only what it uses. The mixed query is never
+// in global memory: a thread multiplies the elements that it has copied itself, before the barrier after which the
+// others read them.
 #pragma once
 
 #include <cstring>
@@ -18,8 +18,8 @@ namespace hk::cuda {
 constexpr int kChunk = 16;  // MIXING_CHUNK of call.py
 constexpr int kStepChunks = 4, kStepWidth = kStepChunks * kChunk;
 
-// One step over one tile of a list. The copies of a step run while the one before it is computed,
-// also from one tile to the next, with two stages in turn.
+// One step over one tile of a list. The copies of a step run while the one before it is computed, also from one tile to
+// the next, with two stages in turn.
 struct Step {
   int tile = 0, place = 0, stage = 0;
   int turn = 0;  // which of two tiles, where a list is gone through with gaps
@@ -67,8 +67,8 @@ class Features {
         used_(memory.take<int>(chunks_of(width_))),
         numbers_(memory.take<int>(chunks_of(width_))) {}
 
-  // Reads those of head h. All threads of the block take part; there are barriers before the first
-  // write and after the last.
+  // Reads those of head h. All threads of the block take part; there are barriers before the first write and after the
+  // last.
   template <int kThreads>
   HK_DEVICE void set(const Tensor& mixing, int64_t h) {
     const int chunks = chunks_of(width_);
@@ -102,8 +102,7 @@ class Features {
   }
   HK_DEVICE int width(const Step& step) const { return chunks(step) * kChunk; }
   HK_DEVICE Gathered at(const Step& step) const { return {numbers_ + step.place * kStepChunks, chunks(step)}; }
-  // kWidth features from `first` on: with `all`, those of the mixing vector, else those that the
-  // head uses.
+  // kWidth features from `first` on: with `all`, those of the mixing vector, else those that the head uses.
   template <int kWidth>
   HK_DEVICE Slice slice(int first, bool all) const {
     static_assert(kWidth <= 32 * kChunk);
@@ -128,9 +127,9 @@ class Features {
 // Features `step * kStepWidth` and on, without a mixing vector.
 HK_DEVICE Slice whole_step(int step) { return {step * kStepWidth, (1u << kStepChunks) - 1}; }
 
-// copy(step, stage) starts the copies of a step; use(step, stage) multiplies the elements that this
-// thread has copied, and makes them visible to others by a barrier. With two stages in turn, the
-// copies of a step run while the one before it is computed.
+// copy(step, stage) starts the copies of a step; use(step, stage) multiplies the elements that this thread has copied,
+// and makes them visible to others by a barrier. With two stages in turn, the copies of a step run while the one before
+// it is computed.
 template <typename Copy, typename Use>
 HK_DEVICE void each_step(int steps, Copy&& copy, Use&& use) {
   for (int step = -1; step < steps; ++step) {  // the first only copies
@@ -143,8 +142,8 @@ HK_DEVICE void each_step(int steps, Copy&& copy, Use&& use) {
   }
 }
 
-// Runs the steps of the tiles of a list, from tile `first` on, which exists; from(index) is the
-// next tile to visit. Copies of a step run while the one before it is computed. The kernel defines:
+// Runs the steps of the tiles of a list, from tile `first` on, which exists; from(index) is the next tile to visit.
+// Copies of a step run while the one before it is computed. The kernel defines:
 //   copy(step)         starts its copies;
 //   mix(step)          multiplies the elements that this thread has copied, once they have landed;
 //   stage(step)        with kTerms, at the end of a tile: puts its terms on chip; returns whether
@@ -188,8 +187,8 @@ HK_DEVICE void each_tile_step(const Features& features, int first, const TileLis
   }
 }
 
-// Starts to copy the features of the rows from `first` on into a tile, with all threads of the
-// block; columns for which `source` has none are unchanged.
+// Starts to copy the features of the rows from `first` on into a tile, with all threads of the block; columns for which
+// `source` has none are unchanged.
 template <int kThreads, typename AnyTile, typename Source>
 HK_DEVICE void copy_features(const AnyTile& tile, const Rows<typename AnyTile::Element>& rows, int first,
                              const Source& source) {

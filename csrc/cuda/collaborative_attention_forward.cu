@@ -14,12 +14,11 @@
 
 namespace hk::cuda {
 
-// A block of threads computes kBlockM rows of one head. Consecutive blocks are the heads of one
-// tile of rows, because they read the same query and key; the last rows (the longest under a causal
-// mask) come first. For a closed head a block only writes zeros. With splits, a block visits its
-// share of the tiles of keys and writes sums for attention_combine.cu. On chip stay the mixed query
-// (if there is space, else it is copied again with every tile of keys), scores and the accumulator,
-// two steps of keys and two tiles of values.
+// A block of threads computes kBlockM rows of one head. Consecutive blocks are the heads of one tile of rows, because
+// they read the same query and key; the last rows (the longest under a causal mask) come first. For a closed head a
+// block only writes zeros. With splits, a block visits its share of the tiles of keys and writes sums for
+// attention_combine.cu. On chip stay the mixed query (if there is space, else it is copied again with every tile of
+// keys), scores and the accumulator, two steps of keys and two tiles of values.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeForward {
   struct Params : ForwardTask {
@@ -35,8 +34,7 @@ struct CollaborativeForward {
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
-  // The sources of copies. They are in shared memory, as BlockCoord is, where they take no
-  // registers between uses.
+  // The sources of copies. They are in shared memory, as BlockCoord is, where they take no registers between uses.
   struct Sources {
     Rows<T> query, key, value;
   };

@@ -12,12 +12,11 @@
 
 namespace hk::cuda {
 
-// A block of threads owns a slice of the features of kBlockN keys and sums dkey over the heads (a
-// splits-th of them, in whole groups that share a value head) in registers. The block of the first
-// slice also stores dvalue of every group and dcontent_bias of every head; if a slice is narrower
-// than Ds, every slice recomputes the scores. On chip stay a head's features of the keys (if they
-// fit), its values and all sums. Scores are transposed, [keys, query rows], so that probabilities
-// and dscores are left operands directly from registers.
+// A block of threads owns a slice of the features of kBlockN keys and sums dkey over the heads (a splits-th of them, in
+// whole groups that share a value head) in registers. The block of the first slice also stores dvalue of every group
+// and dcontent_bias of every head; if a slice is narrower than Ds, every slice recomputes the scores. On chip stay a
+// head's features of the keys (if they fit), its values and all sums. Scores are transposed, [keys, query rows], so
+// that probabilities and dscores are left operands directly from registers.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeKeys {
   struct Params : KeysParams {
@@ -57,8 +56,8 @@ struct CollaborativeKeys {
     HK_DEVICE bool is_first_slice() const { return column == 0; }
   };
 
-  // The sources of copies. They are in shared memory, as BlockCoord and the list of tiles are,
-  // where they take no registers between uses.
+  // The sources of copies. They are in shared memory, as BlockCoord and the list of tiles are, where they take no
+  // registers between uses.
   struct Sources {
     Rows<T> query, key, dout;
     Gate gate;
@@ -129,8 +128,8 @@ struct CollaborativeKeys {
   }
 
  private:
-  // Adds all tiles of query rows of a head; none if the head is closed, or if it does not use the
-  // slice and the slice is not the first.
+  // Adds all tiles of query rows of a head; none if the head is closed, or if it does not use the slice and the slice
+  // is not the first.
   HK_DEVICE static void add_head(const Params& p, const TileList& list, Memory& on_chip, const BlockCoord& at, int h,
                                  Sums& sums) {
     if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) return;

@@ -11,10 +11,10 @@
 
 namespace hk::cuda {
 
-// A block of threads owns a slice of the features of kBlockM query rows and processes the heads (a
-// splits-th of them). The term of a head is added to dquery in memory, in float, once per head:
-// dmixing needs the sum of a single head, and there are not enough registers for both sums. With
-// closed_grad false, or without dmixing, chunks that a head does not use are skipped.
+// A block of threads owns a slice of the features of kBlockM query rows and processes the heads (a splits-th of them).
+// The term of a head is added to dquery in memory, in float, once per head: dmixing needs the sum of a single head, and
+// there are not enough registers for both sums. With closed_grad false, or without dmixing, chunks that a head does not
+// use are skipped.
 template <typename T, int kWidth, bool kTerms>
 struct CollaborativeQueries {
   struct Params : QueriesParams {
@@ -53,8 +53,7 @@ struct CollaborativeQueries {
     HK_DEVICE int first_row() const { return tile * kBlockM; }
   };
 
-  // The sources of copies. They are in shared memory, as BlockCoord is, where they take no
-  // registers between uses.
+  // The sources of copies. They are in shared memory, as BlockCoord is, where they take no registers between uses.
   struct Sources {
     Rows<T> query, key, value;
   };
@@ -196,8 +195,7 @@ struct CollaborativeQueries {
   // `factor` times a sum of scores' gradients; 0 if the sum is 0, even if the factor is not finite.
   HK_DEVICE static float times(float factor, float sum) { return sum == 0.0f ? 0.0f : factor * sum; }
 
-  // Stores the term of the first head and adds those of the others; only to elements of this
-  // thread.
+  // Stores the term of the first head and adds those of the others; only to elements of this thread.
   HK_DEVICE static void add_dquery(const Params& p, const float* factors, const BlockCoord& at, bool is_first,
                                    const Sum& dmixed) {
     const Rows<float> dquery = rows_of<float>(p.dquery, at.part, 0);

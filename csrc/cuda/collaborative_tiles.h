@@ -1,5 +1,5 @@
-// The sizes of a block of threads of the collaborative kernels; tiles.h has those of the gated
-// ones. The shared width is a number of the call, read in steps of kStepWidth features.
+// The sizes of a block of threads of the collaborative kernels; tiles.h has those of the gated ones. The shared width
+// is a number of the call, read in steps of kStepWidth features.
 #pragma once
 
 #include <string>
@@ -19,8 +19,7 @@ struct CollaborativeForwardSizes {
   static constexpr int kBlockN = kRowBytes > 512 ? 16 : sizeof(T) == 4 || kRowBytes > 128 || kTerms ? 32 : 64;
 };
 
-// Owns keys; tiles of kOther query rows. The sums of a slice of dkey and of dvalue stay in
-// registers.
+// Owns keys; tiles of kOther query rows. The sums of a slice of dkey and of dvalue stay in registers.
 template <typename T, int kWidth>
 struct CollaborativeKeysSizes {
   static constexpr int kRowBytes = sizeof(T) * kWidth;
@@ -85,13 +84,12 @@ HK_DEVICE Visible visible_of(const AttentionParams& p, int b, int h) {
 // Features that rows may have on every GPU: with rows that are copied for every tile.
 constexpr int64_t kWidestShared = 1024;
 
-// The number of tiles for the features of the rows that a block owns: one per step if they stay on
-// chip for all tiles of the other side, else one per stage.
+// The number of tiles for the features of the rows that a block owns: one per step if they stay on chip for all tiles
+// of the other side, else one per stage.
 constexpr int owned_tiles(int64_t width, bool kept) { return kept ? ceil_div(static_cast<int>(width), kStepWidth) : 2; }
 
-// Whether the features of the rows that a block owns stay on chip for all tiles of the other side,
-// or are copied again for every tile. They stay if two blocks still fit into a multiprocessor, or
-// if only one fits either way.
+// Whether the features of the rows that a block owns stay on chip for all tiles of the other side, or are copied again
+// for every tile. They stay if two blocks still fit into a multiprocessor, or if only one fits either way.
 template <typename Kernel>
 bool keeps_rows(int64_t width, int device) {
   const int kept = Kernel::shared_bytes(width, true), copied = Kernel::shared_bytes(width, false);

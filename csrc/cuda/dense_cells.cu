@@ -1,12 +1,11 @@
-// Which cells of a dense mask hide all their pairs, and which show all: kernels skip tiles of the
-// former and need no mask arithmetic in tiles of the latter.
+// Which cells of a dense mask hide all their pairs, and which show all: kernels skip tiles of the former and need no
+// mask arithmetic in tiles of the latter.
 #include "cuda/launch.h"
 #include "cuda/shared_tile.h"
 
 namespace hk::cuda {
 
-// A warp reads one cell. `mask` is read by its strides; along rows or keys where it broadcasts, it
-// has one cell.
+// A warp reads one cell. `mask` is read by its strides; along rows or keys where it broadcasts, it has one cell.
 struct CellsOfMask {
   using Params = DenseCellsParams;
   static constexpr int kThreads = 256, kCells = kThreads / kWarp;

@@ -1,5 +1,5 @@
-// Gated attention forward for a few query rows, as in decoding: the sums from which
-// attention_combine.cu computes the outputs. gated_attention_forward.cu has the formulas.
+// Gated attention forward for a few query rows, as in decoding: the sums from which attention_combine.cu computes the
+// outputs. gated_attention_forward.cu has the formulas.
 #include <algorithm>
 
 #include "cuda/grid.h"
@@ -11,11 +11,10 @@
 
 namespace hk::cuda {
 
-// A block of threads visits a share of the keys of one key head, for kBlockM of the query rows that
-// read it: rows of all its query heads, head after head, so that a key is read once for all of
-// them. Every warp computes all rows, over 16 keys of each tile; the sums of the warps are added up
-// at the end. On chip stay the query, one tile of keys and one of values, scores and the
-// accumulators; copies overlap as in the forward kernel.
+// A block of threads visits a share of the keys of one key head, for kBlockM of the query rows that read it: rows of
+// all its query heads, head after head, so that a key is read once for all of them. Every warp computes all rows, over
+// 16 keys of each tile; the sums of the warps are added up at the end. On chip stay the query, one tile of keys and one
+// of values, scores and the accumulators; copies overlap as in the forward kernel.
 template <typename T, int kWidth, bool kTerms>
 struct GatedDecode {
   using Params = ForwardTask;
@@ -46,8 +45,7 @@ struct GatedDecode {
   };
   static constexpr int shared_bytes() { return std::max(Memory().memory.bytes(), SumMemory().memory.bytes()); }
 
-  // The rows of a block, from `first` of the `count` ones of the heads from `first_head`,
-  // each of which has `length`.
+  // The rows of a block, from `first` of the `count` ones of the heads from `first_head`, each of which has `length`.
   struct RowsOfGroup {
     int b, first_head, first, count, length;
 
@@ -180,8 +178,8 @@ struct GatedDecode {
     }
   }
 
-  // Adds the terms to the scores of the warp's keys, from `first_key` on; returns whether this lane
-  // found a hidden pair.
+  // Adds the terms to the scores of the warp's keys, from `first_key` on; returns whether this lane found a hidden
+  // pair.
   HK_DEVICE static bool add_terms(const Params& p, const RowsOfGroup& rows, int S, int first_key,
                                   const HeadRow* head_rows, Accumulator<1, kOwn>& addends) {
     bool hides = false;
@@ -197,8 +195,8 @@ struct GatedDecode {
     return hides;
   }
 
-  // Adds up the sums of the warps and stores them as those of one split. All threads of the block
-  // take part; the shared memory is overwritten.
+  // Adds up the sums of the warps and stores them as those of one split. All threads of the block take part; the shared
+  // memory is overwritten.
   HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows,
                               const Accumulator<1, kWidth>& attended, const OnlineSoftmax<1, kTerms>& softmax) {
     sync_block();

@@ -1,5 +1,5 @@
-// Gated attention forward: out = act(gate) * softmax(scores under the mask) V; scores follow from
-// scale * Q K^T as in scores.h.
+// Gated attention forward: out = act(gate) * softmax(scores under the mask) V; scores follow from scale * Q K^T as in
+// scores.h.
 #include <algorithm>
 
 #include "cuda/grid.h"
@@ -11,10 +11,10 @@
 
 namespace hk::cuda {
 
-// A block of threads computes kBlockM rows of one head. Heads are in order, the last rows of each
-// (the longest under a causal mask) first. For a closed head a block only writes zeros. On chip
-// stay the query, one tile of keys and one of values, scores and the accumulator: values are loaded
-// while scores are computed, the next keys during the softmax and the product with the values.
+// A block of threads computes kBlockM rows of one head. Heads are in order, the last rows of each (the longest under a
+// causal mask) first. For a closed head a block only writes zeros. On chip stay the query, one tile of keys and one of
+// values, scores and the accumulator: values are loaded while scores are computed, the next keys during the softmax and
+// the product with the values.
 template <typename T, int kWidth, bool kTerms, bool kSmall>
 struct GatedForward {
   using Params = ForwardTask;
@@ -27,8 +27,8 @@ struct GatedForward {
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
 
-  // The work of a block: which tiles are copied, and from where. It is in shared memory, where it
-  // takes no registers between uses.
+  // The work of a block: which tiles are copied, and from where. It is in shared memory, where it takes no registers
+  // between uses.
   struct Work {
     Rows<T> key, value;
     TileList list;

@@ -16,11 +16,10 @@ namespace hk::cuda {
 // Which sums a kernel holds in registers; only one of them for the widest heads.
 enum class Sums { kBoth, kKey, kValue };
 
-// A block of threads owns kBlockN keys of a key head and sums over the query heads that read it (a
-// splits-th of them, if key heads alone would not fill the GPU). Key, value and both sums stay on
-// chip; tiles of query rows are loaded two at a time. Scores are transposed, [keys, query rows], so
-// that probabilities and dscores are left operands directly from registers, or are written to
-// shared memory in the order in which they are read there (kWide).
+// A block of threads owns kBlockN keys of a key head and sums over the query heads that read it (a splits-th of them,
+// if key heads alone would not fill the GPU). Key, value and both sums stay on chip; tiles of query rows are loaded two
+// at a time. Scores are transposed, [keys, query rows], so that probabilities and dscores are left operands directly
+// from registers, or are written to shared memory in the order in which they are read there (kWide).
 template <typename T, int kWidth, bool kTerms, Sums kSums, bool kWide>
 struct GatedKeys {
   using Params = KeysParams;

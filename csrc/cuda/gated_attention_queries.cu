@@ -1,5 +1,5 @@
-// Gated attention backward by tiles of query rows: dquery = scale * dscores key. tile_gradient.h
-// has the other formulas.
+// Gated attention backward by tiles of query rows: dquery = scale * dscores key. tile_gradient.h has the other
+// formulas.
 #include <algorithm>
 
 #include "cuda/grid.h"
@@ -10,9 +10,9 @@
 
 namespace hk::cuda {
 
-// A block of threads owns kBlockM query rows of a head, in the order of the forward kernel. The
-// rows of query and dout, and the sum, stay on chip; tiles of keys and values are loaded two at a
-// time. For a closed head a block only writes zeros.
+// A block of threads owns kBlockM query rows of a head, in the order of the forward kernel. The rows of query and dout,
+// and the sum, stay on chip; tiles of keys and values are loaded two at a time. For a closed head a block only writes
+// zeros.
 template <typename T, int kWidth, bool kTerms>
 struct GatedQueries {
   using Params = QueriesParams;

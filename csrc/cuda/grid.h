@@ -5,12 +5,11 @@
 
 namespace hk::cuda {
 
-// A launch has less than 2^31 blocks (check_grid), and a 32-bit division takes a fifth of the time
-// of a 64-bit one.
+// A launch has less than 2^31 blocks (check_grid), and a 32-bit division takes a fifth of the time of a 64-bit one.
 HK_DEVICE unsigned block_number() { return static_cast<unsigned>(block_index()); }
 
-// Tiles of query rows: heads in order, the last rows of each (the longest under a causal mask)
-// first; the splits of a tile's keys are consecutive.
+// Tiles of query rows: heads in order, the last rows of each (the longest under a causal mask) first; the splits of a
+// tile's keys are consecutive.
 struct HeadTile {
   int split, b, h, H, tile;
 

@@ -1,9 +1,9 @@
-// Every instruction and every builtin of CUDA that the kernels use, and nothing else. nvcc compiles
-// the device half, in PTX for sm_80 and newer; a C++ compiler compiles software that does the same
-// (emulator/hardware.h), so that the same kernels run without a GPU.
+// Every instruction and every builtin of CUDA that the kernels use, and nothing else. nvcc compiles the device half, in
+// PTX for sm_80 and newer; a C++ compiler compiles software that does the same (emulator/hardware.h), so that the same
+// kernels run without a GPU.
 //
-// Fragments are those of the PTX ISA, section "Matrix fragments". With row = lane / 4 and pair = 2
-// * (lane % 4), a lane of a warp holds of a product of tiles C[16][8] += A[16][k] B[k][8]
+// Fragments are those of the PTX ISA, section "Matrix fragments". With row = lane / 4 and pair = 2 * (lane % 4), a lane
+// of a warp holds of a product of tiles C[16][8] += A[16][k] B[k][8]
 //   C: [row][pair], [row][pair + 1], [row + 8][pair], [row + 8][pair + 1];
 //   A and B of 16 bits, k = 16, two neighbours along k in a word, the first in its low half:
 //     A[row][pair], A[row + 8][pair], A[row][pair + 8], A[row + 8][pair + 8]; B[pair][row],
@@ -63,14 +63,13 @@ HK_DEVICE V shuffle_xor(V value, int mask);
 HK_DEVICE void load_matrices(uint32_t (&matrices)[4], const void* row);
 HK_DEVICE void load_matrices_transposed(uint32_t (&matrices)[4], const void* row);
 
-// C += A B, summed in float and rounded toward zero. T: bf16, fp16, tf32 (whose last 13 bits are
-// ignored).
+// C += A B, summed in float and rounded toward zero. T: bf16, fp16, tf32 (whose last 13 bits are ignored).
 template <typename T>
 HK_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
-// Starts to copy 16 bytes into shared memory, of which `bytes` are read and the rest is zero; both
-// addresses are aligned to 16 bytes. This thread may read the copy after wait_copies for its group
-// (all copies since the last commit_copies), other threads after a barrier.
+// Starts to copy 16 bytes into shared memory, of which `bytes` are read and the rest is zero; both addresses are
+// aligned to 16 bytes. This thread may read the copy after wait_copies for its group (all copies since the last
+// commit_copies), other threads after a barrier.
 HK_DEVICE void copy_async(void* shared, const void* global, int bytes);
 HK_DEVICE void commit_copies();
 // Waits until at most the latest kPending groups are pending.
@@ -133,8 +132,8 @@ HK_DEVICE V shuffle_xor(V value, int mask) {
   return __shfl_xor_sync(kAllLanes, value, mask);
 }
 
-// Instructions that all lanes must reach are volatile: the compiler does not move them across
-// barriers or into branches.
+// Instructions that all lanes must reach are volatile: the compiler does not move them across barriers or into
+// branches.
 HK_DEVICE void load_matrices(uint32_t (&matrices)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])

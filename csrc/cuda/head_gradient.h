@@ -1,19 +1,16 @@
-// Stores the gradient of the rows of a head that the warps of a block hold, in the operands' dtype
-// or as float.
+// Stores the gradient of the rows of a head that the warps of a block hold, in the operands' dtype or as float.
 #pragma once
 
 #include "cuda/tensor_core.h"
 
 namespace hk::cuda {
 
-// A warp's part of a gradient in shared memory, through which whole rows are written, some columns
-// at a time.
+// A warp's part of a gradient in shared memory, through which whole rows are written, some columns at a time.
 template <int kGroups, int kColumns>
 using GradientPart = Tile<float, kGroups * 16, kColumns % 64 == 0 ? 64 : 32>;
 
-// Stores `values` [rows from first_row, kColumns from first_column] of this warp, times `factor`.
-// All threads of the block take part; the start of the shared memory, one GradientPart per warp, is
-// overwritten.
+// Stores `values` [rows from first_row, kColumns from first_column] of this warp, times `factor`. All threads of the
+// block take part; the start of the shared memory, one GradientPart per warp, is overwritten.
 template <typename T, int kGroups, int kColumns>
 HK_DEVICE void store_gradient(const Tensor& grad, int b, int head, int first_row, int first_column,
                               const Accumulator<kGroups, kColumns>& values, float factor) {

@@ -1,5 +1,5 @@
-// What a forward kernel stores for its rows of a head: the output and what the backward needs, or
-// the rows of the gate's gradient. For both operators.
+// What a forward kernel stores for its rows of a head: the output and what the backward needs, or the rows of the
+// gate's gradient. For both operators.
 #pragma once
 
 #include "cuda/gate.h"
@@ -48,8 +48,8 @@ HK_DEVICE void store_split(const ForwardTask& p, int split, int b, int h, int fi
   });
 }
 
-// The rows of all warps go through shared memory (its start, which is overwritten), so that a warp
-// reads and writes whole rows in global memory. There are sinks only with kTerms.
+// The rows of all warps go through shared memory (its start, which is overwritten), so that a warp reads and writes
+// whole rows in global memory. There are sinks only with kTerms.
 template <typename T, int kWarps, int kGroups, int kWidth, bool kTerms>
 class HeadOutput {
  public:
@@ -63,8 +63,7 @@ class HeadOutput {
   };
   static constexpr int shared_bytes() { return Memory().memory.bytes(); }
 
-  // Stores `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is
-  // `first_row`.
+  // Stores `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is `first_row`.
   HK_DEVICE static void store(const ForwardTask& p, const Gate& gate, int b, int h, int first_row,
                               const Accumulator<kGroups, kWidth>& attended, const float (&lse)[kGroups][2]) {
     const HeadOutput rows(warp());
@@ -90,8 +89,7 @@ class HeadOutput {
       rows.store_outputs(p, gate, at);
   }
 
-  // A warp's rows in shared memory: attended and lse without the sink, and the factors with which
-  // they are stored.
+  // A warp's rows in shared memory: attended and lse without the sink, and the factors with which they are stored.
   AttendedTile tile;
   float *lse, *factors;
 

@@ -1,8 +1,7 @@
 // Launches of kernels.
 //
-// A kernel is a struct with `using Params`, a plain struct that is passed to the device; `static
-// constexpr int kThreads`, the threads of a block; and `HK_DEVICE static void run(const Params&)`,
-// the code of a thread.
+// A kernel is a struct with `using Params`, a plain struct that is passed to the device; `static constexpr int
+// kThreads`, the threads of a block; and `HK_DEVICE static void run(const Params&)`, the code of a thread.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +18,7 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Bytes of shared memory that one block can have, and those that all blocks of a multiprocessor
-// have together.
+// Bytes of shared memory that one block can have, and those that all blocks of a multiprocessor have together.
 struct SharedMemoryLimits {
   int per_block, per_multiprocessor;
 };
@@ -53,8 +51,8 @@ inline void check_grid(int64_t blocks, int shared_bytes) {
 
 #if defined(__CUDACC__)
 
-// Makes `device` the current one during its lifetime. The previous device is restored only if this
-// process already uses it: cudaSetDevice would create a context there, which takes hundreds of MB.
+// Makes `device` the current one during its lifetime. The previous device is restored only if this process already uses
+// it: cudaSetDevice would create a context there, which takes hundreds of MB.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -73,10 +71,9 @@ void allow_shared_memory(const void* entry, int device, int bytes);
 // Throws an Error with a message if there is an error.
 void check_error(cudaError_t error, int device);
 
-// The least number of blocks of a kernel that must fit into a multiprocessor, which a kernel sets
-// by `static constexpr int least_blocks()`. Without it (0), ptxas may spill some registers to fit
-// one more block, even if shared memory has no space for it: it does not know how much a block
-// takes.
+// The least number of blocks of a kernel that must fit into a multiprocessor, which a kernel sets by `static constexpr
+// int least_blocks()`. Without it (0), ptxas may spill some registers to fit one more block, even if shared memory has
+// no space for it: it does not know how much a block takes.
 template <typename Kernel, typename = void>
 constexpr int kLeastBlocks = 0;
 template <typename Kernel>
@@ -90,8 +87,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, kLeastBlocks<Kernel>)
 
 #endif
 
-// Starts `blocks` blocks, each with `shared_bytes` of shared memory. Does not wait for them, and
-// may be captured in a CUDA graph.
+// Starts `blocks` blocks, each with `shared_bytes` of shared memory. Does not wait for them, and may be captured in a
+// CUDA graph.
 template <typename Kernel>
 void launch(int64_t blocks, int shared_bytes, const typename Kernel::Params& params,
             [[maybe_unused]] const LaunchTarget& target) {

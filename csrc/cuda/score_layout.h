@@ -1,5 +1,4 @@
-// Which pairs of a query row and a key a tile leaves out: hidden ones, and those that dropout
-// drops.
+// Which pairs of a query row and a key a tile leaves out: hidden ones, and those that dropout drops.
 #pragma once
 
 #include <type_traits>
@@ -14,9 +13,9 @@ namespace hk::cuda {
 // Tiles of scores are [query rows, keys], or in the pass by keys [keys, query rows].
 enum class ScoreLayout { kRowsFirst, kKeysFirst };
 
-// A set of the elements that a lane holds of an Accumulator<kGroups, kColumns>: a word per row, and
-// in it bit 8 n + e % 2. Sets are filled in loops that are not unrolled, so that code that few
-// tiles run takes no registers from the others.
+// A set of the elements that a lane holds of an Accumulator<kGroups, kColumns>: a word per row, and in it bit 8 n + e %
+// 2. Sets are filled in loops that are not unrolled, so that code that few tiles run takes no registers from the
+// others.
 template <int kGroups, int kColumns>
 class Pairs {
  public:
@@ -54,8 +53,8 @@ HK_DEVICE void each_row(F&& f) {
   }
 }
 
-// Adds pairs that are hidden; `ranges` are those of the tile's query rows, `first_key` its first
-// key. The first front_of(row) keys do not have to be in the range of a row.
+// Adds pairs that are hidden; `ranges` are those of the tile's query rows, `first_key` its first key. The first
+// front_of(row) keys do not have to be in the range of a row.
 template <ScoreLayout kLayout, int kGroups, int kColumns, typename FrontOf>
 HK_DEVICE void add_hidden(Pairs<kGroups, kColumns>& pairs, const Visible& visible, const Range* ranges, int first_key,
                           FrontOf&& front_of) {
@@ -137,10 +136,9 @@ class Dropped {
 
   HK_DEVICE bool holds(int m, int n, int e) const { return word_ >> (4 * (m * kTiles + n) + e) & 1; }
 
-  // Adds the elements of a tile of head (b, h) that dropout drops; `first_key` is a multiple of 4.
-  // One draw decides about four keys of a row. Two lanes hold two of them each, or with kKeysFirst
-  // four lanes one each; together these lanes hold as many groups of four keys as there are lanes,
-  // so each lane draws for one group.
+  // Adds the elements of a tile of head (b, h) that dropout drops; `first_key` is a multiple of 4. One draw decides
+  // about four keys of a row. Two lanes hold two of them each, or with kKeysFirst four lanes one each; together these
+  // lanes hold as many groups of four keys as there are lanes, so each lane draws for one group.
   template <ScoreLayout kLayout>
   HK_DEVICE void draw(const DropoutParams& params, int b, int h, int first_row, int first_key) {
     draw<kLayout>(params, b, [&](int row) { return HeadRow{h, first_row + row}; }, first_key);
@@ -185,8 +183,8 @@ HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Set& set, float 
   });
 }
 
-// What a tile of the backward leaves out: in a full tile only what its terms hide, and nothing is
-// dropped without dropout.
+// What a tile of the backward leaves out: in a full tile only what its terms hide, and nothing is dropped without
+// dropout.
 template <ScoreLayout kLayout, int kGroups, int kColumns>
 class LeftOut {
  public:
@@ -213,8 +211,7 @@ class LeftOut {
   Dropped<kGroups, kColumns> dropped_;
 };
 
-// Rows that see a key whose value is flagged `bad` (its numbers are 0 in the tile) become nan, in
-// every column.
+// Rows that see a key whose value is flagged `bad` (its numbers are 0 in the tile) become nan, in every column.
 template <int kGroups, int kColumns, int kWidth>
 HK_DEVICE void poison(Accumulator<kGroups, kWidth>& attended, const Pairs<kGroups, kColumns>& hidden, const bool* bad) {
   float addend[kGroups][2] = {};

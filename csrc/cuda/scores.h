@@ -2,10 +2,9 @@
 //
 //   score = softcap * tanh(scale * raw / softcap) + bias        slope = 1 - tanh^2
 //
-// A kernel is compiled with terms and without them (kThere). Without terms, scores stay raw: the
-// softmax scales them. With terms, which of them exist is decided at run time, once per tile: what
-// is added to the scores of a tile is in shared memory, -inf where a dense mask hides the pair; a
-// bias may be -inf too.
+// A kernel is compiled with terms and without them (kThere). Without terms, scores stay raw: the softmax scales them.
+// With terms, which of them exist is decided at run time, once per tile: what is added to the scores of a tile is in
+// shared memory, -inf where a dense mask hides the pair; a bias may be -inf too.
 #pragma once
 
 #include "cuda/gate.h"
@@ -13,11 +12,10 @@
 
 namespace hk::cuda {
 
-// The content bias of a head of collaborative attention: a number per key, added to its products
-// inside the scale.
+// The content bias of a head of collaborative attention: a number per key, added to its products inside the scale.
 class ContentBias {
-  // Larger ones are clamped to this, so that the product with the scale is finite. A power of 2
-  // makes that product exact, so that equal ones are equal to their maximum in the softmax.
+  // Larger ones are clamped to this, so that the product with the scale is finite. A power of 2 makes that product
+  // exact, so that equal ones are equal to their maximum in the softmax.
   static constexpr float kMost = 1.329227995784916e36f;
 
  public:
@@ -40,8 +38,8 @@ struct Head {
   int b, h, T, S;
 };
 
-// What is added to the scores of a head, pair by pair: a bias, or a table of offsets, read as a
-// bias whose rows overlap and are shifted by one.
+// What is added to the scores of a head, pair by pair: a bias, or a table of offsets, read as a bias whose rows overlap
+// and are shifted by one.
 class Addends {
  public:
   HK_DEVICE Addends(const AttentionParams& p, const Head& at)
@@ -65,8 +63,7 @@ class Addends {
 
   HK_DEVICE bool any() const { return data_ != nullptr; }
 
-  // The addend of a pair within T and S; -inf hides it. Without `masked` the dense mask is not
-  // read.
+  // The addend of a pair within T and S; -inf hides it. Without `masked` the dense mask is not read.
   HK_DEVICE float at(int row, int key, bool masked) const {
     if (masked && !mask_[row * mask_row_ + key * mask_key_]) return -kInfinity;
     return data_ ? load_number(data_, dtype_, first_ + row * row_ + key * key_) : 0.0f;
@@ -88,8 +85,8 @@ class Addends {
   int64_t mask_row_, mask_key_;
 };
 
-// The terms of tiles of kRows query rows and kKeys keys. Functions take the parameters of the
-// kernel, which are available everywhere and cost no registers.
+// The terms of tiles of kRows query rows and kKeys keys. Functions take the parameters of the kernel, which are
+// available everywhere and cost no registers.
 template <bool kThere, ScoreLayout kLayout, int kRows, int kKeys>
 class ScoreTile {
   // Padded as tiles are (16 columns are not: the widest kernels have no shared memory left).
@@ -118,8 +115,8 @@ class ScoreTile {
     return all ? kShown : any ? kMixed : kHidden;
   }
 
-  // The first tile of a list, from `index` on, in which the dense mask shows a pair. `first` is the
-  // first row of all tiles, or in a pass by keys their first key.
+  // The first tile of a list, from `index` on, in which the dense mask shows a pair. `first` is the first row of all
+  // tiles, or in a pass by keys their first key.
   template <typename Params>
   HK_DEVICE static int shown_from(int index, const TileList& list, int first, const Params& p, const Head& at) {
     if constexpr (kThere) {
@@ -133,8 +130,8 @@ class ScoreTile {
     return index;
   }
 
-  // Puts what is added to the scores of a tile on chip; returns whether this thread found a hidden
-  // pair. Other threads may read it after a barrier. All threads of the block take part.
+  // Puts what is added to the scores of a tile on chip; returns whether this thread found a hidden pair. Other threads
+  // may read it after a barrier. All threads of the block take part.
   template <int kThreads, typename Params>
   HK_DEVICE bool stage(const Params& p, const Head& at, int first_row, int first_key) const {
     const bool masked = p.dense_cells.data && shown(p, at, first_row, first_key) != kShown;

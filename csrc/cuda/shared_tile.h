@@ -59,8 +59,8 @@ struct Ring {
   HK_DEVICE AnyTile operator[](int index) const { return {first + index * AnyTile::kRows * AnyTile::kStride}; }
 };
 
-// Allocates the block's shared memory buffer by buffer, for the struct `Memory` of a kernel, from
-// which the host takes the number of bytes and the device the buffers.
+// Allocates the block's shared memory buffer by buffer, for the struct `Memory` of a kernel, from which the host takes
+// the number of bytes and the device the buffers.
 class SharedMemory {
  public:
   template <typename AnyTile>
@@ -122,8 +122,7 @@ HK_DEVICE Unit<T> load_unit(const Rows<T>& rows, int row, int column) {
   return unit;
 }
 
-// Stores the floats value(0), value(1), ... of a unit as T at element `column` of a row, up to the
-// end of the row.
+// Stores the floats value(0), value(1), ... of a unit as T at element `column` of a row, up to the end of the row.
 template <typename T, typename Value>
 HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, Value&& value) {
   uint32_t words[4];
@@ -143,8 +142,8 @@ HK_DEVICE void store_unit(const Rows<T>& rows, int row, int column, Value&& valu
     if (column + j < rows.width) to[j] = unit.values[j];
 }
 
-// Stores `count` rows of a tile of floats as T, each times factor(row): to the rows from
-// `first_row` on, from column `first_column` up to their end. All lanes of a warp take part.
+// Stores `count` rows of a tile of floats as T, each times factor(row): to the rows from `first_row` on, from column
+// `first_column` up to their end. All lanes of a warp take part.
 template <typename T, int kRows, int kColumns, typename Factor>
 HK_DEVICE void store_tile(const Tile<float, kRows, kColumns>& tile, const Rows<T>& rows, int first_row,
                           int first_column, int count, Factor&& factor) {
@@ -157,8 +156,8 @@ HK_DEVICE void store_tile(const Tile<float, kRows, kColumns>& tile, const Rows<T
   }
 }
 
-// The units of a tile that a thread copies, and that only it reads until a barrier: those of some
-// columns. The number of threads per row is its number of units, rounded up to a power of two.
+// The units of a tile that a thread copies, and that only it reads until a barrier: those of some columns. The number
+// of threads per row is its number of units, rounded up to a power of two.
 template <int kThreads, typename AnyTile>
 struct OwnUnits {
   using T = typename AnyTile::Element;
@@ -187,9 +186,8 @@ struct OwnUnits {
   HK_DEVICE static unsigned index() { return static_cast<unsigned>(thread_index()); }
 };
 
-// Starts to copy this thread's units of a column of a tile: of the rows from `first` on, from their
-// element `feature`. Elements beyond the rows are 0. The copies are complete after this thread's
-// wait for its copies.
+// Starts to copy this thread's units of a column of a tile: of the rows from `first` on, from their element `feature`.
+// Elements beyond the rows are 0. The copies are complete after this thread's wait for its copies.
 template <int kThreads, typename T, int kRows, int kColumns>
 HK_DEVICE void copy_column(const Tile<T, kRows, kColumns>& tile, int column, const Rows<T>& rows, int first,
                            int feature) {
@@ -223,10 +221,9 @@ HK_DEVICE void copy_rows(const Tile<T, kRows, kColumns>& tile, const Rows<T>& ro
       [&](int column) { copy_column<kThreads>(tile, column, rows, first, column); });
 }
 
-// Replaces numbers of a tile that are not finite by 0, since hidden ones have weight 0 in a
-// product, and 0 * nan would reach every row. Returns false if all are finite. Otherwise `flags`,
-// if it is given, says for every row whether it had such numbers. All threads of the block take
-// part, after the tile has landed.
+// Replaces numbers of a tile that are not finite by 0, since hidden ones have weight 0 in a product, and 0 * nan would
+// reach every row. Returns false if all are finite. Otherwise `flags`, if it is given, says for every row whether it
+// had such numbers. All threads of the block take part, after the tile has landed.
 template <int kThreads, typename T, int kRows, int kColumns>
 HK_DEVICE bool clean(const Tile<T, kRows, kColumns>& tile, bool* flags = nullptr) {
   constexpr int kCount = Unit<T>::kCount, kUnits = kColumns / kCount;

@@ -1,8 +1,7 @@
-// The softmax of a row, tile by tile, in base 2: p = 2^(scale_log2 * score - row_max), where
-// scale_log2 is |scale| * log2(e). Scores stay unscaled until this multiply-add. Scores with terms
-// (kTerms) are final and may be large: p = 2^((score - row_max) * log2(e)), since their product
-// with log2(e) may overflow, while their difference is exact near the maximum. row_max is finite
-// from the start, so differences of two infinities do not occur.
+// The softmax of a row, tile by tile, in base 2: p = 2^(scale_log2 * score - row_max), where scale_log2 is |scale| *
+// log2(e). Scores stay unscaled until this multiply-add. Scores with terms (kTerms) are final and may be large: p =
+// 2^((score - row_max) * log2(e)), since their product with log2(e) may overflow, while their difference is exact near
+// the maximum. row_max is finite from the start, so differences of two infinities do not occur.
 #pragma once
 
 #include <cmath>
@@ -65,8 +64,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores, hidden ones -inf, become probabilities relative to the new row_max; earlier sums are
-  // rescaled to it.
+  // Scores, hidden ones -inf, become probabilities relative to the new row_max; earlier sums are rescaled to it.
   template <int kColumns, int kWidth>
   HK_DEVICE void step(Accumulator<kGroups, kColumns>& scores, Accumulator<kGroups, kWidth>& acc, float scale_log2) {
     float alpha[kGroups][2];
@@ -93,8 +91,8 @@ struct OnlineSoftmax {
     acc.each([&](float& value, int m, int, int e) { value *= alpha[m][e / 2]; });
   }
 
-  // Divides the accumulator by the sums and returns lse in `row_max`: -inf for a row that sees no
-  // key, whose accumulator is 0.
+  // Divides the accumulator by the sums and returns lse in `row_max`: -inf for a row that sees no key, whose
+  // accumulator is 0.
   template <int kWidth>
   HK_DEVICE void normalize(Accumulator<kGroups, kWidth>& acc, float keep_scale) {
     HK_UNROLL
@@ -110,8 +108,7 @@ struct OnlineSoftmax {
   }
 };
 
-// The sums of a row whose keys were split into parts, in a warp: each lane has every 32nd column of
-// `acc`.
+// The sums of a row whose keys were split into parts, in a warp: each lane has every 32nd column of `acc`.
 template <int kWidth, bool kTerms>
 struct RowOfParts {
   float row_max = kLowest, row_sum = 0.0f, acc[kWidth / kWarp] = {};
@@ -123,8 +120,7 @@ struct RowOfParts {
     for (int i = 0; i < kWidth / kWarp; ++i) f(i, i * kWarp + lane());
   }
 
-  // Adds up `count` parts in their order, from row_max_of(part), row_sum_of(part) and acc_of(part,
-  // column).
+  // Adds up `count` parts in their order, from row_max_of(part), row_sum_of(part) and acc_of(part, column).
   template <typename RowMaxOf, typename RowSumOf, typename AccOf>
   HK_DEVICE void add_up(int count, RowMaxOf&& row_max_of, RowSumOf&& row_sum_of, AccOf&& acc_of) {
     HK_UNROLL_BY(4)

@@ -1,10 +1,9 @@
 // Products of tiles on tensor cores: what a warp holds of a tile, and how it multiplies.
 //
-// A warp owns rows of an accumulator in groups of 16. Its left operand comes from a tile of rows in
-// shared memory or directly from an accumulator in registers; its right operand from a tile of
-// rows, as [columns, depth] or as [depth, columns]. bfloat16 and float16 need one product; float
-// needs three in tf32, of the parts of x = high + low, which leaves an error of 2^-21 of each
-// product, and adds them to the accumulator outside of the tensor cores.
+// A warp owns rows of an accumulator in groups of 16. Its left operand comes from a tile of rows in shared memory or
+// directly from an accumulator in registers; its right operand from a tile of rows, as [columns, depth] or as [depth,
+// columns]. bfloat16 and float16 need one product; float needs three in tf32, of the parts of x = high + low, which
+// leaves an error of 2^-21 of each product, and adds them to the accumulator outside of the tensor cores.
 #pragma once
 
 #include <cmath>
@@ -42,8 +41,7 @@ struct Accumulator {
 HK_DEVICE int row_of(int m, int e) { return 16 * m + lane() / 4 + 8 * (e / 2); }
 HK_DEVICE int column_of(int n, int e) { return 8 * n + 2 * (lane() % 4) + e % 2; }
 
-// The part of a lane in 16 rows times a depth, and in a depth times 16 columns: columns 0 to 7 in
-// b[0] and b[1].
+// The part of a lane in 16 rows times a depth, and in a depth times 16 columns: columns 0 to 7 in b[0] and b[1].
 struct Left {
   uint32_t a[4];
 };
@@ -113,10 +111,10 @@ struct TensorCore<float> {
     uint32_t high[4], low[4];
   };
 
-  // The high part is rounded to the nearest, so that the omitted product of two low parts has
-  // either sign: with truncation the error would be two to three times that of float. The low part
-  // is the exact rest. A number that is not finite is in the low part only, which is multiplied by
-  // one part of the other factor and not by both, whose signs may differ.
+  // The high part is rounded to the nearest, so that the omitted product of two low parts has either sign: with
+  // truncation the error would be two to three times that of float. The low part is the exact rest. A number that is
+  // not finite is in the low part only, which is multiplied by one part of the other factor and not by both, whose
+  // signs may differ.
   HK_DEVICE static Operand operand(const uint32_t (&bits)[4]) {
     Operand result;
     HK_UNROLL
@@ -129,9 +127,8 @@ struct TensorCore<float> {
     return result;
   }
 
-  // Small products first. Tensor cores round toward zero: accumulated there, the errors of all
-  // steps would add up with one sign. The sum of a step starts from zero and is added rounded to
-  // nearest.
+  // Small products first. Tensor cores round toward zero: accumulated there, the errors of all steps would add up with
+  // one sign. The sum of a step starts from zero and is added rounded to nearest.
   HK_DEVICE static void multiply(float (&c0)[4], float (&c1)[4], const Operand& left, const Operand& right) {
     float step0[4] = {}, step1[4] = {};
     multiply_add<tf32>(step0, left.low, right.high[0], right.high[1]);
@@ -203,8 +200,8 @@ HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc, const Tile<T, 
   for (int k = 0; k < kTileColumns; k += TensorCore<T>::kDepth) multiply_rows_at(acc, left, row, right, k);
 }
 
-// The same for the first `width` columns. Whole tiles, the usual case, are straight code: a loop of
-// unknown length would expose the latency of every load.
+// The same for the first `width` columns. Whole tiles, the usual case, are straight code: a loop of unknown length
+// would expose the latency of every load.
 template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns>
 HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc, const Tile<T, kLeftRows, kTileColumns>& left, int row,
                              const Tile<T, kColumns, kTileColumns>& right, int width) {
@@ -216,8 +213,8 @@ HK_DEVICE void multiply_rows(Accumulator<kGroups, kColumns>& acc, const Tile<T, 
   }
 }
 
-// acc += weights [.., kDepth] * right [kDepth, kColumns], the weights rounded to T; of the 16
-// columns from n on only where used(n), which is one answer for the whole warp.
+// acc += weights [.., kDepth] * right [kDepth, kColumns], the weights rounded to T; of the 16 columns from n on only
+// where used(n), which is one answer for the whole warp.
 template <int kGroups, int kColumns, int kDepth, typename T, typename Used>
 HK_DEVICE void multiply_weights(Accumulator<kGroups, kColumns>& acc, const Accumulator<kGroups, kDepth>& weights,
                                 const Tile<T, kDepth, kColumns>& right, Used&& used) {

@@ -2,8 +2,8 @@
 //
 //   p = exp(scores - lse)        dp = dattended value^T        dscores = p * (dp - delta)
 //
-// The gate is still to be applied to dattended, and so to dp and to the weights p of dvalue;
-// dropout multiplies both by 0 or its scale. With a cap, dscores are those of the scores before it.
+// The gate is still to be applied to dattended, and so to dp and to the weights p of dvalue; dropout multiplies both by
+// 0 or its scale. With a cap, dscores are those of the scores before it.
 #pragma once
 
 #include "cuda/gate.h"
@@ -30,9 +30,9 @@ struct QueryRow {
   }
 };
 
-// A row counts as finite if it sees a key and its numbers are finite. A row that sees a key and is
-// not finite has lse nan, and so p nan for every key that it sees: with its query and dout read as
-// 0, exactly the gradients of these keys become nan.
+// A row counts as finite if it sees a key and its numbers are finite. A row that sees a key and is not finite has lse
+// nan, and so p nan for every key that it sees: with its query and dout read as 0, exactly the gradients of these keys
+// become nan.
 template <int kRows>
 struct QueryRows {
   float lse[kRows];  // without terms in base 2; +inf for rows that see nothing: p is 0 there
@@ -58,8 +58,8 @@ struct QueryRows {
   }
 };
 
-// Sets rows of `query` and `dout` that are not finite to 0, if there are any. All threads of the
-// block take part, after both tiles have landed.
+// Sets rows of `query` and `dout` that are not finite to 0, if there are any. All threads of the block take part, after
+// both tiles have landed.
 template <int kThreads, int kRows, typename QueryTile, typename DoutTile>
 HK_DEVICE void leave_out_non_finite(const QueryRows<kRows>& rows, const QueryTile& query, const DoutTile& dout) {
   bool non_finite = false;
@@ -71,8 +71,7 @@ HK_DEVICE void leave_out_non_finite(const QueryRows<kRows>& rows, const QueryTil
   sync_block();
 }
 
-// The numbers of query rows for the elements of a tile: by its rows from `first`, or by its
-// columns.
+// The numbers of query rows for the elements of a tile: by its rows from `first`, or by its columns.
 template <ScoreLayout kLayout, int kRows>
 struct TileRows {
   const QueryRows<kRows>& rows;

@@ -1,13 +1,11 @@
 // The sizes of a block of threads, by kernel, size of an element and width of a head.
 //
-// Each is the largest whose sums stay in registers (255 per thread; tests bound what is spilled to
-// a few words) and whose tiles fit into 99 KiB of shared memory, the least that a GPU from sm_80 on
-// gives to a block (sm_86, sm_89, sm_120). The machine code is the same for several GPUs, so the
-// host chooses between sizes by the shared memory of the device. Heuristic: nothing here was
-// measured on a GPU.
+// Each is the largest whose sums stay in registers (255 per thread; tests bound what is spilled to a few words) and
+// whose tiles fit into 99 KiB of shared memory, the least that a GPU from sm_80 on gives to a block (sm_86, sm_89,
+// sm_120). The machine code is the same for several GPUs, so the host chooses between sizes by the shared memory of the
+// device. Heuristic: nothing here was measured on a GPU.
 //
-// kGroups is the number of 16-row groups that a warp owns: with two, every load of the other
-// operand is used twice.
+// kGroups is the number of 16-row groups that a warp owns: with two, every load of the other operand is used twice.
 #pragma once
 
 #include <string>
@@ -23,11 +21,10 @@ constexpr int kLeastShared = 99 << 10;
 // The same for all blocks of a multiprocessor: sm_86, sm_89, sm_120.
 constexpr int kLeastOfMultiprocessor = 100 << 10;
 
-// Kernels with terms (scores.h) have one more tile of numbers in shared memory and more arithmetic,
-// so they have fewer widths, and a warp owns one group. kSmall is for GPUs where a multiprocessor
-// holds only one block of the other sizes: with half the rows, two blocks fit into 100 KiB, and one
-// multiplies while the other waits. FlashAttention-2 has 64 x 64 there for causal masks; rows
-// padded by 16 bytes leave 48 keys of width 128.
+// Kernels with terms (scores.h) have one more tile of numbers in shared memory and more arithmetic, so they have fewer
+// widths, and a warp owns one group. kSmall is for GPUs where a multiprocessor holds only one block of the other sizes:
+// with half the rows, two blocks fit into 100 KiB, and one multiplies while the other waits. FlashAttention-2 has 64 x
+// 64 there for causal masks; rows padded by 16 bytes leave 48 keys of width 128.
 template <typename T, int kWidth, bool kTerms, bool kSmall>
 struct ForwardSizes {
   static constexpr bool kWide = sizeof(T) * kWidth > 256;  // bytes of a row
@@ -40,16 +37,16 @@ struct ForwardSizes {
 template <typename T, int kWidth, bool kTerms>
 constexpr bool kHasSmall = sizeof(T) == 2 && !kTerms && (kWidth == 96 || kWidth == 128);
 
-// For a few query rows, as in decoding: every warp has all kBlockM rows, and kOwn keys of a tile.
-// kBlockM is the least number of rows that tensor cores multiply.
+// For a few query rows, as in decoding: every warp has all kBlockM rows, and kOwn keys of a tile. kBlockM is the least
+// number of rows that tensor cores multiply.
 template <typename T, int kWidth>
 struct DecodeSizes {
   static constexpr int kWarps = sizeof(T) * kWidth > 512 ? 2 : 4;
   static constexpr int kBlockM = 16, kOwn = 16;
 };
 
-// For both passes of the backward: a warp owns rows (keys or query rows) and visits tiles of kOther
-// of the other side, two of which are in shared memory. Each side has two operands.
+// For both passes of the backward: a warp owns rows (keys or query rows) and visits tiles of kOther of the other side,
+// two of which are in shared memory. Each side has two operands.
 template <typename T, int kWidth, bool kTerms>
 struct BackwardSizes {
   static constexpr int kRowBytes = sizeof(T) * kWidth;
@@ -59,9 +56,9 @@ struct BackwardSizes {
   static constexpr int kAcross = 1;
 };
 
-// For the pass by keys if a block may have 163 KiB (sm_80, sm_90 and newer): kAcross warps have the
-// same keys, and each has a part of the query rows and of the features. Their probabilities and
-// dscores go through shared memory, so that two groups of a warp use every load in every product.
+// For the pass by keys if a block may have 163 KiB (sm_80, sm_90 and newer): kAcross warps have the same keys, and each
+// has a part of the query rows and of the features. Their probabilities and dscores go through shared memory, so that
+// two groups of a warp use every load in every product.
 struct WideKeysSizes {
   static constexpr int kWarps = 8, kGroups = 2, kOther = 64, kAcross = 2;
   static constexpr int kOwn = kWarps / kAcross * kGroups * 16;
@@ -89,8 +86,7 @@ void with_terms(bool terms, F&& f) {
   terms ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// The widths of D and Dv. Narrow float heads use a wider one: fewer kernels for the dtype that is
-// used least.
+// The widths of D and Dv. Narrow float heads use a wider one: fewer kernels for the dtype that is used least.
 template <typename T, bool kTerms, typename F>
 void with_width(int64_t D, int64_t Dv, F&& f) {
   if constexpr (kTerms && sizeof(T) == 4)

@@ -1,9 +1,8 @@
 // Which keys a tile of query rows sees, and which query rows see a tile of keys.
 //
-// A query row sees the keys of one half-open range and first keys of its head before that, less
-// those that `key_visible` hides. Tiles outside of every range are never visited; tiles inside the
-// ranges of all their rows need no mask arithmetic. A kernel visits the full tiles first, then the
-// partial ones, which it masks pair by pair.
+// A query row sees the keys of one half-open range and first keys of its head before that, less those that
+// `key_visible` hides. Tiles outside of every range are never visited; tiles inside the ranges of all their rows need
+// no mask arithmetic. A kernel visits the full tiles first, then the partial ones, which it masks pair by pair.
 #pragma once
 
 #include <climits>
@@ -42,8 +41,8 @@ class Visible {
   HK_DEVICE int front() const { return front_of(h_); }
   HK_DEVICE int front_of(int h) const { return mask_.first_keys ? mask_.first_keys[h * mask_.first_stride] : 0; }
 
-  // {0, 0} if the row sees no key or does not exist. If the first keys reach the range of a row, or
-  // the row has no other keys, its range begins at 0.
+  // {0, 0} if the row sees no key or does not exist. If the first keys reach the range of a row, or the row has no
+  // other keys, its range begins at 0.
   HK_DEVICE Range range(int row) const {
     if (row >= T_) return {0, 0};
     int lo = clamp(row + mask_.band_lo, S_), hi = clamp(row + mask_.band_hi, S_);
@@ -80,8 +79,8 @@ class Visible {
   const uint8_t* keys_;
 };
 
-// The minimum of each of four numbers over the block; `scratch` has four ints per warp. All threads
-// take part; there is a barrier before the first write and after the last read.
+// The minimum of each of four numbers over the block; `scratch` has four ints per warp. All threads take part; there is
+// a barrier before the first write and after the last read.
 template <int kThreads>
 HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
   constexpr int kWarps = kThreads / kWarp;
@@ -102,8 +101,7 @@ HK_DEVICE void least_of_block(int (&values)[4], int* scratch) {
   sync_block();
 }
 
-// Tiles [full_start, full_end) are full, those of [start, full_start), [full_end, end) and [0,
-// front) partial.
+// Tiles [full_start, full_end) are full, those of [start, full_start), [full_end, end) and [0, front) partial.
 class TileList {
  public:
   HK_DEVICE TileList(int start, int full_start, int full_end, int end, int front = 0)
@@ -113,8 +111,8 @@ class TileList {
         end_(end),
         front_(min_of(front, start_)) {}
 
-  // Share `split` of `splits`: consecutive tiles, the same number in each, fewer or none in the
-  // last. The tiles of first keys are in the first share.
+  // Share `split` of `splits`: consecutive tiles, the same number in each, fewer or none in the last. The tiles of
+  // first keys are in the first share.
   HK_DEVICE TileList share(int split, int splits) const {
     const int each = static_cast<int>(ceil_div(end_ - start_, splits));
     const int first = min_of(start_ + split * each, end_);
@@ -135,8 +133,8 @@ class TileList {
   int start_, full_start_, full_end_, end_, front_;
 };
 
-// The tiles of `kBlockN` keys that kBlockM rows see: row i has range_of(i) if there(i), and before
-// it at most the first `front` keys. Rows beyond the last one are not stored, so they need no mask.
+// The tiles of `kBlockN` keys that kBlockM rows see: row i has range_of(i) if there(i), and before it at most the first
+// `front` keys. Rows beyond the last one are not stored, so they need no mask.
 template <int kThreads, int kBlockM, int kBlockN, typename There, typename RangeOf>
 HK_DEVICE TileList tiles_of_ranges(const Visible& visible, There&& there, RangeOf&& range_of, int front, int* scratch) {
   // least lo and -hi of rows that see, -lo and hi of rows that are there
@@ -174,9 +172,8 @@ HK_DEVICE TileList tiles_seen(const Visible& visible, int first_row, int* scratc
       visible.front(), scratch);
 }
 
-// The tiles of `kBlockM` query rows that see keys `first_key` to `first_key + kBlockN - 1`. With
-// k_lo, all rows between the first and the last that see every key must see every key too, else all
-// tiles are partial.
+// The tiles of `kBlockM` query rows that see keys `first_key` to `first_key + kBlockN - 1`. With k_lo, all rows between
+// the first and the last that see every key must see every key too, else all tiles are partial.
 template <int kThreads, int kBlockM, int kBlockN>
 HK_DEVICE TileList tiles_that_see(const Visible& visible, int first_key, int* scratch) {
   const int last_key = min_of(first_key + kBlockN, visible.S());

@@ -1,8 +1,8 @@
 // Blocks of CUDA threads on one host thread, one fiber per CUDA thread.
 //
-// An operation is a collective of the lanes of a warp or the threads of a block: each stores its
-// arguments and waits, and the last to arrive computes for all. All other instructions are
-// independent, so between operations any order of threads is valid; a schedule picks one.
+// An operation is a collective of the lanes of a warp or the threads of a block: each stores its arguments and waits,
+// and the last to arrive computes for all. All other instructions are independent, so between operations any order of
+// threads is valid; a schedule picks one.
 //
 // Mistakes become a `Fault` that reaches the caller of run_grid: lanes of a warp at different
 // operations; deadlocks, where other threads have returned or wait elsewhere;
@@ -24,8 +24,8 @@ struct Fault : std::runtime_error {
 
 constexpr int kLanes = 32;
 
-// Runs `kernel` as every thread of every block, one block after the other. `threads` and
-// `shared_bytes` are those of a block, threads in whole warps.
+// Runs `kernel` as every thread of every block, one block after the other. `threads` and `shared_bytes` are those of a
+// block, threads in whole warps.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 
 // The following functions act on the running thread.
@@ -41,8 +41,7 @@ struct Operation {
 };
 void take_part(const Operation& operation, void* arguments);
 
-// Faults unless [address, address + 16) is shared memory and aligned; `what` is named in the
-// message.
+// Faults unless [address, address + 16) is shared memory and aligned; `what` is named in the message.
 void check_shared(const void* address, const char* what);
 
 void copy_async(void* shared, const void* global, int bytes);

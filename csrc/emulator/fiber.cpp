@@ -10,8 +10,8 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// Pushes the callee-saved registers, stores the stack pointer in *from and continues at `to`, the
-// stack pointer that another call stored.
+// Pushes the callee-saved registers, stores the stack pointer in *from and continues at `to`, the stack pointer that
+// another call stored.
 extern "C" __attribute__((visibility("hidden"))) void hk_switch_stacks(void** from, void* to);
 
 #if defined(__x86_64__)
@@ -91,8 +91,8 @@ constexpr int kFrame = 20, kReturn = 1;
 
 constexpr size_t kGuard = size_t{64} << 10;   // the largest page size
 constexpr size_t kStack = size_t{256} << 10;  // sanitizers' frames are large; heuristic
-// Stack starts are staggered over the sets of the cache. Otherwise the frames of all threads
-// compete for the same few sets, and a switch costs twice as much.
+// Stack starts are staggered over the sets of the cache. Otherwise the frames of all threads compete for the same few
+// sets, and a switch costs twice as much.
 constexpr size_t kColours = 32, kColour = 704;
 
 #if defined(__SANITIZE_ADDRESS__)

@@ -13,12 +13,11 @@ struct Stack {
 // An execution context: the caller's, or that of a function on another stack.
 class Fiber {
  public:
-  // Calls `entry` on the stack once it is resumed. `entry` begins with a call of `arrive` and never
-  // returns; it may be abandoned at any point.
+  // Calls `entry` on the stack once it is resumed. `entry` begins with a call of `arrive` and never returns; it may be
+  // abandoned at any point.
   void start(Stack stack, void (*entry)());
 
-  // Switches to `next` until another fiber resumes this one. With `last` this fiber is never
-  // resumed.
+  // Switches to `next` until another fiber resumes this one. With `last` this fiber is never resumed.
   void resume(Fiber& next, bool last = false);
 
   void arrive();

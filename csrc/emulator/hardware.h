@@ -1,8 +1,8 @@
 // The software implementation of cuda/hardware.h, which documents these functions.
 //
-// Both were written from the PTX ISA. tests/ops/test_cuda_wrappers.py checks each function against
-// it, here and on a GPU, where it has to pass before results of the emulator can be trusted.
-// Products truncate as tensor cores of sm_80 do, so that tests see the drift of long sums.
+// Both were written from the PTX ISA. tests/ops/test_cuda_wrappers.py checks each function against it, here and on a
+// GPU, where it has to pass before results of the emulator can be trusted. Products truncate as tensor cores of sm_80
+// do, so that tests see the drift of long sums.
 #pragma once
 
 #include <cmath>
@@ -109,10 +109,9 @@ inline double masked(double x, uint64_t mask) {
   return x;
 }
 
-// Adds products to sums as the tensor cores of sm_80 do (Fasi et al. 2021, "Numerical behavior of
-// NVIDIA tensor cores"; Khattak and Mikaitis 2025, "Accurate models of NVIDIA tensor cores"): exact
-// products, all terms aligned to the largest and cut off below its 24th binary place, and their sum
-// rounded toward zero.
+// Adds products to sums as the tensor cores of sm_80 do (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores";
+// Khattak and Mikaitis 2025, "Accurate models of NVIDIA tensor cores"): exact products, all terms aligned to the
+// largest and cut off below its 24th binary place, and their sum rounded toward zero.
 template <int kCount>
 void add_products(Row& sums, const double* a, const Row* b) {
   Row terms[kCount + 1], exact = {}, largest = {};

@@ -1,5 +1,5 @@
-// Tensors of the self test: each in a heap block of exactly its extent, so that AddressSanitizer
-// detects any access outside of it.
+// Tensors of the self test: each in a heap block of exactly its extent, so that AddressSanitizer detects any access
+// outside of it.
 #pragma once
 
 #include <algorithm>
@@ -32,9 +32,8 @@ inline int64_t bytes_of(DType dtype) {
 
 using Index = std::array<int64_t, 4>;  // dimensions that a tensor lacks are 0
 
-// A tensor and its memory; gaps and unwritten elements are NaN: all bits set. Layouts: "" is
-// contiguous; "heads" has dimension 2 outside of dimension 1; "padded" has gaps between rows;
-// "spread" has them between elements too.
+// A tensor and its memory; gaps and unwritten elements are NaN: all bits set. Layouts: "" is contiguous; "heads" has
+// dimension 2 outside of dimension 1; "padded" has gaps between rows; "spread" has them between elements too.
 class Array {
  public:
   Tensor tensor;

@@ -1,6 +1,5 @@
-// What the CUDA kernels and the emulator assume of NVIDIA's instructions, which lane holds what, against
-// CuTe, which is NVIDIA's own description of them. CuTe computes layouts on the host, so neither nvcc
-// nor a GPU is needed.
+// What the CUDA kernels and the emulator assume of NVIDIA's instructions, which lane holds what, against CuTe, which is
+// NVIDIA's own description of them. CuTe computes layouts on the host, so neither nvcc nor a GPU is needed.
 //
 // Prints a line for each check and the first differences of each.
 #include <cstdio>
@@ -67,8 +66,8 @@ struct Instruction<float> {
   using Mma = cute::SM80_16x8x8_F32TF32TF32F32_TN;
 };
 
-// Which element of C [16][8] += A [16][kDepth] B [kDepth][8] a lane's value is. CuTe numbers the
-// elements of a matrix, the first dimension fastest; B's first dimension is n.
+// Which element of C [16][8] += A [16][kDepth] B [kDepth][8] a lane's value is. CuTe numbers the elements of a matrix,
+// the first dimension fastest; B's first dimension is n.
 struct Place {
   int first, second;
 };
@@ -105,8 +104,7 @@ void set_value(uint32_t* words, int index, float value) {
     words[index / 2] |= static_cast<uint32_t>(from_float<T>(value).bits) << 16 * (index % 2);
 }
 
-// Operands are placed by CuTe, and results read where it says. They are small integers, so that all
-// is exact.
+// Operands are placed by CuTe, and results read where it says. They are small integers, so that all is exact.
 template <typename T>
 void multiply_add_computes_the_product() {
   using F = Fragments<T>;

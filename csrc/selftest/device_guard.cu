@@ -1,5 +1,5 @@
-// Tests DeviceGuard (cuda/launch.h) without a GPU: linked with recorded_runtime.cpp in place of the
-// CUDA runtime. Prints what does not hold.
+// Tests DeviceGuard (cuda/launch.h) without a GPU: linked with recorded_runtime.cpp in place of the CUDA runtime.
+// Prints what does not hold.
 #include <cstdio>
 
 #include "cuda/launch.h"

@@ -1,5 +1,5 @@
-// Tests of the emulator without Python: correct kernels give bitwise equal results under every
-// schedule; mistakes are reported or change the results under some schedule.
+// Tests of the emulator without Python: correct kernels give bitwise equal results under every schedule; mistakes are
+// reported or change the results under some schedule.
 //
 // Prints a line for each failure.
 #include <cmath>
@@ -65,9 +65,9 @@ void needs(const std::string& name, const std::function<uint32_t(int, bool)>& th
   expect(right_schedules([&](int i) { return thread(i, false); }, wanted) < all, name + ", missing");
 }
 
-// A thread writes its number and reads that of another, which no schedule but one may show to be
-// too early: operations of a warp keep threads in step under round_robin, and the other two run
-// towards higher numbers and towards lower ones.
+// A thread writes its number and reads that of another, which no schedule but one may show to be too early: operations
+// of a warp keep threads in step under round_robin, and the other two run towards higher numbers and towards lower
+// ones.
 void barriers() {
   for (const int step : {kWarp, -kWarp}) {
     const auto other = [step](int i) {
@@ -223,8 +223,7 @@ void mistakes() {
          [&] { load_matrices_transposed(matrices, shared_memory() + 4 * (lane() % 4)); });
 }
 
-// What multiply_add<bf16> makes of c and one row of products, the first of which is `first` and the
-// others `rest`.
+// What multiply_add<bf16> makes of c and one row of products, the first of which is `first` and the others `rest`.
 float sum_of_products(float c, float first, float rest) {
   float result = 0;
   results("round_robin", [&](int i) {

@@ -1,5 +1,5 @@
-// The inputs of one case of the self test. Elements that no kernel may read (hidden keys, and query
-// rows that see no key) are NaN and infinity.
+// The inputs of one case of the self test. Elements that no kernel may read (hidden keys, and query rows that see no
+// key) are NaN and infinity.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Tests products of pairs and the packing of their operands on random numbers and sizes, at the
-// HK_LEVEL of the including file.
+// Tests products of pairs and the packing of their operands on random numbers and sizes, at the HK_LEVEL of the
+// including file.
 #pragma once
 
 #include <cmath>
@@ -33,8 +33,8 @@ inline std::string test_rounding(std::mt19937& random) {
   return "";
 }
 
-// Random matrices A [rows][depth] and B [depth][columns] of floats; C (+)= A B with A packed along
-// its rows or transposed from its columns. Returns what is wrong with C, or an empty string.
+// Random matrices A [rows][depth] and B [depth][columns] of floats; C (+)= A B with A packed along its rows or
+// transposed from its columns. Returns what is wrong with C, or an empty string.
 inline std::string test_product(std::mt19937& random) {
   const auto below = [&](int n) { return static_cast<int64_t>(random() % n); };
   const auto number = [&] { return static_cast<float>(random() % 4096) / 1024 - 2; };

@@ -1,13 +1,12 @@
 // The formula of all kernels, pair by pair in double, and the error bound of a kernel.
 //
-// Rounding, u the unit roundoff of the compute type: a score is off by some u times the sum of its
-// absolute terms, and so is the logarithm of a probability: a relative error of `off` = u (16 + 8
-// times the largest of those sums in the row). Products of probabilities and sums of a few hundred
-// terms add no more. `off` is carried through the formula with absolute values. What the backward
-// pass reads of the forward pass (`attended`) was rounded to the dtype of storage once. Levels that
-// multiply pairs of bfloat16 round what they multiply: probabilities, the gated gradient of the
-// output, dS and the mixed query of dK, each by `u_pair`; the mixed query of scores twice, to its
-// rounded value and its rounding error.
+// Rounding, u the unit roundoff of the compute type: a score is off by some u times the sum of its absolute terms, and
+// so is the logarithm of a probability: a relative error of `off` = u (16 + 8 times the largest of those sums in the
+// row). Products of probabilities and sums of a few hundred terms add no more. `off` is carried through the formula
+// with absolute values. What the backward pass reads of the forward pass (`attended`) was rounded to the dtype of
+// storage once. Levels that multiply pairs of bfloat16 round what they multiply: probabilities, the gated gradient of
+// the output, dS and the mixed query of dK, each by `u_pair`; the mixed query of scores twice, to its rounded value and
+// its rounding error.
 #pragma once
 
 #include <map>
@@ -87,8 +86,7 @@ class Reference {
     if (in.collaborative) off += 2 * u_pair * u_pair * largest;
 
     const bool closed = in.closed(b, h);
-    // Of closed rows lse and attended are unspecified, and so is the gradient of a gate per token
-    // without closed_grad.
+    // Of closed rows lse and attended are unspecified, and so is the gradient of a gate per token without closed_grad.
     const bool unread = !closed && !in.closed_grad && !in.elementwise() && in.activation == Activation::kIdentity &&
                         in.gate_at(b, h, i, 0) == 0;
     lse.add(at, sum_exp, closed || unread ? kInfinity : off);

@@ -1,6 +1,6 @@
-// One tiny kernel for each wrapper of cuda/hardware.h, so that a test can compare its results,
-// emulated or on a GPU, with the documentation of the instruction. Built into the emulator, and
-// into the CUDA module with HEADS_KERNELS_CUDA_CHECKS=1.
+// One tiny kernel for each wrapper of cuda/hardware.h, so that a test can compare its results, emulated or on a GPU,
+// with the documentation of the instruction. Built into the emulator, and into the CUDA module with
+// HEADS_KERNELS_CUDA_CHECKS=1.
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -221,10 +221,9 @@ constexpr struct {
 
 }  // namespace
 
-// Tensors are contiguous words of 32 bits, whatever they mean, declared as float; the last one is
-// the result. Each thread has some words of each, one thread's behind another's, in whole blocks:
-// the kernels say how many. Throws std::invalid_argument for unknown names and for tensors that do
-// not fit.
+// Tensors are contiguous words of 32 bits, whatever they mean, declared as float; the last one is the result. Each
+// thread has some words of each, one thread's behind another's, in whole blocks: the kernels say how many. Throws
+// std::invalid_argument for unknown names and for tensors that do not fit.
 void check_wrapper(const std::string& name, const std::vector<Tensor>& tensors, const LaunchTarget& target) {
   for (const auto& known : kChecks)
     if (name == known.name) return known.check(tensors, target);
