@@ -173,14 +173,8 @@ HK_DEVICE void each_tile_step(const Features& features, int first, const TileLis
     commit_copies();
     wait_copies<1>();
     mix(step);
-    bool hides = false;
-    if constexpr (kTerms) {
-      if (features.ends(step)) hides = stage(step);
-      hides = any_in_block(hides);
-    } else {
-      sync_block();
-    }
-    use(step, hides);
+    const bool hides = kTerms && features.ends(step) && stage(step);
+    use(step, sync_block_any<kTerms>(hides));
     sync_block();  // no thread reads what belongs to this step
     if (loads_next) put(loaded);
     step = next;

@@ -118,10 +118,7 @@ struct GatedDecode {
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
       wait_copies<0>();
       // The values have landed, and no thread reads these keys.
-      if constexpr (kTerms)
-        hides = any_in_block(hides);
-      else
-        sync_block();
+      hides = sync_block_any<kTerms>(hides);
       if (next < list.count()) copy_rows<kThreads>(key, keys, list[next] * kBlockN);
       commit_copies();
       if constexpr (kTerms) {

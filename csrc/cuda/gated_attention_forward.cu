@@ -94,18 +94,14 @@ struct GatedForward {
       sync_block();  // the keys have landed, and no thread reads the values before them
       copy_rows<kThreads>(value, work.value, first_key);
       commit_copies();
-      bool hides = false;
-      if constexpr (kTerms) hides = terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
+      bool hides = terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
       Accumulator<kGroups, kBlockN> scores;
       scores.clear();
       multiply_rows(scores, query, warp_row, key);
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
       wait_copies<0>();
       // The values and the terms have landed, and no thread reads these keys.
-      if constexpr (kTerms)
-        hides = any_in_block(hides);
-      else
-        sync_block();
+      hides = sync_block_any<kTerms>(hides);
       next_key = next < count ? list[next] * kBlockN : 0;
       if (next < count) copy_rows<kThreads>(key, work.key, next_key);
       commit_copies();

@@ -118,13 +118,9 @@ struct GatedKeys {
         if (thread_index() < kBlockM) next_row = row_of_tile(next);
       }
       commit_copies();
-      bool hides = false;
-      if constexpr (kTerms) hides = terms.template stage<kThreads>(p, head_of(step.h), first_row, first_key);
+      bool hides = terms.template stage<kThreads>(p, head_of(step.h), first_row, first_key);
       wait_copies<1>();
-      if constexpr (kTerms)
-        hides = any_in_block(hides);
-      else
-        sync_block();
+      hides = sync_block_any<kTerms>(hides);
       const bool partial = !list.is_full(step.index) || hides;
       if (partial) leave_out_non_finite<kThreads>(rows, query[stage], dout[stage]);
       add_tile(p, visible(step.h), memory, query[stage], dout[stage], partial, hides, b, step.h, first_key, first_row,

@@ -81,13 +81,9 @@ struct GatedQueries {
       const int first_key = list[i] * kBlockN;
       if (next < list.count()) copy(next, stage ^ 1);
       commit_copies();
-      bool hides = false;
-      if constexpr (kTerms) hides = terms.template stage<kThreads>(p, head, first_row, first_key);
+      bool hides = terms.template stage<kThreads>(p, head, first_row, first_key);
       wait_copies<1>();
-      if constexpr (kTerms)
-        hides = any_in_block(hides);
-      else
-        sync_block();
+      hides = sync_block_any<kTerms>(hides);
       const bool partial = !list.is_full(i) || hides;
       Scores scores, dscores;
       scores.clear();

@@ -134,6 +134,7 @@ class ScoreTile {
   // may read it after a barrier. All threads of the block take part.
   template <int kThreads, typename Params>
   HK_DEVICE bool stage(const Params& p, const Head& at, int first_row, int first_key) const {
+    if constexpr (!kThere) return false;
     const bool masked = p.dense_cells.data && shown(p, at, first_row, first_key) != kShown;
     const Addends addends(p, at);
     if (!masked && !addends.any()) return false;

@@ -30,6 +30,14 @@ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 HK_DEVICE bool is_finite(float value) { return value - value == 0.0f; }
 
+// A barrier of the block; with kVotes it tells all threads whether one of them votes, else nothing.
+template <bool kVotes>
+HK_DEVICE bool sync_block_any([[maybe_unused]] bool vote) {
+  if constexpr (kVotes) return any_in_block(vote);
+  sync_block();
+  return false;
+}
+
 template <typename T, int kRowCount, int kColumnCount>
 struct Tile {
   using Element = T;

@@ -163,6 +163,17 @@ HK_DEVICE void load(Right& right, const Tile<T, kRows, kColumns>& tile, int n, i
 template <typename T, int kGroups>
 using LeftOperands = typename TensorCore<T>::Operand[kGroups];
 
+// Those of rows [row, row + 16 kGroups) of a tile, a depth of features from k.
+template <typename T, int kGroups, int kRows, int kColumns>
+HK_DEVICE void load(LeftOperands<T, kGroups>& left, const Tile<T, kRows, kColumns>& tile, int row, int k) {
+  HK_UNROLL
+  for (int m = 0; m < kGroups; ++m) {
+    Left loaded;
+    load(loaded, tile, row + 16 * m, k);
+    left[m] = TensorCore<T>::operand(loaded.a);
+  }
+}
+
 // acc [.., 16 columns from n] += left * right, of one depth.
 template <typename T, int kGroups, int kColumns>
 HK_DEVICE void multiply_depth(Accumulator<kGroups, kColumns>& acc, int n, const LeftOperands<T, kGroups>& left,
@@ -178,12 +189,7 @@ template <int kGroups, int kColumns, typename T, int kLeftRows, int kTileColumns
 HK_DEVICE void multiply_rows_at(Accumulator<kGroups, kColumns>& acc, const Tile<T, kLeftRows, kTileColumns>& left,
                                 int row, const Tile<T, kColumns, kTileColumns>& right, int k) {
   LeftOperands<T, kGroups> a;
-  HK_UNROLL
-  for (int m = 0; m < kGroups; ++m) {
-    Left loaded;
-    load(loaded, left, row + 16 * m, k);
-    a[m] = TensorCore<T>::operand(loaded.a);
-  }
+  load<T, kGroups>(a, left, row, k);
   HK_UNROLL
   for (int n = 0; n < kColumns; n += 16) {
     Right b;
@@ -270,12 +276,7 @@ HK_DEVICE void multiply_tiles(Accumulator<kGroups, kColumns>& acc, const Tile<T,
   HK_UNROLL
   for (int k = 0; k < kDepth; k += Core::kDepth) {
     LeftOperands<T, kGroups> a;
-    HK_UNROLL
-    for (int m = 0; m < kGroups; ++m) {
-      Left loaded;
-      load(loaded, left, row + 16 * m, k);
-      a[m] = Core::operand(loaded.a);
-    }
+    load<T, kGroups>(a, left, row, k);
     HK_UNROLL
     for (int n = 0; n < kColumns; n += 16) {
       Right b;
