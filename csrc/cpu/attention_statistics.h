@@ -63,7 +63,7 @@ struct StatisticsTile {
   Head<Real> head;
   VisibleRows<Real> visible;
   RowStatistics<Real> statistics;
-  PackedQuery<Real> query;  // scaled
+  Real* query;  // scaled
 };
 
 // Results of the pass by rows for the pass by keys: the product of a row's weight and a probability
@@ -123,7 +123,7 @@ struct SharesTile {
   Head<Real> head;
   VisibleRows<Real> visible;
   const Real *reference, *share;  // of the rows, as in RowShares
-  PackedQuery<Real> query;        // scaled
+  Real* query;                    // scaled
 
   // Adds to sum[n] what key n receives from the rows; `scores` [keys][64], hidden ones -inf.
   void add(const Real* scores, int keys, double* sum) const {
@@ -172,7 +172,7 @@ void received_by_keys(const StatisticsParams& params, const Operator& op, const 
                                                             visible,
                                                             rows.reference.data() + row,
                                                             rows.share.data() + row,
-                                                            {workspace.take<Real>(query_count), nullptr}};
+                                                            workspace.take<Real>(query_count)};
         op.pack(b, h, tile->visible, scratch.rows, tile->query);
       }
       for_visible_pairs(tiles, count, range, [&](SharesTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
@@ -214,7 +214,7 @@ void attention_statistics_of(const StatisticsParams& params) {
           new (tiles + count++) StatisticsTile<Real>{op.head(at.b, at.h),
                                                      {params.mask, at.b, at.h, at.first_row, op.T, op.S},
                                                      {},
-                                                     {workspace.take<Real>(query_count), nullptr}};
+                                                     workspace.take<Real>(query_count)};
       if (tile->visible.any) op.pack(at.b, at.h, tile->visible, scratch.rows, tile->query);
     }
     const KeySpan all{0, op.S};
