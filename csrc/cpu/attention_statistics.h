@@ -168,11 +168,8 @@ void received_by_keys(const StatisticsParams& params, const Operator& op, const 
         const VisibleRows<Real> visible(params.mask, b, h, i * BLOCK_M, op.T, op.S);
         if (!visible.meets(range)) continue;
         const int64_t row = head * op.T + visible.first;
-        auto* tile = new (tiles + count++) SharesTile<Real>{op.head(b, h),
-                                                            visible,
-                                                            rows.reference.data() + row,
-                                                            rows.share.data() + row,
-                                                            workspace.take<Real>(query_count)};
+        auto* tile = new (tiles + count++) SharesTile<Real>{op.head(b, h), visible, rows.reference.data() + row,
+                                                            rows.share.data() + row, workspace.take<Real>(query_count)};
         op.pack(b, h, tile->visible, scratch.rows, tile->query);
       }
       for_visible_pairs(tiles, count, range, [&](SharesTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
