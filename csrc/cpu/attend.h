@@ -370,22 +370,23 @@ inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& term
 }
 
 // The normalisation of a row whose weights, relative to `reference`, have this sum: the factor of
-// the unnormalised output, `keep_scale` of dropout included, and lse in double. Requires a nonzero
-// sum.
+// the unnormalised output, `keep_scale` of dropout included, and lse. Requires a nonzero sum.
 template <typename Real>
 struct Normalisation {
   Real factor;
-  double lse;
+  double top, total;  // lse = top + log(total)
 
   Normalisation(Real reference, Real sum, double keep_scale, const HeadTerms<Real>& terms, int64_t row)
-      : factor(static_cast<Real>(keep_scale) / sum), lse(reference + std::log(static_cast<double>(sum))) {
-    const double sink = terms.sink(row), top = std::max<double>(reference, sink);
+      : factor(static_cast<Real>(keep_scale) / sum), top(reference), total(sum) {
+    const double sink = terms.sink(row);
     if (sink == kHidden<Real>) return;
+    top = std::max<double>(reference, sink);
     const double share = std::exp(reference - top);
-    const double total = share * sum + std::exp(sink - top);
+    total = share * sum + std::exp(sink - top);
     factor = static_cast<Real>(keep_scale * share / total);
-    lse = top + std::log(total);
   }
+
+  double lse() const { return top + std::log(total); }
 };
 
 // Normalises, gates and stores row i of a head: `row` is its unnormalised output, `sum` the sum of
@@ -408,7 +409,7 @@ inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real toke
   }
   write_row(outputs.out, i, head.Dv, row);
   if (outputs.lse)  // rounded once: every probability of the backward pass reads it
-    static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(norm.lse);
+    static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(norm.lse());
 }
 
 // Finishes the rows of a tile after `attend`.
