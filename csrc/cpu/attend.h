@@ -53,41 +53,27 @@ struct Head {
 template <typename Operand>
 constexpr bool kScaledQuery = kNumbers<Operand> == 1;
 
-// Whether the query is stored as its rounded value plus the rounding error.
-template <typename Operand, typename Operator>
-constexpr bool kSplit = kNumbers<Operand> == 2 && Operator::kMixes;
-
-// A tile of query rows as the scores read it. Pairs hold a mixed query in two parts: rounded alone it would be off by
-// up to 2^-8 of every term of a score.
-template <typename Operand>
-struct PackedQuery {
-  Operand* rows;  // [D][64] transposed
-  Operand* rest;  // [D][64] rounding error of `rows`; null if it is zero
-};
-
 // The forward state of a tile of query rows.
 template <typename Real, typename Operand>
 struct QueryTile {
   Head<Real> head;
   VisibleRows<Real> visible;
   OnlineSoftmax<Real> softmax;
-  PackedQuery<Operand> query;
-  Real* out;  // [Dv][64]; undefined until `started`, and in rows that see no key
+  Operand* query;  // [D][64] transposed, mixed
+  Real* out;       // [Dv][64]; undefined until `started`, and in rows that see no key
   bool started = false;
   alignas(64) Real threshold[BLOCK_M] = {};  // of entmax, above the largest score of the row
 
   static constexpr int64_t query_words(int64_t D) { return packed<Operand>(D) * BLOCK_M; }
   template <typename Operator>
   static int64_t bytes(const Operator& op) {
-    return (kSplit<Operand, Operator> ? 2 : 1) * buffer_bytes<Operand>(query_words(op.D)) +
-           buffer_bytes<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M);
+    return buffer_bytes<Operand>(query_words(op.D)) + buffer_bytes<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M);
   }
   template <typename Operator>
   QueryTile(Workspace& w, const Operator& op, int64_t b, int64_t h, const VisibleRows<Real>& rows)
       : head(op.head(b, h)),
         visible(rows),
-        query{w.take<Operand>(query_words(op.D)),
-              kSplit<Operand, Operator> ? w.take<Operand>(query_words(op.D)) : nullptr},
+        query(w.take<Operand>(query_words(op.D))),
         out(w.take<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M)) {}
 };
 
@@ -151,11 +137,11 @@ inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, in
 // query[d][m] = factor[d] * source[m][d] over the features, zero where a row sees nothing.
 template <typename Real>
 inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ranges features, const Real* factor,
-                       Real* rows, PackedQuery<Real>& query) {
+                       Real* rows, Real* query) {
   for (const Range& range : features) {
     const Rows columns = source.columns(range.begin);
     const int64_t width = range.end - range.begin, padded = round_up(width, kLanes<Real>);
-    Real* packed = query.rows + range.begin * BLOCK_M;
+    Real* packed = query + range.begin * BLOCK_M;
     if (source.dtype == kDTypeOf<Real> && width == padded && visible.all_rows) {
       for (int m = 0; m < visible.columns; ++m) prefetch_next_head<false>(columns, visible.first + m, width);
       transpose(reinterpret_cast<const Real*>(columns.at(visible.first)), source.stride, packed, BLOCK_M,
@@ -166,7 +152,7 @@ inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ran
     }
     for (int64_t d = range.begin; d < range.end; ++d)
       for (int m = 0; m < visible.columns; m += kLanes<Real>)
-        store<Real>(query.rows + d * BLOCK_M + m, load(query.rows + d * BLOCK_M + m) * factor[d]);
+        store<Real>(query + d * BLOCK_M + m, load(query + d * BLOCK_M + m) * factor[d]);
   }
 }
 
@@ -186,21 +172,20 @@ inline void gather_words(const Rows& source, const VisibleRows<float>& visible, 
   }
 }
 
-// The same as pairs, rounded where a factor is not 1; includes the features between the ranges.
+// The same as pairs, rounded; includes the features between the ranges. `factor` null: all are 1.
 inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ranges features, const float* factor,
-                       float* rows, PackedQuery<Pair>& query) {
+                       float* rows, Pair* query) {
   if (features.empty()) return;
   const int64_t width = features.end()[-1].end, stride = row_stride<float>(width);
-  if (!query.rest) {  // not mixed: all factors are 1
+  if (!factor) {
     Pair* words = reinterpret_cast<Pair*>(rows);
     gather_words(source, visible, width, words);
-    return transpose(words, stride, query.rows, BLOCK_M, visible.columns, packed<Pair>(width));
+    return transpose(words, stride, query, BLOCK_M, visible.columns, packed<Pair>(width));
   }
   gather_rows(source, visible, width, rows);
   for (int m = 0; m < visible.columns; ++m)
     for (int64_t d = 0; d < width; ++d) rows[m * stride + d] *= factor[d];
-  if (!split_transposed(rows, stride, visible.columns, round_up(width, kLanes<float>), query.rows, query.rest, BLOCK_M))
-    query.rest = nullptr;
+  pack_transposed(rows, stride, visible.columns, round_up(width, kLanes<float>), rows, query);
 }
 
 // pairs[n][m] (+)= sum over k of keys[n][k] * rows[k][m] of the pairs of a tile that intervals leave visible; others
@@ -253,14 +238,11 @@ inline Scored<Real> score_tile(const QueryTile<Real, Operand>& tile, const KeySp
         store<Real>(scores + n * BLOCK_M + m, splat<Real>(bias[n] * scale));
     started = true;
   }
-  for (const Operand* rows : {tile.query.rows, tile.query.rest}) {
-    if (!rows) break;
-    for (const Range& range : head.features) {
-      const int64_t first = range.begin / kNumbers<Operand>;
-      multiply_visible(visible, keys, ceil_div(range.end, kNumbers<Operand>) - first,
-                       rows_of(key.data + first, key.stride), rows + first * BLOCK_M, scores, started);
-      started = true;
-    }
+  for (const Range& range : head.features) {
+    const int64_t first = range.begin / kNumbers<Operand>;
+    multiply_visible(visible, keys, ceil_div(range.end, kNumbers<Operand>) - first,
+                     rows_of(key.data + first, key.stride), tile.query + first * BLOCK_M, scores, started);
+    started = true;
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * keys.count());
   if (!terms.change_scores() && kScaledQuery<Operand>) return {true, nullptr, Real(1)};
@@ -403,21 +385,23 @@ inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& term
 }
 
 // The normalisation of a row whose weights, relative to `reference`, have this sum: the factor of the unnormalised
-// output, `keep_scale` of dropout included, and lse in double. Requires a nonzero sum.
+// output, `keep_scale` of dropout included, and lse. Requires a nonzero sum.
 template <typename Real>
 struct Normalisation {
   Real factor;
-  double lse;
+  double top, total;  // lse = top + log(total)
 
   Normalisation(Real reference, Real sum, double keep_scale, const HeadTerms<Real>& terms, int64_t row)
-      : factor(static_cast<Real>(keep_scale) / sum), lse(reference + std::log(static_cast<double>(sum))) {
-    const double sink = terms.sink(row), top = std::max<double>(reference, sink);
+      : factor(static_cast<Real>(keep_scale) / sum), top(reference), total(sum) {
+    const double sink = terms.sink(row);
     if (sink == kHidden<Real>) return;
+    top = std::max<double>(reference, sink);
     const double share = std::exp(reference - top);
-    const double total = share * sum + std::exp(sink - top);
+    total = share * sum + std::exp(sink - top);
     factor = static_cast<Real>(keep_scale * share / total);
-    lse = top + std::log(total);
   }
+
+  double lse() const { return top + std::log(total); }
 };
 
 // Normalises, gates and stores row i of a head: `row` is its unnormalised output, `sum` the sum of its weights relative
@@ -439,7 +423,7 @@ inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real toke
   }
   write_row(outputs.out, i, head.Dv, row);
   if (outputs.lse)  // rounded once: every probability of the backward pass reads it
-    static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(norm.lse);
+    static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(norm.lse());
 }
 
 // Finishes the rows of a tile after `attend`.

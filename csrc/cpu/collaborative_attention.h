@@ -17,7 +17,6 @@ static_assert(kVectors<float, BFloat16> == 1 || kMixingChunk % kLoad<float, BFlo
 
 template <typename Real, typename Operand>
 struct CollaborativeAttention {
-  static constexpr bool kMixes = true;
   static constexpr int64_t kept_tiles = 0;  // no entmax
   const AttentionParams& params;
   Gate<Real> gate;
@@ -94,7 +93,7 @@ struct CollaborativeAttention {
   const Real* factors_of(int64_t h) const { return factors.data() + h * D; }
 
   // The mixed query tile of head h, skipped features left undefined; `rows` is scratch.
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, PackedQuery<Operand>& query) const {
+  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, Operand* query) const {
     pack_query(query_rows(b, h), visible, features_of(h), factors_of(h), rows, query);
   }
 
@@ -103,10 +102,9 @@ struct CollaborativeAttention {
 
 template <typename Real, typename Operand>
 void collaborative_attention_forward(const ForwardParams& params) {
-  // Not with pairs: the mixed query would be two of them, and reading values takes most of the
-  // time.
-  if (few_rows(params)) return decode<Real>(params, CollaborativeAttention<Real, Real>(params));
-  attention_forward<Real, Operand>(params, CollaborativeAttention<Real, Operand>(params));
+  const CollaborativeAttention<Real, Operand> op(params);
+  if (few_rows(params)) return decode<Operand>(params, op);
+  attention_forward<Real, Operand>(params, op);
 }
 
 // The number of groups of heads with separate sums of dQ [T] and dK [S], which are added in order.
@@ -125,17 +123,16 @@ inline int64_t groups_of_heads(int64_t H, int64_t Hv, int64_t T, int64_t S) {
 // sees nothing.
 template <typename Real>
 inline void mix_queries(const Real* queries, const VisibleRows<Real>& visible, Ranges features, const Real* factor,
-                        int64_t, PackedQuery<Real>& query) {
+                        int64_t, Real* query) {
   for (const Range& range : features)
     for (int64_t d = range.begin; d < range.end; ++d)
       for (int m = 0; m < visible.columns; m += kLanes<Real>)
-        store<Real>(query.rows + d * BLOCK_M + m, visible.seeing(m, load(queries + d * BLOCK_M + m)) * factor[d]);
+        store<Real>(query + d * BLOCK_M + m, visible.seeing(m, load(queries + d * BLOCK_M + m)) * factor[d]);
 }
 
-// The same in pairs of the D features. `query.rest` becomes null if no number is rounded.
+// The same in pairs of the D features.
 inline void mix_queries(const float* queries, const VisibleRows<float>& visible, Ranges features, const float* factor,
-                        int64_t D, PackedQuery<Pair>& query) {
-  IntVec<float> is_rounded{};
+                        int64_t D, Pair* query) {
   for (const Range& range : features) {
     for (int64_t d = range.begin; d < range.end; d += 2) {
       const float next = d + 1 < D ? factor[d + 1] : 0.0f;
@@ -143,14 +140,10 @@ inline void mix_queries(const float* queries, const VisibleRows<float>& visible,
         const float* at = queries + d * BLOCK_M + m;
         const Vec<float> a = visible.seeing(m, load(at)) * factor[d];
         const Vec<float> b = visible.seeing(m, load(at + BLOCK_M)) * next;
-        const Vec<float> rest_a = rounding_error(a), rest_b = rounding_error(b);
-        store(query.rows + d / 2 * BLOCK_M + m, narrow_couples(a, b));
-        store(query.rest + d / 2 * BLOCK_M + m, narrow_couples(rest_a, rest_b));
-        is_rounded |= (rest_a != 0.0f) | (rest_b != 0.0f);
+        store(query + d / 2 * BLOCK_M + m, narrow_couples(a, b));
       }
     }
   }
-  if (!any_lane<float>(is_rounded)) query.rest = nullptr;
 }
 
 // One thread processes one group of heads of one batch element: dQ and dK are summed over the heads

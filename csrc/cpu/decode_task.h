@@ -228,7 +228,7 @@ class DecodeTask {
     // blocks of one head after the other.
     const int64_t together = p_.value.stride[1] < p_.value.stride[2] ? count : 1;
     // The hardware prefetches values that one row reads in the order of memory.
-    const bool in_order = rows_ == 1 && together == 1;
+    const bool in_order = together == 1 && count > 0 && sources[0].count == 1;
     const int64_t block = in_order ? kWord : block_of(op_.Dv, together);
     for (int64_t first = 0; first < count; first += together) {
       for (int64_t n = 0; n < size; n += block) {

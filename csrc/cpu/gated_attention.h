@@ -11,7 +11,6 @@ namespace hk::HK_LEVEL {
 
 template <typename Real, typename Operand>
 struct GatedAttention {
-  static constexpr bool kMixes = false;
   const AttentionParams& params;
   Gate<Real> gate;
   bool skips_closed = true;  // whether closed heads are not computed
@@ -64,8 +63,8 @@ struct GatedAttention {
   const Real* factors_of(int64_t) const { return factors.data(); }
 
   // The query tile of head h; `rows` is scratch.
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, PackedQuery<Operand>& query) const {
-    pack_query(query_rows(b, h), visible, {&features, 1}, factors_of(h), rows, query);
+  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, Operand* query) const {
+    pack_query(query_rows(b, h), visible, {&features, 1}, kScaledQuery<Operand> ? factors_of(h) : nullptr, rows, query);
   }
 
   int64_t multiply_adds() const { return B * H * T * S * (D + Dv); }

@@ -53,12 +53,6 @@ inline Vec<Pair> narrow_lanes(Vec<float> x) {
 // Rounded to bfloat16, as floats.
 inline Vec<float> rounded(Vec<float> x) { return (Vec<float>)(narrow_lanes(x) << 16); }
 
-// x minus x rounded to bfloat16; 0 if either is not finite.
-inline Vec<float> rounding_error(Vec<float> x) {
-  const Vec<float> left = x - rounded(x);
-  return left - left == 0.0f ? left : Vec<float>{};
-}
-
 // The first (half = 0) or second (half = 1) halves of the words of a, then of b.
 template <int half, size_t... I>
 inline Vec<Pair> halves_of(Vec<Pair> a, Vec<Pair> b, std::index_sequence<I...>) {
@@ -140,31 +134,6 @@ inline void pair_columns(const float* data, int64_t lds, int64_t rows, int64_t c
       store(words + r * ldw + c / 2,
             narrow_neighbours(load(row + c), c + L < columns ? load(row + c + L) : Vec<float>{}));
   }
-}
-
-// Rows of numbers as two transposed factors that are read by vectors: words [columns / 2][rows] of
-// the rounded numbers, and of the rounding errors, also rounded. Returns whether any error is not
-// 0. Both sizes in whole vectors.
-inline bool split_transposed(const float* data, int64_t lds, int64_t rows, int64_t columns, Pair* words, Pair* rest,
-                             int64_t ldw) {
-  constexpr int L = kLanes<Pair>;
-  Vec<Pair> any{};
-  for (int64_t r = 0; r < rows; r += L) {
-    for (int64_t c = 0; c < columns; c += 2 * L) {
-      alignas(64) Pair high[L * L], low[L * L];
-      for (int i = 0; i < L; ++i) {
-        const float* row = data + (r + i) * lds + c;
-        const Vec<float> a = load(row), b = c + L < columns ? load(row + L) : Vec<float>{};
-        store(high + i * L, narrow_neighbours(a, b));
-        const Vec<Pair> left = narrow_neighbours(rounding_error(a), rounding_error(b));
-        store(low + i * L, left);
-        any |= left;
-      }
-      transpose_square(high, L, words + c / 2 * ldw + r, ldw);
-      transpose_square(low, L, rest + c / 2 * ldw + r, ldw);
-    }
-  }
-  return any_lane<float>((IntVec<float>)any);
 }
 
 // Rows of numbers as a factor that is read by vectors: words [(first + rows) / 2][columns] of

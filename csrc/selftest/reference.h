@@ -5,8 +5,7 @@
 // row). Products of probabilities and sums of a few hundred terms add no more. `off` is carried through the formula
 // with absolute values. What the backward pass reads of the forward pass (`attended`) was rounded to the dtype of
 // storage once. Levels that multiply pairs of bfloat16 round what they multiply: probabilities, the gated gradient of
-// the output, dS and the mixed query of dK, each by `u_pair`; the mixed query of scores twice, to its rounded value and
-// its rounding error.
+// the output, dS and the mixed query, each by `u_pair`.
 #pragma once
 
 #include <map>
@@ -83,7 +82,7 @@ class Reference {
     const double sum_exp = keys.empty() ? -kInfinity : top + std::log(total);
     double off = u * (16 + 8 * largest);
     statistics(at, keys, score, p, sum_exp, off);
-    if (in.collaborative) off += 2 * u_pair * u_pair * largest;
+    if (in.collaborative) off += u_pair * largest;
 
     const bool closed = in.closed(b, h);
     // Of closed rows lse and attended are unspecified, and so is the gradient of a gate per token without closed_grad.
