@@ -19,14 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from benchmarks import checks
-from benchmarks.candidates import (
-    BASELINES,
-    RIVALS,
-    Call,
-    NotRun,
-    attention,
-    further_backends,
-)
+from benchmarks.candidates import BASELINES, RIVALS, Call, NotRun, attention, further_backends
 from benchmarks.goals import GPU_MEMORY
 from benchmarks.measure import Column, Found, Row
 from benchmarks.settings import Settings

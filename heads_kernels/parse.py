@@ -12,14 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from heads_kernels.batch import (
-    GROUPED,
-    SHARED,
-    Batch,
-    flatten_bias,
-    flatten_companion,
-    flatten_operands,
-)
+from heads_kernels.batch import GROUPED, SHARED, Batch, flatten_bias, flatten_companion, flatten_operands
 from heads_kernels.call import LAYOUTS, Call, Layouts, compute_dtype
 from heads_kernels.checks import (
     check_alpha,

@@ -14,16 +14,7 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import (
-    MAX_LENGTH,
-    broadcasts,
-    check_device,
-    check_tensor,
-    is_any_int,
-    is_int,
-    refuse,
-    shown,
-)
+from heads_kernels.checks import MAX_LENGTH, broadcasts, check_device, check_tensor, is_any_int, is_int, refuse, shown
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
 from heads_kernels.mask.kept import distances_on, lengths_on, readable

@@ -19,14 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heads_kernels.call import (
-    OPERANDS,
-    SCHEMA,
-    Call,
-    backward_flops,
-    compute_dtype,
-    forward_flops,
-)
+from heads_kernels.call import OPERANDS, SCHEMA, Call, backward_flops, compute_dtype, forward_flops
 from heads_kernels.ops import derivatives, direct
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.buffers import empty_gradient, empty_heads

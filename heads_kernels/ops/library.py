@@ -18,15 +18,7 @@ from torch import Tensor
 from heads_kernels.after_import import after_import
 from heads_kernels.backends import find, rows_apart
 from heads_kernels.build_info import PACKAGE
-from heads_kernels.call import (
-    LAYOUTS,
-    SCHEMA,
-    SEED_LENGTH,
-    Call,
-    Layouts,
-    compute_dtype,
-    layouts_of,
-)
+from heads_kernels.call import LAYOUTS, SCHEMA, SEED_LENGTH, Call, Layouts, compute_dtype, layouts_of
 from heads_kernels.checks import check_device, refuse, shape_of
 from heads_kernels.parse import check, check_layout
 

@@ -24,24 +24,10 @@ from heads_kernels.backends import FARTHEST_ROW
 from heads_kernels.call import Call, can_close
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.buffers import key_splits, programs_in_turn, split_attended
-from heads_kernels.ops.triton.attend import (
-    Share,
-    SoftmaxSums,
-    accumulate,
-    attend,
-    no_sums,
-    normalized,
-    opened,
-)
+from heads_kernels.ops.triton.attend import Share, SoftmaxSums, accumulate, attend, no_sums, normalized, opened
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import (
-    FEWEST_KEYS,
-    describable,
-    load_values,
-    store_tile,
-    tiles_in,
-)
+from heads_kernels.ops.triton.load import FEWEST_KEYS, describable, load_values, store_tile, tiles_in
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,

@@ -15,14 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.gluon_tiles import load_tiles, store_tiles
 from heads_kernels.ops.triton.operands import Place, Visible
-from heads_kernels.ops.triton.visible import (
-    full_tile,
-    listed_tiles,
-    partial_count,
-    partial_tile,
-    ranges,
-    tiles_seeing,
-)
+from heads_kernels.ops.triton.visible import full_tile, listed_tiles, partial_count, partial_tile, ranges, tiles_seeing
 
 
 class Global(NamedTuple):

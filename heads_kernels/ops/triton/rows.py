@@ -40,13 +40,7 @@ from heads_kernels.ops.triton.operands import (
 )
 from heads_kernels.ops.triton.scores import gradient_of_tile, kept, prepared, product, weigh
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
-from heads_kernels.ops.triton.visible import (
-    keys_visible,
-    ranges,
-    tile_at,
-    tile_count,
-    tiles_in_ranges,
-)
+from heads_kernels.ops.triton.visible import keys_visible, ranges, tile_at, tile_count, tiles_in_ranges
 
 
 class Reads(NamedTuple):

@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heads_kernels.ops.triton.load import (
-    add_columns,
-    head_of,
-    load_features,
-    load_keys,
-    load_tile,
-    load_values,
-)
+from heads_kernels.ops.triton.load import add_columns, head_of, load_features, load_keys, load_tile, load_values
 from heads_kernels.ops.triton.operands import Pairs, Place
 from heads_kernels.ops.triton.scores import finish, load_bias, product
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
