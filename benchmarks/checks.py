@@ -128,10 +128,7 @@ def _of_heads(term: Term, step: int) -> Term:
 
 
 def _whole_failures(
-    inputs: Inputs,
-    where: tuple[slice, ...],
-    reference: testing.accuracy.Reference,
-    backend: str | None = None,
+    inputs: Inputs, where: tuple[slice, ...], reference: testing.accuracy.Reference, backend: str | None = None
 ) -> list[str]:
     """Hold a part of the whole call's output to the rule, as the call of that part alone."""
     with torch.no_grad():

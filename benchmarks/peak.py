@@ -179,13 +179,7 @@ def _cases(settings: Settings, found: Found) -> Iterator[tuple[str, Inputs]]:
 
 
 def _row(case: str, inputs: Inputs, candidate: str, direction: Direction) -> Row:
-    row: Row = {
-        "case": case,
-        "direction": direction,
-        "candidate": candidate,
-        "extra": None,
-        "how": "",
-    }
+    row: Row = {"case": case, "direction": direction, "candidate": candidate, "extra": None, "how": ""}
     try:
         step = _step(inputs, candidate, direction)
         if inputs.dout.is_cuda:

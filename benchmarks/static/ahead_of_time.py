@@ -136,10 +136,9 @@ def _works() -> tuple[Work, ...]:
         if D == 128 or words == "decoding":
             decoded.append(GatedCase(f"{words}, D {D}", B, H, 1, T, D=D, Dv=D, Hk=1, **options))
     decoded += [
-        CollaborativeCase(f"decoding, Ds {Ds}", B, H, 1, T, Ds=Ds, Dv=64, content_bias=True,
-            **decoding["decoding"])
+        CollaborativeCase(f"decoding, Ds {Ds}", B, H, 1, T, Ds=Ds, Dv=64, content_bias=True, **decoding["decoding"])
         for Ds in (256, 768)
-    ]  # fmt: skip
+    ]
     sparse = ("plain", "causal, gate of heads", "holes, gate of elements", "causal, dropout",
         "bias, gate of elements", "streaming heads")  # fmt: skip
     entmax: list[Case] = []
@@ -150,7 +149,7 @@ def _works() -> tuple[Work, ...]:
         *(GatedCase(f"D {D}", B, H, T, T, D=D, Dv=D) for D in (64, 128, 256)),
         GatedCase("bias, softcap, sinks, D 64", B, H, T, T, D=64, Dv=64, softcap=50.0, sinks=True, bias="1HTS"),
         *(CollaborativeCase(f"Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64, content_bias=True) for Ds in (256, 768)),
-    ]  # fmt: skip
+    ]
     return (
         *(Work(case, _attention) for case in attended),
         *(Work(case, _forward) for case in decoded),
@@ -368,8 +367,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--dtype", choices=_DTYPES, action="append", help="default: all")
-    parser.add_argument("--only", metavar="PATTERN",
-        help="works whose name contains this (* and ? allowed)")  # fmt: skip
+    parser.add_argument("--only", metavar="PATTERN", help="works whose name contains this (* and ? allowed)")
     return parser
 
 
