@@ -261,10 +261,7 @@ def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None
 
 
 def _of_heads(
-    argument: str,
-    given: Tensor | tuple[int, ...] | tuple[tuple[int, int], ...],
-    H: int,
-    device: Device,
+    argument: str, given: Tensor | tuple[int, ...] | tuple[tuple[int, int], ...], H: int, device: Device
 ) -> Tensor:
     """Numbers of heads, `[H or 1]` or more, as int64 on `device`."""
     if len(given) not in (1, H):
@@ -278,12 +275,7 @@ def _of_heads(
 
 
 def _lengths(
-    argument: str,
-    lengths: Tensor | tuple[int, ...],
-    B: int,
-    limit: int,
-    letter: str,
-    device: Device,
+    argument: str, lengths: Tensor | tuple[int, ...], B: int, limit: int, letter: str, device: Device
 ) -> Tensor:
     """`lengths` as integers `[B or 1, 1, 1]` on `device`, within [0, limit]."""
     count = lengths.shape[0] if isinstance(lengths, Tensor) else len(lengths)
@@ -310,11 +302,7 @@ INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int6
 
 
 def parse_tensor(
-    argument: str,
-    tensor: object,
-    dtypes: Sequence[torch.dtype],
-    ranks: Sequence[int],
-    instead: str,
+    argument: str, tensor: object, dtypes: Sequence[torch.dtype], ranks: Sequence[int], instead: str
 ) -> Tensor:
     if is_sharded(tensor):
         whole = "pass full_tensor(): masks are those of the whole call"

@@ -359,7 +359,7 @@ def scores_of_rows(of, dattended, keys, first, there, sizes, PARTIAL: tl.constex
     if features.scored is not None:
         raw = _chunk_by_chunk(
             of, features.scored, place, first, there, place.first, place.at < sizes.S, True, TILE.block_n, TILE
-        )  # fmt: skip
+        )
     else:
         raw = product(keys.k, tl.trans(q), tl.zeros((TILE.block_n, BLOCK_M), tl.float32))
     if features.rest is not None:
