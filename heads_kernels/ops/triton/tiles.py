@@ -168,7 +168,12 @@ def _chosen(
     variant = "terms" if terms else "descriptors" if descriptors and not short else ""
     if shared and D > _MOST_RESIDENT:
         variant = "wide"
-    tiles = _of_kind(kind, kernel, dtype.itemsize == 2, width, variant)
+    table = kind if dtype.itemsize == 2 else "float32"
+    own = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
+    # Passes of entmax without rows use those of gated attention, that for the centers those of the forward pass.
+    names = own, kernel.replace("centers", "forward"), kernel.replace("entmax", "gated")
+    rows = next(filter(None, (_rows_of(table, name, variant) for name in names)))
+    tiles = next(row.tiles for row in rows if width <= row.widest)
     if short:  # larger tiles would multiply rows of padding
         tiles = replace(tiles, block_m=SHORT_QUERY, num_warps=4, maxnreg=0)
     if shared and kernel.endswith((".keys", ".queries")):
@@ -388,19 +393,6 @@ def _rows_of(table: str, kernel: str, variant: str) -> list[Row]:
     rows = {row.widest: row for row in of_kernel if not row.variant}
     rows |= {row.widest: row for row in of_kernel if row.variant == variant}
     return [rows[widest] for widest in sorted(rows)]
-
-
-def _of_kind(kind: str, kernel: str, half: bool, width: int, variant: str) -> Tiles:
-    """The tiles of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
-
-    Passes of entmax attention without rows use those of gated attention; the pass for the centers uses those of the
-    forward pass.
-    """
-    kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
-    table = kind if half else "float32"
-    others = kernel.replace("centers", "forward"), kernel.replace("entmax", "gated")
-    rows = next(filter(None, (_rows_of(table, name, variant) for name in (kernel, *others))))
-    return next(row.tiles for row in rows if width <= row.widest)
 
 
 def _kind_of(capability: tuple[int, int] | None) -> str:
