@@ -16,7 +16,7 @@ from benchmarks.candidates import RIVALS
 from benchmarks.goals import milliseconds, rate, ratio
 from benchmarks.measure import Found, Row, disturbed
 from benchmarks.results import Results
-from benchmarks.settings import Device
+from benchmarks.settings import Device, word
 
 Cell = str | Text
 #: The workload of the line that a run ends with.
@@ -53,7 +53,7 @@ class Report:
         commit = f", commit {m.commit}" if m.commit else ""
         self.console.print(
             f"{m.threads} of {m.cores} cores, level {escape(m.level)}, torch {m.torch}, "
-            f"Python {m.python}, {str(settings.dtype).removeprefix('torch.')}{commit}"
+            f"Python {m.python}, {word(settings.dtype)}{commit}"
         )
         if m.gpu:
             self.console.print(escape(", ".join(f"{key} {value}" for key, value in m.gpu.items())))
@@ -172,7 +172,7 @@ class Report:
         """Words are left-aligned, numbers right-aligned; what repeats the first column of the row above is left out."""
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
             header_style="dim")  # fmt: skip
-        for number, (head, *cells) in enumerate(zip(heads, *map(_plain, rows), strict=True)):
+        for number, (head, *cells) in enumerate(zip(heads, *(map(str, row) for row in rows), strict=True)):
             words = number == 0 or all(cell[0].isalpha() for cell in cells if cell)
             table.add_column(head, justify="left" if words else "right", no_wrap=number > 0,
                 overflow="fold" if number == 0 else "ellipsis")  # fmt: skip
@@ -185,10 +185,6 @@ class Report:
 
     def _note(self, text: str) -> None:
         self.console.print(f"[dim]{escape(text)}[/]")
-
-
-def _plain(cells: Sequence[Cell]) -> list[str]:
-    return [str(cell) for cell in cells]
 
 
 def _ms(milliseconds: float) -> str:

@@ -20,9 +20,7 @@ from benchmarks.workloads import Workload, table
 #: Parts beside the workloads, which yield tables. `--only` knows them by name.
 PARTS: Final = {"memory": memory, "overhead": measure.overhead}
 #: Those that a run has only where `--only` is their name: minutes each, and on the CPU.
-ON_REQUEST: Final = {
-    "models": models.measure, "reading": reading.measure, "conversion": conversion.measure,
-}  # fmt: skip
+ON_REQUEST: Final = {"models": models.measure, "reading": reading.measure, "conversion": conversion.measure}
 
 _SENTENCES: Final = {"smoke": 4, "quick": 32, "full": 64}
 

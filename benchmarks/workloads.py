@@ -321,9 +321,7 @@ def decoding(settings: Settings) -> list[Workload]:
         sizes = f"B{B} H{H} Hk{Hk} S{S} D{D}"
         table, name = f"decoding, {sizes}", f"decoding_{sizes.replace(' ', '_')}"
         first = GatedCase(name, B, H, 1, S, D=D, Dv=D, Hk=Hk)
-        cases: dict[str, Case] = {
-            "heads_first": first, "tokens_first": replace(first, layout="transposed"),
-        }  # fmt: skip
+        cases: dict[str, Case] = {"heads_first": first, "tokens_first": replace(first, layout="transposed")}
         if Hk == H and D == 64:
             cases["shared"] = CollaborativeCase(name, B, H, 1, S, Ds=256, Dv=D, scale=D**-0.5, layout="transposed")
         if 2 * B * Hk * S * D * settings.dtype.itemsize > _MOST_CACHE:

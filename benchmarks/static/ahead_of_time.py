@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 import triton
 
+from benchmarks.settings import word
 from benchmarks.static.binaries import TARGETS, Kernel, recorded
 from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops.attention import attention_op, backward_op
@@ -36,9 +37,7 @@ from heads_kernels.parse import parse
 from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
 from heads_kernels.testing import masks as mask
 
-_DTYPES: Final = {
-    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
-}  # fmt: skip
+_DTYPES: Final = {word(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
 
 # ---------------------------------------------------------------------- calls
