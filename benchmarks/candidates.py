@@ -64,12 +64,13 @@ def further_backends(inputs: Inputs, device: Device) -> list[str]:
     """The GPU backends that can serve this call beside the one that the package chooses."""
     if device == "cpu":
         return []
+    others = [name for name in get_args(BackendName) if name not in ("cpu", "eager", explain(inputs).backend)]
+    return [name for name in others if explain(inputs, name).backend]
 
-    def chosen(backend: BackendName | None) -> str | None:
-        return hk.explain(inputs.operator, **inputs.arguments(), backend=backend).backend
 
-    names = [name for name in get_args(BackendName) if name not in ("cpu", "eager")]
-    return [name for name in names if name != chosen(None) and chosen(name) == name]
+def explain(inputs: Inputs, backend: BackendName | None = None) -> hk.Choice:
+    """Which backend runs this call."""
+    return hk.explain(inputs.operator, **inputs.arguments(), backend=backend)
 
 
 def _called(leaves: tuple[Inputs, ...], make: Callable[[Inputs], Attention], direction: Direction) -> Call:
@@ -199,8 +200,7 @@ def _flex(inputs: Inputs) -> Attention:
         attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
     def call() -> Tensor:
-        out = attend(query, key, value, block_mask=block_mask, scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1])  # fmt: skip
+        out = attend(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
         return times_gate(out, inputs)
 
     return call

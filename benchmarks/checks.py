@@ -72,7 +72,9 @@ def check(workload: Workload, settings: Settings) -> Check:
         wrong |= _wrong_baselines(some, reference.oracle["out"], workload, settings)
         if workload.expected and settings.dtype == torch.float32:
             expected = workload.expected[number]
-            model_error = max(_model_error(inputs, expected), model_error or 0.0)
+            with torch.no_grad():
+                off = (inputs.call() - expected).abs().where(real_rows(inputs), 0.0).max()
+            model_error = max(float(off), model_error or 0.0)
             real = expected.where(real_rows(inputs), reference.eager["out"])
             found = reference.judge("out", real)
             if not found.ratio <= 2:  # the model's own float32 output may be as far off as ours
@@ -128,10 +130,7 @@ def _of_heads(term: Term, step: int) -> Term:
 
 
 def _whole_failures(
-    inputs: Inputs,
-    where: tuple[slice, ...],
-    reference: testing.accuracy.Reference,
-    backend: str | None = None,
+    inputs: Inputs, where: tuple[slice, ...], reference: testing.accuracy.Reference, backend: str | None = None
 ) -> list[str]:
     """Hold a part of the whole call's output to the rule, as the call of that part alone."""
     with torch.no_grad():
@@ -157,12 +156,6 @@ def _wrong_baselines(inputs: Inputs, oracle: Tensor, workload: Workload, setting
         if not error <= limit:
             found[name] = f"off by {error:.1e}, of {limit:.1e}"
     return found
-
-
-def _model_error(inputs: Inputs, expected: Tensor) -> float:
-    with torch.no_grad():
-        difference = (inputs.call() - expected).abs()
-    return float(difference.where(real_rows(inputs), 0.0).max())
 
 
 def real_rows(inputs: Inputs) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 import heads_kernels as hk
 from benchmarks import minilm
 from benchmarks.measure import Found, Row
-from benchmarks.models import WHOLE, Model, timed
+from benchmarks.models import WHOLE, Batch, Model, timed
 from benchmarks.settings import Settings
 
 Calibration = Mapping[str, Any]
@@ -127,7 +127,8 @@ def measure(settings: Settings) -> Iterator[Found]:
     smoke = settings.form == "smoke"
     shortened = {"num_hidden_layers": 2} if smoke else {}
     stock = minilm.load(attn_implementation="sdpa", **shortened)
-    everything = minilm.batches(200 if smoke else 1200, size=100)
+    parts = (part.split(100) for part in minilm.tokens(200 if smoke else 1200))
+    everything = [Batch.cut("", ids, lengths).inputs(stock) for ids, lengths in zip(*parts, strict=True)]
     held_out = everything[1::2]
     found = Found("conversion", "MiniLM converted, sentences that it was not calibrated on", {
         "": "{method}",

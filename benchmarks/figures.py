@@ -99,7 +99,8 @@ def open_heads(run: Row) -> Any:
     }
     names = {12 * (100 - percent) // 100: f"gated_closed_{percent}" for percent in CLOSED_SERIES}
     names = {12: "gated_dense"} | names
-    shown = {heads: rows[name] for heads, name in names.items() if _steady(rows[name]["ours"])}
+    timed = {heads: rows[name] for heads, name in names.items()}
+    shown = {n: row for n, row in timed.items() if row["ours"]["ms"] < MOST_SPREAD * row["ours"]["fastest_ms"]}
     most, least = max(shown), min(shown)
     drawn = Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = drawn.subplots()
@@ -129,8 +130,3 @@ def open_heads(run: Row) -> Any:
     )
     drawn.supxlabel(conditions, fontsize=7.5)
     return drawn
-
-
-def _steady(ours: Row) -> bool:
-    """Whether our time was not disturbed."""
-    return bool(ours["ms"] < MOST_SPREAD * ours["fastest_ms"])

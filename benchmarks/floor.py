@@ -2,11 +2,10 @@
 
     floor = max(FLOPs / product rate + exponentials / exp rate, bytes / copy bandwidth)
 
-Products and exponentials run on the same ports of a core, so their times add; loads and stores run
-beside them. FLOPs are those of `workloads.flops`; there is one exp a visible pair of an open head,
-forward as backward. Bytes are those of the inputs that count (visible rows of
-open heads), read once, and of the results, written once and whole, for hidden rows and closed heads
-are written as zeros.
+Products and exponentials run on the same ports of a core, so their times add; loads and stores run beside them. FLOPs
+are those of `workloads.flops`; there is one exp a visible pair of an open head, forward as backward. Bytes are those of
+the inputs that count (visible rows of open heads), read once, and of the results, written once and whole, for hidden
+rows and closed heads are written as zeros.
 
 The rates are the highest that were seen, on the present number of threads and the instruction-set
 level in use, taken in turn with the kernels:
@@ -31,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -46,8 +46,7 @@ _SIDE: Final = 1024
 _GPU_SIDE: Final = 8192
 #: Steps of a thread: half a millisecond of products and one of powers at AVX-512, of which starting
 #: the threads is a hundredth.
-_PRODUCT_STEPS: Final = 100_000
-_POWER_STEPS: Final = 50_000
+_STEPS: Final = {"products": 100_000, "powers": 50_000}
 #: Past this copies run at the speed of memory, whatever the size; a GPU has its L2 cache flushed.
 _MOST_BYTES: Final = 1 << 26
 
@@ -83,37 +82,29 @@ class Yardstick:
         self._bytes = sum(_bytes(one, direction) for one in inputs)
         self._dtype, place = inputs[0].dout.dtype, inputs[0].dout.device
         self._copied = max(self._bytes // 2, 1)
-        self._products = self._powers = 0  # of a call
+        self._counts: dict[str, int] = {}  # of products and powers in a call
         self.calls: dict[str, Callable[[], object]] = {}
         wide = torch.float64 if self._dtype == torch.float64 else torch.float32
         if place.type == "cuda":
             self._side, wide = _GPU_SIDE, self._dtype
         else:
             self._side, self._copied = _SIDE, min(self._copied, _MOST_BYTES)
-            self.calls = {"products": self._run_products, "powers": self._run_powers}
-        self.calls |= {
-            "copy": _copy(self._copied, place),
-            "sgemm": _product(self._side, wide, place),
-        }
+            self.calls = {name: partial(self._run, name) for name in _STEPS}
+        self.calls |= {"copy": _copy(self._copied, place), "sgemm": _product(self._side, wide, place)}
 
-    def _run_products(self) -> None:
+    def _run(self, name: str) -> None:
         from heads_kernels import _cpu  # runs without a floor need no extension
 
-        threads = torch.get_num_threads()
-        self._products = _cpu.run_products(self._dtype, _PRODUCT_STEPS, threads)
-
-    def _run_powers(self) -> None:
-        from heads_kernels import _cpu
-
-        self._powers = _cpu.run_powers(self._dtype, _POWER_STEPS, torch.get_num_threads())
+        run = _cpu.run_products if name == "products" else _cpu.run_powers
+        self._counts[name] = run(self._dtype, _STEPS[name], torch.get_num_threads())
 
     def floor(self, times: Mapping[str, Timing]) -> Floor:
         """From the times of `calls` and of `ours`."""
         sgemm = 2 * self._side**3 / times["sgemm"].median
         product, exps = sgemm, math.inf
         if "products" in times:
-            product = 2 * self._products / times["products"].minimum
-            exps = self._powers / times["powers"].minimum
+            product = 2 * self._counts["products"] / times["products"].minimum
+            exps = self._counts["powers"] / times["powers"].minimum
         bandwidth = 2 * self._copied / times["copy"].minimum
         arithmetic = self._flops / product + self._exps / exps
         seconds = max(arithmetic, self._bytes / bandwidth)

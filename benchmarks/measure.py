@@ -12,11 +12,11 @@ from typing import Any, Final
 import torch
 
 import heads_kernels as hk
-from benchmarks.candidates import RIVALS, Call, NotRun, candidate, further_backends
+from benchmarks.candidates import RIVALS, Call, NotRun, candidate, explain, further_backends
 from benchmarks.floor import Yardstick
 from benchmarks.settings import Settings
 from benchmarks.workloads import Direction, Workload, flops
-from heads_kernels.testing import Inputs, Timing, time_in_turn
+from heads_kernels.testing import Timing, time_in_turn
 
 #: A row is disturbed where the median of a candidate is more than this many times its fastest sample.
 #: In a full run on a shared machine that was otherwise idle, 2 of 220 rows were.
@@ -30,11 +30,14 @@ MOST_SPREAD: Final = 1.5
 #: flops     that have to be done
 #: times     by candidate `{"ms": the median, "fastest_ms", "samples"}`: "ours"; those of `candidates`; "dense", ours on
 #:           the workload that this one is compared with; "float32", ours on the same numbers in float32, where the
-#:           workload is in a narrower dtype
+#:           workload is in a narrower dtype; "before", ours in the run of `--against`
 #: refused   why others were not timed
 #: spread    the largest ratio of a median to the fastest sample among these
 #: dense_flops, floor   where there are any; kept runs may lack them, and of baselines all but the median
 Row = dict[str, Any]
+
+#: The name of a workload, a direction, a number of threads.
+Timed = tuple[str, Direction, int | None]
 
 #: A format string of a row's fields, or a function of a row.
 Column = str | Callable[[Row], str]
@@ -52,6 +55,11 @@ class Found:
     columns: Mapping[str, Column]
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+
+
+def timed(row: Row) -> Timed:
+    """What the row has the times of."""
+    return row["workload"], row["direction"], row["threads"]
 
 
 def disturbed(row: Row) -> bool:
@@ -117,16 +125,7 @@ def speed(
 
 
 def _plain(timing: Timing) -> dict[str, Any]:
-    return {
-        "ms": timing.median * 1e3,
-        "fastest_ms": timing.minimum * 1e3,
-        "samples": len(timing.samples),
-    }
-
-
-def explain(inputs: Inputs) -> hk.Choice:
-    """Which backend runs this call."""
-    return hk.explain(inputs.operator, **inputs.arguments())
+    return {"ms": timing.median * 1e3, "fastest_ms": timing.minimum * 1e3, "samples": len(timing.samples)}
 
 
 #: Seconds of a sample in the part `overhead`: dozens of calls, since the first one after another kind takes up to 30 us
@@ -165,7 +164,6 @@ def overhead(settings: Settings) -> Iterator[Found]:
     }
     budget = settings.effort().budget_s
     times = time_in_turn(calls, device=place, budget_s=budget, least=20, warmup=20, sample_s=_SAMPLE_S)
-    found = Found("overhead", "Overhead of a call",
-        {"B1 H2 T4 D8": "{call}", "microseconds": "{us:.1f}"})  # fmt: skip
+    found = Found("overhead", "Overhead of a call", {"B1 H2 T4 D8": "{call}", "microseconds": "{us:.1f}"})
     found.rows = [{"call": name, "us": timing.median * 1e6} for name, timing in times.items()]
     yield found

@@ -74,19 +74,6 @@ def tokens(count: int) -> tuple[Tensor, Tensor]:
     return ids, torch.tensor([len(row) for row in rows])
 
 
-def batches(count: int, size: int) -> list[dict[str, Tensor]]:
-    """`count` sentences in batches of `size`, as the model takes them, padded on the right."""
-    ids, lengths = tokens(count)
-    found = []
-    for start in range(0, len(ids), size):
-        length = lengths[start : start + size]
-        T = int(length.max())
-        real = torch.arange(T) < length[:, None]
-        part = ids[start : start + size, :T]
-        found.append({"input_ids": part, "attention_mask": real.long()})
-    return found
-
-
 def _read(reader: Callable[[], Any]) -> Any:
     try:
         return reader()

@@ -49,15 +49,20 @@ class Batch:
     real: Tensor  # bool [B, T]
 
     @classmethod
+    def cut(cls, name: str, ids: Tensor, lengths: Tensor) -> Batch:
+        """Sentences of these lengths, without columns of padding alone."""
+        T = int(lengths.max())
+        return cls(name, ids[:, :T], torch.arange(T) < lengths[:, None])
+
+    @classmethod
     def of(cls, count: int, by_length: bool = False) -> Batch:
         """Sentences as they come; or, of four times as many, those of middle length."""
         ids, lengths = minilm.tokens(4 * count if by_length else count)
         if by_length:
             start = (len(lengths) - count) // 2
             chosen = lengths.argsort(stable=True)[start : start + count]
-            ids, lengths = ids[chosen, : lengths[chosen].max()], lengths[chosen]
-        name = "by length" if by_length else "as they come"
-        return cls(name, ids, torch.arange(ids.shape[1]) < lengths[:, None])
+            ids, lengths = ids[chosen], lengths[chosen]
+        return cls.cut("by length" if by_length else "as they come", ids, lengths)
 
     def whole(self) -> Batch:
         """Its sentences repeated to the length of the longest."""
@@ -110,8 +115,7 @@ def t5(layers: int = 6) -> Model:
     """T5-small with a small vocabulary, random weights."""
     import transformers
 
-    config: Any = transformers.T5Config(vocab_size=VOCABULARY, num_layers=layers, eos_token_id=None,
-        pad_token_id=0)  # fmt: skip
+    config: Any = transformers.T5Config(vocab_size=VOCABULARY, num_layers=layers, eos_token_id=None, pad_token_id=0)
     config.decoder_start_token_id = 0
     return random_model(transformers.T5ForConditionalGeneration, config)
 
@@ -214,7 +218,7 @@ def measure(settings: Settings) -> Iterator[Found]:
         *([] if smoke else [("BERT-base", bert, few)]),
         ("Llama-shaped", lambda: llama(layers), few),
         ("T5-small", lambda: t5(layers), few),
-    ]  # fmt: skip
+    ]
     for name, load, count in jobs:
         models = candidates(load())
         whole = models[WHOLE[0]]

@@ -19,14 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from benchmarks import checks
-from benchmarks.candidates import (
-    BASELINES,
-    RIVALS,
-    Call,
-    NotRun,
-    attention,
-    further_backends,
-)
+from benchmarks.candidates import BASELINES, RIVALS, Call, NotRun, attention, further_backends
 from benchmarks.goals import GPU_MEMORY
 from benchmarks.measure import Column, Found, Row
 from benchmarks.settings import Settings
@@ -186,13 +179,7 @@ def _cases(settings: Settings, found: Found) -> Iterator[tuple[str, Inputs]]:
 
 
 def _row(case: str, inputs: Inputs, candidate: str, direction: Direction) -> Row:
-    row: Row = {
-        "case": case,
-        "direction": direction,
-        "candidate": candidate,
-        "extra": None,
-        "how": "",
-    }
+    row: Row = {"case": case, "direction": direction, "candidate": candidate, "extra": None, "how": ""}
     try:
         step = _step(inputs, candidate, direction)
         if inputs.dout.is_cuda:

@@ -16,7 +16,7 @@ from benchmarks.candidates import RIVALS
 from benchmarks.goals import milliseconds, rate, ratio
 from benchmarks.measure import Found, Row, disturbed
 from benchmarks.results import Results
-from benchmarks.settings import Device
+from benchmarks.settings import Device, word
 
 Cell = str | Text
 #: The workload of the line that a run ends with.
@@ -25,9 +25,10 @@ _HEADLINE: Final = "gated_closed_50"
 _WIDTH: Final[dict[Device, int]] = {"cpu": 100, "cuda": 130}
 _LEGEND: Final = (
     "ours: median ms. FLOP/s: executed FLOPs divided by our median. x: the time of that candidate divided by ours; "
-    "eager, SDPA and its kernels, flex and flash_attn are times the gate. x dense: our own time for the dense workload "
-    "of the table (all heads open, no mask, dense mixing). x f32: our own time for the same numbers in float32. x mm: "
-    "our FLOP/s divided by those of torch.mm. gap: our time divided by the floor."
+    "eager, SDPA and its kernels, flex and flash_attn are times the gate. x dense: our own time for the dense workload"
+    " of the table (all heads open, no mask, dense mixing). x before: our own time in the run of --against. x f32: our"
+    " own time for the same numbers in float32. x mm: our FLOP/s divided by those of torch.mm. gap: our time divided "
+    "by the floor."
 )
 _DISTURBED: Final = (
     "spread: a median by the fastest sample, where something else ran meanwhile; measured twice. Do not quote these "
@@ -52,7 +53,7 @@ class Report:
         commit = f", commit {m.commit}" if m.commit else ""
         self.console.print(
             f"{m.threads} of {m.cores} cores, level {escape(m.level)}, torch {m.torch}, "
-            f"Python {m.python}, {str(settings.dtype).removeprefix('torch.')}{commit}"
+            f"Python {m.python}, {word(settings.dtype)}{commit}"
         )
         if m.gpu:
             self.console.print(escape(", ".join(f"{key} {value}" for key, value in m.gpu.items())))
@@ -171,7 +172,7 @@ class Report:
         """Words are left-aligned, numbers right-aligned; what repeats the first column of the row above is left out."""
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
             header_style="dim")  # fmt: skip
-        for number, (head, *cells) in enumerate(zip(heads, *map(_plain, rows), strict=True)):
+        for number, (head, *cells) in enumerate(zip(heads, *(map(str, row) for row in rows), strict=True)):
             words = number == 0 or all(cell[0].isalpha() for cell in cells if cell)
             table.add_column(head, justify="left" if words else "right", no_wrap=number > 0,
                 overflow="fold" if number == 0 else "ellipsis")  # fmt: skip
@@ -184,10 +185,6 @@ class Report:
 
     def _note(self, text: str) -> None:
         self.console.print(f"[dim]{escape(text)}[/]")
-
-
-def _plain(cells: Sequence[Cell]) -> list[str]:
-    return [str(cell) for cell in cells]
 
 
 def _ms(milliseconds: float) -> str:

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from benchmarks import checks, conversion, measure, minilm, models, reading
+from benchmarks.candidates import explain
 from benchmarks.peak import memory
 from benchmarks.report import Report
 from benchmarks.results import Results
@@ -19,9 +20,7 @@ from benchmarks.workloads import Workload, table
 #: Parts beside the workloads, which yield tables. `--only` knows them by name.
 PARTS: Final = {"memory": memory, "overhead": measure.overhead}
 #: Those that a run has only where `--only` is their name: minutes each, and on the CPU.
-ON_REQUEST: Final = {
-    "models": models.measure, "reading": reading.measure, "conversion": conversion.measure,
-}  # fmt: skip
+ON_REQUEST: Final = {"models": models.measure, "reading": reading.measure, "conversion": conversion.measure}
 
 _SENTENCES: Final = {"smoke": 4, "quick": 32, "full": 64}
 
@@ -92,7 +91,7 @@ def _time(chosen: list[Workload], known: dict[str, Workload], report: Report) ->
     checked = {row["workload"]: row for row in results.checks}
     sound = {name for name, row in checked.items() if not row["failures"]}
     left = [workload for workload in chosen if workload.name in sound]
-    done = {(row["workload"], row["direction"], row["threads"]) for row in results.speed}
+    done = set(map(measure.timed, results.speed))
     while left:
         workload = left.pop(0)
         dense = known[workload.dense] if workload.dense and workload.dense in sound else None
@@ -105,7 +104,10 @@ def _time(chosen: list[Workload], known: dict[str, Workload], report: Report) ->
                 with on_threads(threads):
                     left_out = checked[workload.name]["wrong"]
                     row, wrong = measure.speed(workload, dense, direction, settings, left_out)
-                results.speed += [row] if row else []
+                if row:
+                    results.speed.append(row)
+                    if (before := results.earlier.get(measure.timed(row))) is not None:
+                        row["times"]["before"] = before
                 results.failures += [f"{workload.name} {direction}: {name}: {why}" for name, why in wrong.items()]
                 if wrong:
                     _must_work(settings)
@@ -163,5 +165,5 @@ def backends(settings: Settings) -> list[str]:
     found: dict[str, str] = {}
     for workload in table(Settings("smoke", settings.device, settings.dtype)):
         inputs = workload.make(settings.dtype, settings.place)[0]
-        found.setdefault(inputs.operator, str(measure.explain(inputs)).replace("\n ", ";"))
+        found.setdefault(inputs.operator, str(explain(inputs)).replace("\n ", ";"))
     return [*found.values()]

@@ -168,10 +168,7 @@ class _Tuner:
             if "wrong" not in checked:
                 self._write({"kernel": job.kernel, "dtype": job.dtype, "D": padded(D), "Dv": padded(Dv),
                     **tiles, "ms": round(ms, 4), "heuristic_ms": round(before, 4)})  # fmt: skip
-                print(
-                    f"    {_short(tiles)} {ms:.3f} ms, today {_short(today)} {before:.3f} ms",
-                    flush=True,
-                )
+                print(f"    {_short(tiles)} {ms:.3f} ms, today {_short(today)} {before:.3f} ms", flush=True)
                 return
             print(f"    {_short(tiles)} is fast and wrong: {checked['wrong']}", flush=True)
             self.failed = True

@@ -209,10 +209,7 @@ def _check(job: Job) -> Row:
     case = toy(case) if TRITON_INTERPRETED else case
     wrong: list[str] = []
     with _forced(job.kernel, job.tiles[0]):
-        for each in (
-            replace(case, is_causal=True),
-            replace(case, B=2, mask=masks.padded(case.T, case.T // 3)),
-        ):
+        for each in (replace(case, is_causal=True), replace(case, B=2, mask=masks.padded(case.T, case.T // 3))):
             if tuned.direction == "statistics":
                 report = check_statistics(each.make(dtype, DEVICE), BACKEND)
             else:

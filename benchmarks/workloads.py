@@ -248,10 +248,9 @@ def models() -> list[Workload]:
         "gqa_language_model_decode": {"B": 1, "mask": lower_right},
     }
     return [
-        Workload(f"gated_{name}", "shapes of models", name,
-            drawn(replace(find("gated_attention", name), **changed)))
+        Workload(f"gated_{name}", "shapes of models", name, drawn(replace(find("gated_attention", name), **changed)))
         for name, changed in changes.items()
-    ]  # fmt: skip
+    ]
 
 
 def score_terms(part: int = 1) -> list[Workload]:
@@ -322,12 +321,9 @@ def decoding(settings: Settings) -> list[Workload]:
         sizes = f"B{B} H{H} Hk{Hk} S{S} D{D}"
         table, name = f"decoding, {sizes}", f"decoding_{sizes.replace(' ', '_')}"
         first = GatedCase(name, B, H, 1, S, D=D, Dv=D, Hk=Hk)
-        cases: dict[str, Case] = {
-            "heads_first": first, "tokens_first": replace(first, layout="transposed"),
-        }  # fmt: skip
+        cases: dict[str, Case] = {"heads_first": first, "tokens_first": replace(first, layout="transposed")}
         if Hk == H and D == 64:
-            cases["shared"] = CollaborativeCase(name, B, H, 1, S, Ds=256, Dv=D, scale=D**-0.5,
-                layout="transposed")  # fmt: skip
+            cases["shared"] = CollaborativeCase(name, B, H, 1, S, Ds=256, Dv=D, scale=D**-0.5, layout="transposed")
         if 2 * B * Hk * S * D * settings.dtype.itemsize > _MOST_CACHE:
             continue
         for kind, case in cases.items():

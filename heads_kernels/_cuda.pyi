@@ -51,7 +51,7 @@ def attention_bias(
 ) -> None: ...
 def attention_statistics(
     call: Call,
-    results: tuple[Tensor, ...],
+    results: _Written,
     rows: Tensor | None,
     cells: Tensor | None,
     target: _LaunchTarget,

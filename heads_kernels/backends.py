@@ -236,10 +236,7 @@ def _too_wide(call: Call) -> list[str]:
     most = _WIDEST_HEAD if call.mixing is None else _WIDEST_SHARED
     return [
         f"{what} {width} wide; it serves widths up to {limit}"
-        for what, width, limit in (
-            ("query and key are", call.D, most),
-            ("value is", call.Dv, _WIDEST_HEAD),
-        )
+        for what, width, limit in (("query and key are", call.D, most), ("value is", call.Dv, _WIDEST_HEAD))
         if width > limit
     ]
 

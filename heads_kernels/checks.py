@@ -311,10 +311,7 @@ def check_flag(name: str, flag: bool) -> None:
 
 
 def check_row_weights(
-    received: bool | Tensor | None,
-    query: Tensor,
-    sizes: tuple[int, ...],
-    dtype: torch.dtype,
+    received: bool | Tensor | None, query: Tensor, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | None:
     """The weights of rows that `received` asks for, with as many dimensions as `sizes` (*batch, H, T), in `dtype`."""
     if received is None or received is False:

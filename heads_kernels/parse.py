@@ -12,14 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from heads_kernels.batch import (
-    GROUPED,
-    SHARED,
-    Batch,
-    flatten_bias,
-    flatten_companion,
-    flatten_operands,
-)
+from heads_kernels.batch import GROUPED, SHARED, Batch, flatten_bias, flatten_companion, flatten_operands
 from heads_kernels.call import LAYOUTS, Call, Layouts, compute_dtype
 from heads_kernels.checks import (
     check_alpha,
@@ -224,11 +217,7 @@ _CAUSAL: Final = Intervals(band_hi=1)
 
 
 def _mask(
-    attn_mask: Mask | Tensor,
-    is_causal: bool,
-    query: Tensor,
-    shape: tuple[int, int, int, int],
-    batch: Batch,
+    attn_mask: Mask | Tensor, is_causal: bool, query: Tensor, shape: tuple[int, int, int, int], batch: Batch
 ) -> Intervals:
     """The mask of a call of `shape` = (B, H, T, S)."""
     if batch is not None and isinstance(attn_mask, Tensor) and 3 < attn_mask.dim() <= len(batch) + 3:

@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 import triton
 
+from benchmarks.settings import word
 from benchmarks.static.binaries import TARGETS, Kernel, recorded
 from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.ops.attention import attention_op, backward_op
@@ -36,9 +37,7 @@ from heads_kernels.parse import parse
 from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
 from heads_kernels.testing import masks as mask
 
-_DTYPES: Final = {
-    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
-}  # fmt: skip
+_DTYPES: Final = {word(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
 
 # ---------------------------------------------------------------------- calls
@@ -136,10 +135,9 @@ def _works() -> tuple[Work, ...]:
         if D == 128 or words == "decoding":
             decoded.append(GatedCase(f"{words}, D {D}", B, H, 1, T, D=D, Dv=D, Hk=1, **options))
     decoded += [
-        CollaborativeCase(f"decoding, Ds {Ds}", B, H, 1, T, Ds=Ds, Dv=64, content_bias=True,
-            **decoding["decoding"])
+        CollaborativeCase(f"decoding, Ds {Ds}", B, H, 1, T, Ds=Ds, Dv=64, content_bias=True, **decoding["decoding"])
         for Ds in (256, 768)
-    ]  # fmt: skip
+    ]
     sparse = ("plain", "causal, gate of heads", "holes, gate of elements", "causal, dropout",
         "bias, gate of elements", "streaming heads")  # fmt: skip
     entmax: list[Case] = []
@@ -150,7 +148,7 @@ def _works() -> tuple[Work, ...]:
         *(GatedCase(f"D {D}", B, H, T, T, D=D, Dv=D) for D in (64, 128, 256)),
         GatedCase("bias, softcap, sinks, D 64", B, H, T, T, D=64, Dv=64, softcap=50.0, sinks=True, bias="1HTS"),
         *(CollaborativeCase(f"Ds {Ds}", B, H, T, T, Ds=Ds, Dv=64, content_bias=True) for Ds in (256, 768)),
-    ]  # fmt: skip
+    ]
     return (
         *(Work(case, _attention) for case in attended),
         *(Work(case, _forward) for case in decoded),
@@ -368,8 +366,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--dtype", choices=_DTYPES, action="append", help="default: all")
-    parser.add_argument("--only", metavar="PATTERN",
-        help="works whose name contains this (* and ? allowed)")  # fmt: skip
+    parser.add_argument("--only", metavar="PATTERN", help="works whose name contains this (* and ? allowed)")
     return parser
 
 

@@ -151,10 +151,7 @@ def log_kept() -> Iterator[None]:
         metadata["ptxas"] = (knobs.nvidia.ptxas_blackwell if new else knobs.nvidia.ptxas).version
         return cubin
 
-    with (
-        patch.object(CUDABackend, "make_cubin", make),
-        patch.object(knobs.nvidia, "dump_ptxas_log", True),
-    ):
+    with patch.object(CUDABackend, "make_cubin", make), patch.object(knobs.nvidia, "dump_ptxas_log", True):
         yield
 
 

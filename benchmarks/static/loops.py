@@ -251,10 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.keep and (options.only or options.target):
         parser.error("--keep writes the whole selection: leave out --only and --target")
     pattern = f"*{options.only}*" if options.only else "*"
-    works = [
-        work for work in (ahead_of_time.WORKS if options.only else WORKS)
-        if fnmatchcase(work.name, pattern)
-    ]  # fmt: skip
+    works = [work for work in (ahead_of_time.WORKS if options.only else WORKS) if fnmatchcase(work.name, pattern)]
     module, tool = options.module or cuda_resources.module(), cuda_resources.cuobjdump()
     in_module: list[Row] = []
     if "cuda" in backends:

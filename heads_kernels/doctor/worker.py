@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from heads_kernels.doctor.checks import refusals, run_checks
-from heads_kernels.ops.gate import as_4d
 from heads_kernels.testing import Inputs, find, time_in_turn
 
 #: Seconds beyond what a worker is given: to start Python and PyTorch, and for the check under way at the end.
@@ -97,11 +96,10 @@ def time_backends(backends: Sequence[str], device: torch.device, budget_s: float
 
 
 def sdpa(inputs: Inputs) -> Tensor:
-    """The same call by `scaled_dot_product_attention`, times the gate."""
-    p, t = inputs.parsed(), inputs.tensors
-    is_causal = bool(inputs.options.get("is_causal"))
-    out = F.scaled_dot_product_attention(t["query"], t["key"], t["value"], is_causal=is_causal, scale=p.scale)
-    return out if p.gate is None else out * as_4d(p.gate).to(out.dtype)
+    """The same call by `scaled_dot_product_attention`, times the gate of each head."""
+    t = inputs.tensors
+    out = F.scaled_dot_product_attention(t["query"], t["key"], t["value"], is_causal=inputs.options["is_causal"])
+    return out * t["gate"][:, None, None].to(out.dtype)
 
 
 def _both(inputs: Inputs, function: Callable[[Inputs], Tensor]) -> object:

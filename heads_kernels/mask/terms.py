@@ -14,16 +14,7 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import (
-    MAX_LENGTH,
-    broadcasts,
-    check_device,
-    check_tensor,
-    is_any_int,
-    is_int,
-    refuse,
-    shown,
-)
+from heads_kernels.checks import MAX_LENGTH, broadcasts, check_device, check_tensor, is_any_int, is_int, refuse, shown
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
 from heads_kernels.mask.kept import distances_on, lengths_on, readable
@@ -270,10 +261,7 @@ def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None
 
 
 def _of_heads(
-    argument: str,
-    given: Tensor | tuple[int, ...] | tuple[tuple[int, int], ...],
-    H: int,
-    device: Device,
+    argument: str, given: Tensor | tuple[int, ...] | tuple[tuple[int, int], ...], H: int, device: Device
 ) -> Tensor:
     """Numbers of heads, `[H or 1]` or more, as int64 on `device`."""
     if len(given) not in (1, H):
@@ -287,12 +275,7 @@ def _of_heads(
 
 
 def _lengths(
-    argument: str,
-    lengths: Tensor | tuple[int, ...],
-    B: int,
-    limit: int,
-    letter: str,
-    device: Device,
+    argument: str, lengths: Tensor | tuple[int, ...], B: int, limit: int, letter: str, device: Device
 ) -> Tensor:
     """`lengths` as integers `[B or 1, 1, 1]` on `device`, within [0, limit]."""
     count = lengths.shape[0] if isinstance(lengths, Tensor) else len(lengths)
@@ -319,11 +302,7 @@ INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int6
 
 
 def parse_tensor(
-    argument: str,
-    tensor: object,
-    dtypes: Sequence[torch.dtype],
-    ranks: Sequence[int],
-    instead: str,
+    argument: str, tensor: object, dtypes: Sequence[torch.dtype], ranks: Sequence[int], instead: str
 ) -> Tensor:
     if is_sharded(tensor):
         whole = "pass full_tensor(): masks are those of the whole call"

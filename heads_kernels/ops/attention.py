@@ -19,14 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heads_kernels.call import (
-    OPERANDS,
-    SCHEMA,
-    Call,
-    backward_flops,
-    compute_dtype,
-    forward_flops,
-)
+from heads_kernels.call import OPERANDS, SCHEMA, Call, backward_flops, compute_dtype, forward_flops
 from heads_kernels.ops import derivatives, direct
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.buffers import empty_gradient, empty_heads
@@ -67,7 +60,7 @@ class Gradients(NamedTuple):
     dvalue: Tensor
     dmixing: Tensor  # [B, H, Ds]
     dcontent_bias: Tensor  # [B, H, S]
-    dgate: Tensor  # dout * attended, [B, H, T] summed over Dv, or [B, H, T, Dv]
+    dgate: Tensor  # dout * attended, [B, H, T] summed over Dv, or [B, H, T, Dv] of an elementwise gate
     dbias: Tensor  # as bias, summed over what it was broadcast along
     doffset_bias: Tensor  # [B, H, T + S - 1]
     dsinks: Tensor  # [B, H, T]
@@ -220,8 +213,8 @@ def _shape_of_sums(name: str, call: Call) -> tuple[int, ...]:
         return B, H, call.D
     if name == "content_bias":
         return B, H, S
-    if name == "gate":
-        return gates.shape_of_rows(call.gate, (B, H, T, call.Dv))
+    if name == "gate" and call.gate is not None and gates.is_elementwise(call.gate):
+        return B, H, T, call.Dv
     if name == "bias" and call.bias is not None:
         return tuple(call.bias.shape)
     return (B, H, max(T + S - 1, 1)) if name == "offset_bias" else (B, H, T)
@@ -299,7 +292,10 @@ class _Attention(torch.autograd.Function):
         for at in range(_OF_KERNELS, len(OPERANDS)):
             if needs[at]:
                 grads[at] = finish(OPERANDS[at], grads[at], call)
-        return None, *(_first_order_only(call, grads, dout, dlse) if create_graph else grads)
+        if create_graph:
+            inputs = dout, dlse, *call.operands
+            grads = _FirstOrderOnly.apply(call.operator, len(grads), *grads, *inputs)  # type: ignore[no-untyped-call]
+        return None, *grads
 
 
 def _gradients_of_formula(call: Call, needs: Sequence[bool], dout: Tensor, dlse: Tensor | None) -> list[Tensor | None]:
@@ -313,7 +309,7 @@ def _gradients_of_formula(call: Call, needs: Sequence[bool], dout: Tensor, dlse:
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """Passes gradients through and raises where they are differentiated again."""
+    """Passes the first `count` tensors, gradients, through and raises where they are differentiated again, by any."""
 
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -326,15 +322,6 @@ class _FirstOrderOnly(torch.autograd.Function):
             f'{ctx.operator} has no second derivative: its backward pass is a fused kernel. Pass backend="eager" '
             "where gradients of gradients are needed, or leave out create_graph=True."
         )
-
-
-def _first_order_only(
-    call: Call, grads: Sequence[Tensor | None], dout: Tensor, dlse: Tensor | None
-) -> Sequence[Tensor | None]:
-    """Mark gradients as not differentiable a second time, by an operand, `dout` or `dlse`."""
-    inputs = dout, dlse, *call.operands
-    marked = _FirstOrderOnly.apply(call.operator, len(grads), *grads, *inputs)  # type: ignore[no-untyped-call]
-    return tuple(marked)
 
 
 def finish(name: str, sums: Tensor, call: Call) -> Tensor:

@@ -12,23 +12,18 @@ from heads_kernels import _cpu
 from heads_kernels.call import Call
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.library import check_fields
-from heads_kernels.ops.statistics import Buffers
+from heads_kernels.ops.statistics import AttentionStatistics
 
 check_fields(_cpu)
 
 
 def forward(call: Call, results: Results) -> None:
     """Fill `results`, except empty ones."""
-    if not call.value.shape[-1]:
-        call, results = _of_one_column(call, results)
+    if not call.value.shape[-1]:  # the kernels compute `lse` only with an output: one column of zeros is the value
+        value = call.value.new_zeros((*call.value.shape[:-1], 1))
+        results = results._replace(out=value.new_empty((*call.sizes[:3], 1)))
+        call = call._replace(value=value, gate=None)
     _cpu.attention_forward(call, results, torch.get_num_threads())
-
-
-def _of_one_column(call: Call, results: Results) -> tuple[Call, Results]:
-    """Run with one column of zeros as values, which have width 0: the kernels compute `lse` only with an output."""
-    value = call.value.new_zeros((*call.value.shape[:-1], 1))
-    out = value.new_empty((*call.sizes[:3], 1))
-    return call._replace(value=value, gate=None), results._replace(out=out)
 
 
 def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
@@ -36,6 +31,6 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     _cpu.attention_backward(call, saved, gradients, torch.get_num_threads())
 
 
-def statistics(call: Call, results: Buffers) -> None:
+def statistics(call: Call, results: AttentionStatistics) -> None:
     """Fill `results`."""
     _cpu.attention_statistics(call, results, torch.get_num_threads())

@@ -27,7 +27,7 @@ from heads_kernels.ops.buffers import (
 )
 from heads_kernels.ops.gate import is_elementwise
 from heads_kernels.ops.library import check_fields
-from heads_kernels.ops.statistics import Buffers
+from heads_kernels.ops.statistics import AttentionStatistics
 
 if TYPE_CHECKING or not CUDA_EMULATED:
     from heads_kernels import _cuda
@@ -185,7 +185,7 @@ def _bias_pass(call: Call, read: _Read, cells: Tensor | None, gradients: Gradien
             doffset_bias.zero_()
 
 
-def statistics(call: Call, results: Buffers) -> None:
+def statistics(call: Call, results: AttentionStatistics) -> None:
     """Fill `results` of `attention_statistics`."""
     call, rows = _single(call), None
     if call.row_weights is not None:  # results of the pass by rows for the pass by keys
@@ -225,14 +225,13 @@ def _dense_cells(call: Call) -> Tensor | None:
 
 
 def _tiles(call: Call, name: str) -> _Tiles:
-    operator = "gated_attention" if call.mixing is None else "collaborative_attention"
     terms = call.bias, call.offset_bias, call.dense_mask
     has_terms = call.softcap != 0.0 or any(term is not None for term in terms)
     if name in ("forward", "decode"):  # its kernels with terms have the sinks too
         has_terms = has_terms or call.sinks is not None
     D, Dv = call.query.shape[-1], call.value.shape[-1]
     device, _ = _launch_target(call.query)
-    return _tiles_of(f"{operator}.{name}", call.query.dtype, D, Dv, has_terms, device)
+    return _tiles_of(f"{call.operator}.{name}", call.query.dtype, D, Dv, has_terms, device)
 
 
 @functools.cache

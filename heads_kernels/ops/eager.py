@@ -13,7 +13,7 @@ is 0, because it is outside of the support of a row or dropped, adds nothing to 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from heads_kernels.checks import refuse
 from heads_kernels.ops import entmax, formula, scores
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.scores import NEG_INF
-from heads_kernels.ops.statistics import Buffers
+from heads_kernels.ops.statistics import AttentionStatistics
 
 #: Query rows of statistics at a time. Heuristic: the scores of 64 rows of BERT-base on 512 tokens are 1.5 MiB.
 _BLOCK_M: Final = 64
@@ -171,19 +171,19 @@ def _fill_operands(
 
 
 # ---------------------------------------------------------------------- statistics
-def statistics(call: Call, results: Buffers) -> None:
+def statistics(call: Call, results: AttentionStatistics) -> None:
     """Fill `results` in blocks of rows: without a `[T, S]` matrix."""
-    *of_rows, received = results
+    received: Any = results.received
     received.zero_()
     for start in range(0, call.T, _BLOCK_M):
         *parts, added = row_statistics(scores.of_rows(call, start, start + _BLOCK_M))
         received += added
-        for whole, part in zip(of_rows, parts, strict=True):
+        for whole, part in zip(results[:-1], parts, strict=True):
             whole[:, :, start : start + _BLOCK_M] = part
 
 
 @formula.without_autocast
-def row_statistics(call: Call) -> Buffers:
+def row_statistics(call: Call) -> AttentionStatistics:
     """Statistics of all rows of a call at once. The maximum is taken over scores: probabilities may all round to 0.
 
     `received` is empty if the call does not request it.
@@ -198,7 +198,7 @@ def row_statistics(call: Call) -> Buffers:
         received = formula.only(visible, p * weights).masked_fill(weights == 0, 0.0).sum(2)
     if finished.shape[-1] == 0:
         nothing, none = torch.full_like(lse, NEG_INF), torch.full_like(lse, -1, dtype=torch.int64)
-        return Buffers(lse, nothing, torch.zeros_like(lse), none, entropy, received)
+        return AttentionStatistics(lse, nothing, torch.zeros_like(lse), none, entropy, received)
     if visible is not None:
         finished = finished.masked_fill(~visible, NEG_INF)
     if call.exclude_keys is not None:
@@ -207,4 +207,4 @@ def row_statistics(call: Call) -> Buffers:
     nothing = best == NEG_INF
     max_prob = p.gather(-1, argmax[..., None])[..., 0].masked_fill(nothing, 0.0)
     chosen = argmax.masked_fill(nothing, -1)
-    return Buffers(lse, best, max_prob, chosen, entropy, received)
+    return AttentionStatistics(lse, best, max_prob, chosen, entropy, received)

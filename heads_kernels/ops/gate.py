@@ -81,16 +81,8 @@ def is_elementwise(gate: Tensor) -> bool:
     return gate.dim() == 4 and gate.shape[3] != 1
 
 
-def shape_of_rows(gate: Tensor | None, full: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """The shape of `dout * attended`, which a backward kernel computes for the gate.
-
-    `[B, H, T]`, summed over the width of the head, or `full` = (B, H, T, Dv) for an elementwise gate.
-    """
-    return full if gate is not None and is_elementwise(gate) else full[:3]
-
-
 def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool) -> Tensor:
-    """Gradient of the `gate` argument, from the kernel's `rows` (see `shape_of_rows`).
+    """Gradient of the `gate` argument, from the kernel's `rows` of `dout * attended` (see `attention.Gradients`).
 
     Sums over the broadcast dimensions and multiplies by the slope of the activation. With `closed_grad=False`, entries
     of an identity gate that are exactly 0 get gradient 0.

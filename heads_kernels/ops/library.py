@@ -18,15 +18,7 @@ from torch import Tensor
 from heads_kernels.after_import import after_import
 from heads_kernels.backends import find, rows_apart
 from heads_kernels.build_info import PACKAGE
-from heads_kernels.call import (
-    LAYOUTS,
-    SCHEMA,
-    SEED_LENGTH,
-    Call,
-    Layouts,
-    compute_dtype,
-    layouts_of,
-)
+from heads_kernels.call import LAYOUTS, SCHEMA, SEED_LENGTH, Call, Layouts, compute_dtype, layouts_of
 from heads_kernels.checks import check_device, refuse, shape_of
 from heads_kernels.parse import check, check_layout
 
@@ -50,12 +42,7 @@ def _library() -> torch.library.Library:
 LIBRARY = _library()
 
 
-def define_op(
-    name: str,
-    schema: str,
-    implementation: Callable[..., Any],
-    flops: Callable[..., int],
-) -> Any:
+def define_op(name: str, schema: str, implementation: Callable[..., Any], flops: Callable[..., int]) -> Any:
     """Register `heads_kernels::name` and return the callable overload.
 
     `implementation(runs, *arguments)` allocates the outputs, and fills them if `runs` is True; it is False in a fake.
@@ -66,15 +53,14 @@ def define_op(
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{PACKAGE}::{name}", fake, lib=LIBRARY)
     packet = getattr(getattr(torch.ops, PACKAGE), name)
-    after_import("torch.utils.flop_counter", lambda: _register_flops(packet, flops))
+
+    def register_flops() -> None:
+        from torch.utils.flop_counter import register_flop_formula  # slow if Triton is installed
+
+        register_flop_formula(packet)(flops)
+
+    after_import("torch.utils.flop_counter", register_flops)
     return packet.default
-
-
-def _register_flops(packet: Any, flops: Callable[..., int]) -> None:
-    """Register a formula with PyTorch's FLOP counter, whose import is slow if Triton is installed."""
-    from torch.utils.flop_counter import register_flop_formula
-
-    register_flop_formula(packet)(flops)
 
 
 def dense_sizes(shapes: Any) -> tuple[int, int, int]:

@@ -1,7 +1,8 @@
 """Statistics of query rows, and of what keys receive, as a torch op, without a `[T, S]` matrix.
 
 `heads_kernels::attention_statistics` takes the fields of a `Call` without a value and has no gradient. A backend's
-module fills the buffers that are allocated here: `statistics(call: Call, results: Buffers) -> None`.
+module fills the buffers that are allocated here, `statistics(call: Call, results: AttentionStatistics) -> None`;
+`received` is an empty one if the call has no `row_weights`.
 """
 
 from __future__ import annotations
@@ -30,39 +31,28 @@ class AttentionStatistics(NamedTuple):
     received: Tensor | None = None
 
 
-class Buffers(NamedTuple):
-    """The same inside the op: `[B, H, T]`, and `received` `[B, H, S]`, empty if the call has no `row_weights`."""
-
-    lse: Tensor
-    max_score: Tensor
-    max_prob: Tensor
-    argmax: Tensor
-    entropy: Tensor
-    received: Tensor
-
-
 def measure(call: Call, backend: str) -> AttentionStatistics:
     """Run a valid call on `backend`."""
     with torch.no_grad():
-        found = Buffers(*statistics_op(*call, backend))
-    return AttentionStatistics(*found[:-1], None if call.row_weights is None else found.received)
+        found = AttentionStatistics(*statistics_op(*call, backend))
+    return found._replace(received=None) if call.row_weights is None else found
 
 
-def _statistics(runs: bool, *arguments: Any) -> Buffers:
+def _statistics(runs: bool, *arguments: Any) -> AttentionStatistics:
     *fields, backend = arguments
     call = Call(*fields)
     check_arguments(backend if runs else None, call, False)
     B, H, T, S = call.sizes
     dtype = compute_dtype(call.query.dtype)
-    results = {
+    rows = {
         name: call.query.new_empty((B, H, T), dtype=torch.int64 if name == "argmax" else dtype)
-        for name in Buffers._fields[:-1]
+        for name in AttentionStatistics._fields[:-1]
     }
     keys = (0,) if call.row_weights is None else (B, H, S)
-    buffers = Buffers(**results, received=call.query.new_empty(keys, dtype=dtype))
+    results = AttentionStatistics(**rows, received=call.query.new_empty(keys, dtype=dtype))
     if runs:
-        load(backend).statistics(call, buffers)
-    return buffers
+        load(backend).statistics(call, results)
+    return results
 
 
 def _flops(*shapes: Any, **_: Any) -> int:

@@ -119,7 +119,41 @@ class Reference:
 
     def judge(self, name: str, got: Tensor) -> Quantity:
         """Compare a result with its references, by the rule above."""
-        return _judge(name, got, self.oracle[name], self.eager[name], self.floors[name])
+        oracle, eager, floor = self.oracle[name], self.eager[name], self.floors[name]
+        wrong = ""
+        if got.shape != oracle.shape:
+            wrong = f"shape is {list(got.shape)}, not {list(oracle.shape)}"
+        elif got.dtype != eager.dtype:
+            wrong = f"dtype is {got.dtype}, not {eager.dtype}"
+        elif not torch.equal(got.isnan(), oracle.isnan()):
+            wrong = f"{int((got.isnan() != oracle.isnan()).sum())} elements differ in being NaN"
+        elif not torch.equal(_infinite(got), _infinite(oracle)):
+            wrong = f"{int((_infinite(got) != _infinite(oracle)).sum())} elements differ in being inf"
+        if wrong:
+            return Quantity(name, wrong=wrong)
+        exact = finite(oracle, oracle)
+        error = finite(got.double() - oracle, oracle)
+        # Where only eager is not finite (a float16 that overflows there), its error is not used.
+        of_eager = finite(eager.double() - oracle, oracle).nan_to_num(0.0, 0.0, 0.0)
+        rows, eager_rows = of_rows(error), of_rows(of_eager)
+        mean, eager_mean = (float((each * exact).sum()) for each in (error, of_eager))
+        if eager.dtype == oracle.dtype and not of_eager.any():
+            eager_rows, eager_mean = floor.rows, floor.mean
+        size = float(exact.square().sum()) or 1.0
+        squares = floor.rows.square()
+        # How many rows have a share in the floor of all: 1 if it is that of one row.
+        count = float(squares.sum().square() / squares.square().sum()) if squares.any() else 1.0
+        in_a_row = FACTOR * eager_rows + _chance(1.0, rows.numel()) * floor.rows
+        in_all = FACTOR * _rms(eager_rows) + _chance(count) * _rms(floor.rows)
+        in_mean = FACTOR * abs(eager_mean) + _chance(1.0) * floor.mean
+        return Quantity(
+            name,
+            error=_rms(rows),
+            bound=in_all,
+            row=float(torch.where(rows > 0, rows / in_a_row, 0.0).max()) if rows.numel() else 0.0,
+            mean_error=mean / size,
+            mean_bound=in_mean / size + _ONE_SIGN,
+        )
 
 
 def check(
@@ -185,43 +219,6 @@ def _seed(inputs: Inputs) -> Tensor | None:
         return None
     torch.manual_seed(inputs.seed)
     return draw_seed(inputs.tensors["query"].device)
-
-
-def _judge(name: str, got: Tensor, oracle: Tensor, eager: Tensor, floor: Floor) -> Quantity:
-    wrong = ""
-    if got.shape != oracle.shape:
-        wrong = f"shape is {list(got.shape)}, not {list(oracle.shape)}"
-    elif got.dtype != eager.dtype:
-        wrong = f"dtype is {got.dtype}, not {eager.dtype}"
-    elif not torch.equal(got.isnan(), oracle.isnan()):
-        wrong = f"{int((got.isnan() != oracle.isnan()).sum())} elements differ in being NaN"
-    elif not torch.equal(_infinite(got), _infinite(oracle)):
-        wrong = f"{int((_infinite(got) != _infinite(oracle)).sum())} elements differ in being inf"
-    if wrong:
-        return Quantity(name, wrong=wrong)
-    exact = finite(oracle, oracle)
-    error = finite(got.double() - oracle, oracle)
-    # Where only eager is not finite (a float16 that overflows there), its error is not used.
-    of_eager = finite(eager.double() - oracle, oracle).nan_to_num(0.0, 0.0, 0.0)
-    rows, eager_rows = of_rows(error), of_rows(of_eager)
-    mean, eager_mean = (float((each * exact).sum()) for each in (error, of_eager))
-    if eager.dtype == oracle.dtype and not of_eager.any():
-        eager_rows, eager_mean = floor.rows, floor.mean
-    size = float(exact.square().sum()) or 1.0
-    squares = floor.rows.square()
-    # How many rows have a share in the floor of all: 1 if it is that of one row.
-    count = float(squares.sum().square() / squares.square().sum()) if squares.any() else 1.0
-    in_a_row = FACTOR * eager_rows + _chance(1.0, rows.numel()) * floor.rows
-    in_all = FACTOR * _rms(eager_rows) + _chance(count) * _rms(floor.rows)
-    in_mean = FACTOR * abs(eager_mean) + _chance(1.0) * floor.mean
-    return Quantity(
-        name,
-        error=_rms(rows),
-        bound=in_all,
-        row=float(torch.where(rows > 0, rows / in_a_row, 0.0).max()) if rows.numel() else 0.0,
-        mean_error=mean / size,
-        mean_bound=in_mean / size + _ONE_SIGN,
-    )
 
 
 def _chance(count: float, tests: int = 1) -> float:

@@ -272,8 +272,8 @@ GUARD_ROWS = 1
 GUARD_WIDTH = 17
 
 
-def surrounded(tensor: Tensor, fill: float = float("nan")) -> Tensor:
-    """The same values as a slice of a larger storage full of `fill`, which reveals reads out of bounds.
+def surrounded(tensor: Tensor) -> Tensor:
+    """The same values as a slice of a larger storage full of NaN, which reveals reads out of bounds.
 
     The last dimension has stride 1; the tensor is the same in every other respect, and a leaf.
     """
@@ -282,7 +282,7 @@ def surrounded(tensor: Tensor, fill: float = float("nan")) -> Tensor:
     rows = tensor.shape[-2] if tensor.dim() > 1 else 1
     width = tensor.shape[-1]
     shape = (*tensor.shape[:-2], rows + 2 * GUARD_ROWS, width + 2 * GUARD_WIDTH)
-    storage = tensor.new_full(shape, fill)
+    storage = tensor.new_full(shape, float("nan"))
     inner = storage[..., GUARD_ROWS : GUARD_ROWS + rows, GUARD_WIDTH : GUARD_WIDTH + width]
     inner = inner if tensor.dim() > 1 else inner[0]
     inner.copy_(tensor.detach())

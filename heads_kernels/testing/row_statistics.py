@@ -29,11 +29,7 @@ def statistics_arguments(inputs: Inputs) -> dict[str, Any]:
 def check_statistics(inputs: Inputs, backend: Any) -> Report:
     """Check `backend` on the scores of a call. "argmax" is the true probability of the key that it names."""
     dtype, wide = inputs.dout.dtype, inputs.to(torch.float64)
-    got, want, of_eager = (
-        _measure(inputs, backend),
-        _measure(wide, "eager"),
-        _measure(inputs, "eager"),
-    )
+    got, want, of_eager = (_measure(inputs, backend), _measure(wide, "eager"), _measure(inputs, "eager"))
     oracle = {name: getattr(want, name) for name in _MEASURED}
     floor = floors(dtype, oracle, functools.partial(_simulate, inputs))
     of_names = {name: getattr(of_eager, name) for name in _MEASURED}

@@ -191,9 +191,7 @@ def _stream(of, tiles, features, place, split, sizes, TILE: tl.constexpr):
 
 
 @triton.jit
-def _add_keys(
-    of, tiles, query, sums, first, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def _add_keys(of, tiles, query, sums, first, sizes, PARTIAL: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
     """The sums after adding BLOCK_N keys, from `first` on."""
     place = query.place
     tile = scores_of_keys(of, tiles, query, first, sizes, PARTIAL, BLOCK_N, TILE)

@@ -20,14 +20,14 @@ from heads_kernels.call import Call
 from heads_kernels.ops.attention import Gradients, Results, Saved, allocate_gradients
 from heads_kernels.ops.buffers import SHORT_QUERY, contiguous_rows
 from heads_kernels.ops.entmax import check_alpha_values
-from heads_kernels.ops.statistics import Buffers
+from heads_kernels.ops.statistics import AttentionStatistics
 from heads_kernels.ops.triton.bias_gradients import bias_pass, offsets_pass
 from heads_kernels.ops.triton.entmax import centers_pass
 from heads_kernels.ops.triton.forward import closed_pass, forward_pass
 from heads_kernels.ops.triton.keys import keys_pass
 from heads_kernels.ops.triton.launch import compiled_together
 from heads_kernels.ops.triton.load import FEWEST_KEYS, describable
-from heads_kernels.ops.triton.operands import operator_of, with_positive_scale
+from heads_kernels.ops.triton.operands import with_positive_scale
 from heads_kernels.ops.triton.queries import queries_pass
 from heads_kernels.ops.triton.rows import first_pass
 from heads_kernels.ops.triton.statistics import statistics_passes
@@ -56,7 +56,7 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     compiled_together(partial(_backward, call, saved), gradients)
 
 
-def statistics(call: Call, results: Buffers) -> None:
+def statistics(call: Call, results: AttentionStatistics) -> None:
     """Fill `results`."""
     compiled_together(partial(statistics_passes, call), results)
 
@@ -140,5 +140,5 @@ def _tiles(part: str, call: Call, tensors: Sequence[Tensor]) -> Tiles | None:
     of_one_width = call.mixing is not None or padded(call.D) == padded(call.Dv)
     if not (long and of_one_width and min(padded(call.D), padded(call.Dv)) > 32 and _HAS_GLUON):
         return None
-    tiles = warp_tiles(f"{operator_of(call)}.{part}", call.query, call.D, call.Dv)
+    tiles = warp_tiles(f"{call.operator}.{part}", call.query, call.D, call.Dv)
     return tiles if tiles is not None and served(call, tensors) else None

@@ -20,7 +20,7 @@ from heads_kernels.ops.buffers import splits_of
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_values
-from heads_kernels.ops.triton.operands import Place, operator_of, sizes_of
+from heads_kernels.ops.triton.operands import Place, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Features,
@@ -129,7 +129,7 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     if 0 in (B, H, T, S):
         dbias.zero_()
         return
-    tiles = tiles_for(f"{operator_of(call)}.biases", call.query, call.D, call.Dv)
+    tiles = tiles_for(f"{call.operator}.biases", call.query, call.D, call.Dv)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_m)
     sum_rows, sum_keys = dbias.shape[3] != T, dbias.shape[4] != S
     entries = outer * inner
@@ -182,7 +182,7 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
     if T == 0 or S == 0:
         doffset_bias.zero_()
         return
-    tiles = tiles_for(f"{operator_of(call)}.biases", call.query, call.D, call.Dv)
+    tiles = tiles_for(f"{call.operator}.biases", call.query, call.D, call.Dv)
     block = tiles.block_m
     row_tiles = -(-T // block)
     diagonals = row_tiles - (-S // block) - 1

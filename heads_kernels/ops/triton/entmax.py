@@ -9,13 +9,9 @@ Backward:
 
     dscores = slope * (dp - center)        center = sum(slope * dp) / sum(slope)
 
-With softmax, p is the slope, and the center is delta, which is already known. The derivative of p by alpha is
-(Correia, Niculae, Martins 2019, proposition 1)
-
-    (p - share) / order^2 - (p ln p + share entropy) / order        share = slope / sum(slope)
-
-a difference of large terms if alpha is near 1. With x = -order ln p, first = (e^x - 1) / order and second =
-(e^x - 1 - x) / order^2, their first-order parts cancel:
+With softmax, p is the slope, and the center is delta, which is already known. The derivative of p by alpha is that of
+`heads_kernels.ops.entmax.alpha_derivative`: with x = -order ln p, first = (e^x - 1) / order and second =
+(e^x - 1 - x) / order^2,
 
     p (sum(p second) - second - ln p sum(p first) - first entropy) / (1 + order sum(p first))
 """

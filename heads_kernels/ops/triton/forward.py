@@ -24,24 +24,10 @@ from heads_kernels.backends import FARTHEST_ROW
 from heads_kernels.call import Call, can_close
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.buffers import key_splits, programs_in_turn, split_attended
-from heads_kernels.ops.triton.attend import (
-    Share,
-    SoftmaxSums,
-    accumulate,
-    attend,
-    no_sums,
-    normalized,
-    opened,
-)
+from heads_kernels.ops.triton.attend import Share, SoftmaxSums, accumulate, attend, no_sums, normalized, opened
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import (
-    FEWEST_KEYS,
-    describable,
-    load_values,
-    store_tile,
-    tiles_in,
-)
+from heads_kernels.ops.triton.load import FEWEST_KEYS, describable, load_values, store_tile, tiles_in
 from heads_kernels.ops.triton.operands import (
     Gate,
     Operands,
@@ -155,7 +141,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
 @triton.jit
 def _combine_kernel(
     terms, dropout, gate, parts, written, sizes, splits, BLOCK_SPLITS: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+):
     """A program combines the splits of one row, BLOCK_SPLITS at a time, and stores it as the forward kernel does."""
     H, T = sizes.H, sizes.T
     row, pair = tl.program_id(0) % T, tl.program_id(0) // T
@@ -190,15 +176,14 @@ def forward_pass(call: Call, outputs: Results) -> None:
     (B, H, T, S), Dv = call.sizes, call.Dv
     tiles = tiles_of_pass(call, "forward", _has_descriptors(call))
     key_tiles = -(-S // tiles.block_n)
-    grouped, splits = False, 1
-    if call.alpha is None:  # entmax needs the scores of whole rows
-        grouped = key_tiles > 1 and is_grouped(call)
-        splits = key_splits(T, _programs(call, tiles, grouped), key_tiles, call.query)
+    whole = call.alpha is not None  # entmax needs the scores of whole rows
+    grouped = not whole and key_tiles > 1 and is_grouped(call)
+    programs = _programs(call, tiles, grouped)
+    splits = 1 if whole else key_splits(T, programs, key_tiles, call.query)
     of, gate = operands_of(call, grouped), gate_of(call.gate)
     written = OutputsWritten(rows_of(out), rows_of(attended) if attended.numel() else None, row_lse_of(lse))
     if splits == 1 and not grouped:
         of = with_tile_lists(call, of, tiles)
-        programs = _programs(call, tiles, grouped)
         _launch(_forward_kernel, call, tiles, of, gate, written, sizes_of(call), programs=programs)
         return
     acc, row_max, row_sum = split_attended(out, splits)
@@ -206,7 +191,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     of_parts = grouped_heads_of(rows, call.key.shape[1]) if grouped else rows_of(rows)
     _launch(
         _split_kernel, call, tiles, of, gate, SplitParts(of_parts, row_max, row_sum), sizes_of(call),
-        Splits(B, splits), programs=splits * _programs(call, tiles, grouped),
+        Splits(B, splits), programs=splits * programs,
     )  # fmt: skip
     launch(
         _combine_kernel, B * H * T, call.query, tiles,
@@ -230,9 +215,7 @@ def _programs(call: Call, tiles: Tiles, grouped: bool) -> int:
 
 
 @triton.jit
-def _closed_kernel(
-    of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, count, TILE: tl.constexpr
-):  # fmt: skip
+def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, count, TILE: tl.constexpr):
     """Compute `rowsum(dout * attended)` of the rows of closed heads.
 
     The programs share the `count` tiles of BLOCK_M rows of all heads. Heads are mostly open: a program of its own for

@@ -101,9 +101,7 @@ def _visible_keys(visible, place, S, KEY: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _consumers(
-    reads, shared, written, terms, visible, place, part, heads, sizes, TILE: gl.constexpr
-):  # fmt: skip
+def _consumers(reads, shared, written, terms, visible, place, part, heads, sizes, TILE: gl.constexpr):
     """The keys of a program against all of its tiles of rows."""
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
@@ -193,9 +191,7 @@ def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _backward_kernel(
-    memory, terms, seen, reads, written, order, sizes, splits, together, TILE: gl.constexpr
-):  # fmt: skip
+def _backward_kernel(memory, terms, seen, reads, written, order, sizes, splits, together, TILE: gl.constexpr):
     """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`."""
     STAGES: gl.constexpr = TILE.stages
     BLOCK_M: gl.constexpr = TILE.block_m
@@ -253,7 +249,7 @@ def _backward_kernel(
         ],
         [1, 1, 1, 1],
         [32, 32, 32, 32],
-    )  # fmt: skip
+    )
 
 
 @triton.jit

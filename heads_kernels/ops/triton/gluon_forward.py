@@ -187,9 +187,7 @@ def _masked(scores, index, query, shared, of, visits, sizes, COLUMNS: gl.constex
 
 
 @gluon.jit
-def _consumer(
-    memory, shared, of, output, place, visits, taking_part, sizes, WHO: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
+def _consumer(memory, shared, of, output, place, visits, taking_part, sizes, WHO: gl.constexpr, TILE: gl.constexpr):
     """Compute ROWS rows of a program over all of its tiles, and their output."""
     STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = CONSUMER_ROWS
@@ -269,9 +267,7 @@ def _consumer(
 
 
 @gluon.jit
-def _write(
-    attended, memory, buffer, output, own, sizes, SUMS: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
+def _write(attended, memory, buffer, output, own, sizes, SUMS: gl.constexpr, TILE: gl.constexpr):
     """Store the rows of a consumer and their lse; `buffer` is shared memory for a tile of them."""
     b, h, first_row, rows, T = own.b, own.h, own.first, own.at, sizes.T
     tile = buffer.reshape([CONSUMER_ROWS, TILE.block_dv])
@@ -296,7 +292,7 @@ def _write(
 @gluon.jit
 def _specialized_kernel(
     query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, of, output, sizes, together, TILE: gl.constexpr
-):  # fmt: skip
+):
     """A program computes 128 rows of `out` of one head. For a closed head it only writes zeros."""
     CHUNKS: gl.constexpr = -(-TILE.d // TILE.block_d)
     KEY_STAGES: gl.constexpr = TILE.key_stages
@@ -343,7 +339,7 @@ def _specialized_kernel(
         ],
         [4, 1, 2],
         [232, 40, 40],
-    )  # fmt: skip
+    )
 
 
 def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:

@@ -15,14 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from heads_kernels.ops.triton.gate import open_rows
 from heads_kernels.ops.triton.gluon_tiles import load_tiles, store_tiles
 from heads_kernels.ops.triton.operands import Place, Visible
-from heads_kernels.ops.triton.visible import (
-    full_tile,
-    listed_tiles,
-    partial_count,
-    partial_tile,
-    ranges,
-    tiles_seeing,
-)
+from heads_kernels.ops.triton.visible import full_tile, listed_tiles, partial_count, partial_tile, ranges, tiles_seeing
 
 
 class Global(NamedTuple):
@@ -116,9 +109,7 @@ def next_place(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def producer(
-    memory, reads, shared, visible, place, heads, sizes, TILE: gl.constexpr
-):  # fmt: skip
+def producer(memory, reads, shared, visible, place, heads, sizes, TILE: gl.constexpr):
     """Load the keys and values, and tiles of query and dattended as their places become free."""
     BYTES: gl.constexpr = 2 * TILE.block_m * TILE.block_d
     ready = shared.keys_ready.index(0)
@@ -142,9 +133,7 @@ def producer(
 
 
 @gluon.jit
-def reader(
-    reads, shared, visible, place, heads, sizes, TILE: gl.constexpr
-):  # fmt: skip
+def reader(reads, shared, visible, place, heads, sizes, TILE: gl.constexpr):
     """Load lse and delta of rows. In masked tiles, set rows with a number that is not finite to 0.
 
     Their lse is nan, which makes the gradients of exactly the keys that they see nan; see `rows.load_row_terms`.
@@ -190,9 +179,7 @@ def reader(
 
 
 @gluon.jit
-def adder(
-    memory, order, reads, shared, seen, place, heads, sizes, TURN: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
+def adder(memory, order, reads, shared, seen, place, heads, sizes, TURN: gl.constexpr, TILE: gl.constexpr):
     """Add every other tile of dquery in global memory, after the programs with smaller keys have added theirs.
 
     The first program of a tile of rows stores it, so that the sums need not start as zeros. Asking for the counter,

@@ -20,6 +20,8 @@ from heads_kernels.ops.triton.load import described_strides
 from heads_kernels.ops.triton.operands import Mixing, Place, Rows, Terms, Visible
 from heads_kernels.ops.triton.score_tiles import chunk_at, load_content_bias
 from heads_kernels.ops.triton.visible import (
+    SCAN,
+    before_hidden,
     full_tile,
     listed_tiles,
     ordered,
@@ -39,8 +41,6 @@ barrier: Final = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 CACHED: Final = 32 << 20
 #: Query rows of a consumer: the fewest that four warps can multiply.
 CONSUMER_ROWS: gl.constexpr = gl.constexpr(64)
-#: Keys that are searched together for a hidden one. Heuristic: 8 per thread, as in `visible`.
-_SCAN: gl.constexpr = gl.constexpr(1024)
 
 
 class Shared(NamedTuple):
@@ -113,14 +113,8 @@ def visits_of(visible, place, T, S, TILE: gl.constexpr, ROWS: gl.constexpr):
         lo, hi = ranges(visible, place.b, place.h, place.at, T, S)
         start, full_start, full_end, end = tiles_of_ranges(lo, hi, place.at, T, BLOCK_N)
         if visible.key_visible is not None:
-            # Full tiles end at the first hidden key.
-            hole = full_end * BLOCK_N
-            at = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys
-            for scan in range(full_start * BLOCK_N, gl.minimum(full_end, end) * BLOCK_N, _SCAN):
-                keys = scan + gl.arange(0, _SCAN, layout=ROWS)
-                seen = gl.load(at + keys, mask=keys < hole, other=1) != 0
-                hole = gl.minimum(hole, gl.min(gl.where(seen, 2147483647, keys), 0))
-            full_end = hole // BLOCK_N
+            scanned = gl.arange(0, SCAN, layout=ROWS)
+            full_end = before_hidden(visible, place.b, full_start, full_end, end, scanned, BLOCK_N)
         visits = ordered(start, full_start, full_end, end, end * 0)  # no first keys
     return visits
 

@@ -269,10 +269,7 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor, dconte
     sizes = sizes_of(call)
     programs = B * -(-S // tiles.block_n)
     if mixes:  # programs share groups of heads, and each value head has one owner
-        kernel, splits = (
-            _collaborative_keys_kernel,
-            splits_of(max(value_heads, 1), programs, call.query),
-        )
+        kernel, splits = _collaborative_keys_kernel, splits_of(max(value_heads, 1), programs, call.query)
         parts = [(dkey, split_parts(dkey, splits, torch.float32).zero_()), (dvalue, dvalue)]
     else:
         programs *= value_heads

@@ -266,16 +266,9 @@ def grouped_heads_of(tensor: Tensor, key_heads: int) -> Rows:
     return Rows(tensor, batch, head * (tensor.shape[1] // key_heads), head)
 
 
-def operator_of(call: Call) -> str:
-    """The name of the operator, by which tiles are chosen."""
-    if call.mixing is not None:
-        return "collaborative_attention"
-    return "gated_attention" if call.alpha is None else "entmax_attention"
-
-
 def tiles_of_pass(call: Call, part: str, descriptors: bool = False) -> Tiles:
     """The tiles of a pass of the operator, such as "keys"; `descriptors` as in `tiles_for`."""
-    name = f"{operator_of(call)}.{part}"
+    name = f"{call.operator}.{part}"
     return tiles_for(name, call.query, call.D, call.Dv, has_terms(call), descriptors)
 
 

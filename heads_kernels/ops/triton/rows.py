@@ -40,13 +40,7 @@ from heads_kernels.ops.triton.operands import (
 )
 from heads_kernels.ops.triton.scores import gradient_of_tile, kept, prepared, product, weigh
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
-from heads_kernels.ops.triton.visible import (
-    keys_visible,
-    ranges,
-    tile_at,
-    tile_count,
-    tiles_in_ranges,
-)
+from heads_kernels.ops.triton.visible import keys_visible, ranges, tile_at, tile_count, tiles_in_ranges
 
 
 class Reads(NamedTuple):
@@ -220,9 +214,9 @@ def dscores_of_tile(of, tile, do, row_terms, first, place, sizes, PARTIAL: tl.co
 
 
 def first_pass(
-    call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor | None, gated_rows: bool = False
-) -> FirstPass:  # fmt: skip
-    """Fill `dgate` and `dsinks`, unless they are empty or None, and return the data that the other passes read.
+    call: Call, saved: Saved, dout: Tensor, dgate: Tensor, dsinks: Tensor, gated_rows: bool = False
+) -> FirstPass:
+    """Fill `dgate` and `dsinks`, unless they are empty, and return the data that the other passes read.
 
     With `gated_rows`, dattended includes the gates of rows; otherwise those passes apply them.
     """
@@ -238,14 +232,10 @@ def first_pass(
     dgate_rows = None
     if dgate.numel():
         dgate_rows = rows_of(dgate) if by_element else dgate
-    _, _, _, S = call.sizes
     biased = call.bias is not None or call.offset_bias is not None
-    hides = call.sinks is not None and (S == 0 or biased or call.intervals.hides)
+    hides = call.sinks is not None and (call.S == 0 or biased or call.intervals.hides)
     read = RowsRead(of_rows.ptr, saved.dlse, operands.visible, 1 if hides else None)
-    written = RowsWritten(
-        lse, delta, dgate_rows, dattended if gated else None,
-        None if dsinks is None or not dsinks.numel() else dsinks,
-    )  # fmt: skip
+    written = RowsWritten(lse, delta, dgate_rows, dattended if gated else None, dsinks if dsinks.numel() else None)
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
         of_dout, rows_of(saved.attended), gate, operands.terms,

@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heads_kernels.ops.triton.load import (
-    add_columns,
-    head_of,
-    load_features,
-    load_keys,
-    load_tile,
-    load_values,
-)
+from heads_kernels.ops.triton.load import add_columns, head_of, load_features, load_keys, load_tile, load_values
 from heads_kernels.ops.triton.operands import Pairs, Place
 from heads_kernels.ops.triton.scores import finish, load_bias, product
 from heads_kernels.ops.triton.visible import pairs_visible, ranges
@@ -366,7 +359,7 @@ def scores_of_rows(of, dattended, keys, first, there, sizes, PARTIAL: tl.constex
     if features.scored is not None:
         raw = _chunk_by_chunk(
             of, features.scored, place, first, there, place.first, place.at < sizes.S, True, TILE.block_n, TILE
-        )  # fmt: skip
+        )
     else:
         raw = product(keys.k, tl.trans(q), tl.zeros((TILE.block_n, BLOCK_M), tl.float32))
     if features.rest is not None:

@@ -14,17 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from heads_kernels.call import Call
-from heads_kernels.ops.statistics import Buffers
+from heads_kernels.ops.statistics import AttentionStatistics
 from heads_kernels.ops.triton.attend import accumulate
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.operands import (
-    Place,
-    has_terms,
-    operands_of,
-    sizes_of,
-    strides_of,
-    with_positive_scale,
-)
+from heads_kernels.ops.triton.operands import Place, has_terms, operands_of, sizes_of, strides_of, with_positive_scale
 from heads_kernels.ops.triton.score_tiles import (
     Features,
     KeyTiles,
@@ -35,22 +28,9 @@ from heads_kernels.ops.triton.score_tiles import (
     place_of_rows,
     scores_of_rows,
 )
-from heads_kernels.ops.triton.scores import (
-    LN2,
-    add_sink,
-    log_sum_exp,
-    natural,
-    softmax_scale,
-    weights_over,
-)
+from heads_kernels.ops.triton.scores import LN2, add_sink, log_sum_exp, natural, softmax_scale, weights_over
 from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
-from heads_kernels.ops.triton.visible import (
-    full_tile,
-    partial_count,
-    partial_tile,
-    tiles_seeing,
-    with_tile_lists,
-)
+from heads_kernels.ops.triton.visible import full_tile, partial_count, partial_tile, tiles_seeing, with_tile_lists
 
 
 class Shares(NamedTuple):
@@ -68,21 +48,12 @@ class Shares(NamedTuple):
     stride_t: int
 
 
-class Written(NamedTuple):
-    """The outputs of the pass by rows, `[B, H, T]` contiguous; `shares` is None if `received` is not requested."""
-
-    lse: Tensor
-    max_score: Tensor
-    max_prob: Tensor
-    argmax: Tensor
-    entropy: Tensor
-    shares: Shares | None
-    end: None = None
-
-
 @triton.jit
-def _statistics_kernel(of, written, sizes, TILE: tl.constexpr):
-    """A program reads every key that BLOCK_M rows of a head see; five numbers per row stay on chip."""
+def _statistics_kernel(of, results, shares, sizes, TILE: tl.constexpr):
+    """A program reads every key that BLOCK_M rows of a head see; five numbers per row stay on chip.
+
+    `shares` is None if `received` is not requested.
+    """
     place = place_of_rows(of, sizes, TILE)
     seen = accumulate(of, KeyTiles(), place, None, sizes, TILE)
     terms = of.terms
@@ -103,16 +74,15 @@ def _statistics_kernel(of, written, sizes, TILE: tl.constexpr):
         share = share * of_keys
         spent = tl.where(of_keys == 0.0, 0.0, of_keys * (spent - (row_lse - with_sink)))
         row_lse = with_sink
-    tl.store(written.lse + at, row_lse, mask=there)
+    tl.store(results.lse + at, row_lse, mask=there)
     largest = tl.where(row_sum == row_sum, tl.where(counts, largest, 0.0), row_sum)
     score = natural(tl.where(counts, best, 0.0), sizes.scale, terms)
     score = tl.where(row_sum == row_sum, tl.where(counts, score, float("-inf")), row_sum)
-    tl.store(written.max_score + at, score, mask=there)
-    tl.store(written.max_prob + at, largest, mask=there)
-    tl.store(written.argmax + at, tl.where(counts, seen.where, -1).to(tl.int64), mask=there)
-    tl.store(written.entropy + at, tl.where(sees, spent, 0.0), mask=there)
-    if written.shares is not None:
-        shares = written.shares
+    tl.store(results.max_score + at, score, mask=there)
+    tl.store(results.max_prob + at, largest, mask=there)
+    tl.store(results.argmax + at, tl.where(counts, seen.where, -1).to(tl.int64), mask=there)
+    tl.store(results.entropy + at, tl.where(sees, spent, 0.0), mask=there)
+    if shares is not None:
         of_row = shares.weights + place.b.to(tl.int64) * shares.stride_b
         of_row += place.h.to(tl.int64) * shares.stride_h + place.at.to(tl.int64) * shares.stride_t
         weight = tl.load(of_row, mask=there, other=0.0)
@@ -172,7 +142,7 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
     tl.store(received + (b * H + h).to(tl.int64) * S + at, total, mask=at < S)
 
 
-def statistics_passes(call: Call, results: Buffers) -> None:
+def statistics_passes(call: Call, results: AttentionStatistics) -> None:
     """Fill `results`."""
     call = with_positive_scale(call)
     (B, H, T, S), mixes = call.sizes, call.mixing is not None
@@ -182,10 +152,10 @@ def statistics_passes(call: Call, results: Buffers) -> None:
     shares = None if call.row_weights is None else _shares_of(call, call.row_weights)
     launch(
         _statistics_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
-        with_tile_lists(call, of, tiles), Written(*results[:-1], shares), sizes,
+        with_tile_lists(call, of, tiles), results, shares, sizes,
         TILE=tile_constants(call, tiles),
     )  # fmt: skip
-    if shares is None or not results.received.numel():
+    if shares is None:
         return
     # Keys stay on chip here, as rows do in the pass by rows, so the two sizes are exchanged.
     tiles = replace(tiles, block_m=tiles.block_n, block_n=tiles.block_m)

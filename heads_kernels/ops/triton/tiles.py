@@ -140,8 +140,10 @@ def warp_tiles(kernel: str, like: Tensor, D: int, Dv: int) -> Tiles | None:
     if TRITON_INTERPRETED or like.dtype.itemsize != 2:
         return None
     kind = _named(like.device.index)[1] if like.is_cuda else _kind_of_target()
+    if kind != "sm_90":
+        return None
     shared = "collaborative" in kernel
-    rows = _rows_of(_SPECIALIZED.get(kind, ()), kernel, "wide" if D > _MOST_RESIDENT else "")
+    rows = _rows_of("Gluon", kernel, "wide" if D > _MOST_RESIDENT else "")
     width = Dv if shared else max(D, Dv)
     return next((row.tiles for row in rows if width <= row.widest), None)
 
@@ -166,7 +168,12 @@ def _chosen(
     variant = "terms" if terms else "descriptors" if descriptors and not short else ""
     if shared and D > _MOST_RESIDENT:
         variant = "wide"
-    tiles = _of_kind(kind, kernel, dtype.itemsize == 2, width, variant)
+    table = kind if dtype.itemsize == 2 else "float32"
+    own = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
+    # Passes of entmax without rows use those of gated attention, that for the centers those of the forward pass.
+    names = own, kernel.replace("centers", "forward"), kernel.replace("entmax", "gated")
+    rows = next(filter(None, (_rows_of(table, name, variant) for name in names)))
+    tiles = next(row.tiles for row in rows if width <= row.widest)
     if short:  # larger tiles would multiply rows of padding
         tiles = replace(tiles, block_m=SHORT_QUERY, num_warps=4, maxnreg=0)
     if shared and kernel.endswith((".keys", ".queries")):
@@ -228,14 +235,14 @@ _MOST_RESIDENT: Final = 256
 
 # ---------------------------------------------------------------------- kinds of GPU
 class Row(NamedTuple):
-    """Tiles of a kernel for heads of up to `widest` features (padded; with collaborative attention those of the value).
+    """Tiles of kernels for heads of up to `widest` features (padded; with collaborative attention those of the value).
 
-    Some kernels have separate rows for a variant: "terms", if loops have a bias, a cap, a dense mask or dropout;
-    "descriptors", without these, if descriptors can describe the key and the value; "wide", if the shared query has
-    more than 256 features.
+    `kernels` are names with spaces between them. Some kernels have separate rows for a variant: "terms", if loops have
+    a bias, a cap, a dense mask or dropout; "descriptors", without these, if descriptors can describe the key and the
+    value; "wide", if the shared query has more than 256 features.
     """
 
-    kernel: str
+    kernels: str
     widest: int
     tiles: Tiles
     variant: str = ""
@@ -244,12 +251,11 @@ class Row(NamedTuple):
 _SM_90: Final = (
     Row("gated_attention.forward", 64, Tiles(128, 64, num_warps=8, num_stages=3, maxnreg=128)),
     Row("gated_attention.forward", 128, Tiles(128, 64, num_warps=8, num_stages=3, partial_stages=3)),
-    Row("gated_attention.forward", 256, Tiles(128, 32, num_warps=8, num_stages=2)),
+    Row("gated_attention.forward gated_attention.queries", 256, Tiles(128, 32, num_warps=8, num_stages=2)),
     Row("gated_attention.keys", 64, Tiles(64, 128, num_warps=8, num_stages=4)),
     Row("gated_attention.keys", 256, Tiles(32, 128, num_warps=8, num_stages=2)),
     Row("gated_attention.queries", 64, Tiles(128, 64, num_warps=8, num_stages=3)),
     Row("gated_attention.queries", 128, Tiles(128, 64, num_warps=8, num_stages=2)),
-    Row("gated_attention.queries", 256, Tiles(128, 32, num_warps=8, num_stages=2)),
     Row("collaborative_attention.forward", 64, Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
     Row("collaborative_attention.forward", 256, Tiles(128, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
     Row("collaborative_attention.keys", 64, Tiles(16, 128, block_d=64, block_slice=256, num_warps=8, num_stages=3)),
@@ -257,16 +263,14 @@ _SM_90: Final = (
     Row("collaborative_attention.keys", 256, Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2)),
     Row("collaborative_attention.queries", 256, Tiles(128, 16, block_d=64, block_slice=256, num_warps=8, num_stages=3)),
     Row("gated_attention.biases", 64, Tiles(64, 64, num_warps=4, num_stages=2)),
-    Row("gated_attention.biases", 256, Tiles(64, 64, num_warps=8, num_stages=1)),
+    Row("gated_attention.biases entmax_attention.biases", 256, Tiles(64, 64, num_warps=8, num_stages=1)),
     Row("collaborative_attention.biases", 256, Tiles(64, 64, block_d=64, num_warps=8, num_stages=2)),
-    Row("entmax_attention.forward", 128, Tiles(128, 32, num_warps=8, num_stages=2)),
+    Row("entmax_attention.forward entmax_attention.queries", 128, Tiles(128, 32, num_warps=8, num_stages=2)),
     Row("entmax_attention.forward", 256, Tiles(64, 32, num_warps=8, num_stages=2)),
     Row("entmax_attention.keys", 64, Tiles(32, 128, num_warps=8, num_stages=2)),
     Row("entmax_attention.keys", 128, Tiles(32, 64, num_warps=8, num_stages=2)),
     Row("entmax_attention.keys", 256, Tiles(16, 64, num_warps=8, num_stages=2)),
-    Row("entmax_attention.queries", 128, Tiles(128, 32, num_warps=8, num_stages=2)),
     Row("entmax_attention.queries", 256, Tiles(64, 16, num_warps=8, num_stages=2)),
-    Row("entmax_attention.biases", 256, Tiles(64, 64, num_warps=8, num_stages=1)),
     Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=3)),
     Row("backward.rows", 256, Tiles(64, 0, num_warps=4, num_stages=1)),
     Row("gated_attention.forward", 64, Tiles(128, 64, num_warps=8, num_stages=3), "terms"),
@@ -285,23 +289,19 @@ _SM_80: Final = (
     Row("gated_attention.forward", 128, Tiles(128, 32, num_warps=8, num_stages=2)),
     Row("gated_attention.forward", 256, Tiles(64, 32, num_warps=8, num_stages=2)),
     Row("gated_attention.keys", 64, Tiles(32, 128, num_warps=8, num_stages=2)),
-    Row("gated_attention.keys", 128, Tiles(32, 64, num_warps=8, num_stages=2)),
-    Row("gated_attention.keys", 256, Tiles(32, 64, num_warps=8, num_stages=1)),
+    Row("gated_attention.keys entmax_attention.keys", 128, Tiles(32, 64, num_warps=8, num_stages=2)),
+    Row("gated_attention.keys entmax_attention.keys", 256, Tiles(32, 64, num_warps=8, num_stages=1)),
     Row("gated_attention.queries", 128, Tiles(64, 64, num_warps=8, num_stages=2)),
-    Row("gated_attention.queries", 256, Tiles(64, 32, num_warps=8, num_stages=1)),
-    Row("collaborative_attention.forward", 256, Tiles(64, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
+    Row("gated_attention.queries entmax_attention.centers", 256, Tiles(64, 32, num_warps=8, num_stages=1)),
+    Row("collaborative_attention.forward collaborative_attention.queries", 256,
+        Tiles(64, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
     Row("collaborative_attention.keys", 64, Tiles(32, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
     Row("collaborative_attention.keys", 256, Tiles(32, 64, block_d=64, block_slice=128, num_warps=8, num_stages=2)),
-    Row("collaborative_attention.queries", 256, Tiles(64, 32, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
     Row("gated_attention.biases", 64, Tiles(64, 64, num_warps=8, num_stages=2)),
     Row("gated_attention.biases", 256, Tiles(32, 32, num_warps=4, num_stages=1)),
     Row("collaborative_attention.biases", 256, Tiles(64, 64, block_d=64, num_warps=8, num_stages=2)),
-    Row("entmax_attention.forward", 128, Tiles(64, 32, num_warps=8, num_stages=2)),
+    Row("entmax_attention.forward entmax_attention.centers", 128, Tiles(64, 32, num_warps=8, num_stages=2)),
     Row("entmax_attention.forward", 256, Tiles(32, 32, num_warps=8, num_stages=1)),
-    Row("entmax_attention.keys", 128, Tiles(32, 64, num_warps=8, num_stages=2)),
-    Row("entmax_attention.keys", 256, Tiles(32, 64, num_warps=8, num_stages=1)),
-    Row("entmax_attention.centers", 128, Tiles(64, 32, num_warps=8, num_stages=2)),
-    Row("entmax_attention.centers", 256, Tiles(64, 32, num_warps=8, num_stages=1)),
     Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
     Row("backward.rows", 256, Tiles(64, 0, num_warps=4, num_stages=1)),
     Row("collaborative_attention.keys", 64, Tiles(32, 64, block_d=64, block_slice=128,
@@ -315,26 +315,20 @@ _OTHER: Final = (
     Row("gated_attention.forward", 64, Tiles(64, 32, num_warps=4, num_stages=1)),
     Row("gated_attention.forward", 128, Tiles(64, 16, num_warps=4, num_stages=1)),
     Row("gated_attention.forward", 256, Tiles(32, 32, num_warps=4, num_stages=1)),
-    Row("gated_attention.keys", 128, Tiles(32, 32, num_warps=4, num_stages=1)),
-    Row("gated_attention.keys", 256, Tiles(16, 16, num_warps=4, num_stages=1)),
-    Row("gated_attention.queries", 128, Tiles(32, 32, num_warps=4, num_stages=1)),
-    Row("gated_attention.queries", 256, Tiles(16, 16, num_warps=4, num_stages=1)),
-    Row("collaborative_attention.forward", 256, Tiles(64, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1)),
+    Row("gated_attention.keys gated_attention.queries gated_attention.biases entmax_attention.forward", 128,
+        Tiles(32, 32, num_warps=4, num_stages=1)),
+    Row("gated_attention.keys gated_attention.queries gated_attention.biases entmax_attention.forward", 256,
+        Tiles(16, 16, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.forward attention_statistics", 256,
+        Tiles(64, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1)),
     Row("collaborative_attention.keys", 64, Tiles(32, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1)),
-    Row("collaborative_attention.keys", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1)),
+    Row("collaborative_attention.keys collaborative_attention.queries", 256,
+        Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1)),
     Row("collaborative_attention.queries", 64, Tiles(32, 16, block_d=32, block_slice=256, num_warps=4, num_stages=1)),
-    Row("collaborative_attention.queries", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1)),
-    Row("gated_attention.biases", 128, Tiles(32, 32, num_warps=4, num_stages=1)),
-    Row("gated_attention.biases", 256, Tiles(16, 16, num_warps=4, num_stages=1)),
     Row("collaborative_attention.biases", 256, Tiles(32, 32, block_d=32, num_warps=4, num_stages=1)),
-    Row("entmax_attention.forward", 128, Tiles(32, 32, num_warps=4, num_stages=1)),
-    Row("entmax_attention.forward", 256, Tiles(16, 16, num_warps=4, num_stages=1)),
-    Row("attention_statistics", 256, Tiles(64, 32, block_d=32, block_slice=128, num_warps=4, num_stages=1)),
     Row("backward.rows", 256, Tiles(32, 0, num_warps=4, num_stages=1)),
-    Row("collaborative_attention.keys", 64, Tiles(32, 32, block_d=32, block_slice=64,
-        num_warps=4, num_stages=1), "wide"),
-    Row("collaborative_attention.queries", 64, Tiles(32, 32, block_d=32, block_slice=64,
-        num_warps=4, num_stages=1), "wide"),
+    Row("collaborative_attention.keys collaborative_attention.queries", 64,
+        Tiles(32, 32, block_d=32, block_slice=64, num_warps=4, num_stages=1), "wide"),
 )  # fmt: skip
 #: For sm_100, an accumulator of 128 keys and 256 features compiles to a trap in the loops over widths, statistics spill
 #: with rows of 256 features, and wide queries go chunk by chunk: `block_rest` was chosen for the registers of sm_90.
@@ -342,7 +336,7 @@ _SM_100: Final = (
     *(
         row
         for row in _SM_90
-        if row.kernel not in ("collaborative_attention.keys", "attention_statistics")
+        if row.kernels not in ("collaborative_attention.keys", "attention_statistics")
         and row.variant != "wide"
     ),
     Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=128, num_warps=8, num_stages=3)),
@@ -353,69 +347,52 @@ _SM_100: Final = (
     Row("collaborative_attention.queries", 256,
         Tiles(128, 32, block_d=64, block_slice=128, num_warps=8, num_stages=2), "wide"),
 )  # fmt: skip
-#: The rows for 16-bit operands, by kind of GPU.
-_HALF: Final = {"sm_80": _SM_80, "sm_90": _SM_90, "sm_100": _SM_100, "other": _OTHER}
 #: The rows for float32, for every kind of GPU.
 _FLOAT: Final = (
     Row("gated_attention.forward", 64, Tiles(32, 32, num_warps=8, num_stages=2)),
     Row("gated_attention.forward", 256, Tiles(32, 16, num_warps=8, num_stages=1)),
-    Row("gated_attention.keys", 64, Tiles(32, 32, num_warps=8, num_stages=1)),
-    Row("gated_attention.keys", 256, Tiles(16, 16, num_warps=8, num_stages=1)),
-    Row("gated_attention.queries", 64, Tiles(32, 32, num_warps=8, num_stages=1)),
+    Row("gated_attention.keys gated_attention.queries gated_attention.biases entmax_attention.forward", 64,
+        Tiles(32, 32, num_warps=8, num_stages=1)),
+    Row("gated_attention.keys gated_attention.queries gated_attention.biases entmax_attention.forward", 256,
+        Tiles(16, 16, num_warps=8, num_stages=1)),
     Row("gated_attention.queries", 128, Tiles(32, 16, num_warps=8, num_stages=1)),
-    Row("gated_attention.queries", 256, Tiles(16, 16, num_warps=8, num_stages=1)),
-    Row("collaborative_attention.forward", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)),
-    Row("collaborative_attention.keys", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)),
-    Row("collaborative_attention.queries", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)),
-    Row("gated_attention.biases", 64, Tiles(32, 32, num_warps=8, num_stages=1)),
-    Row("gated_attention.biases", 256, Tiles(16, 16, num_warps=8, num_stages=1)),
-    Row("collaborative_attention.biases", 256, Tiles(32, 32, block_d=32, num_warps=8, num_stages=1)),
-    Row("entmax_attention.forward", 64, Tiles(32, 32, num_warps=8, num_stages=1)),
-    Row("entmax_attention.forward", 256, Tiles(16, 16, num_warps=8, num_stages=1)),
+    Row("collaborative_attention.forward collaborative_attention.keys collaborative_attention.queries", 256,
+        Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)),
     Row("attention_statistics", 256, Tiles(32, 32, block_d=32, block_slice=64, num_warps=8, num_stages=1)),
+    Row("collaborative_attention.biases", 256, Tiles(32, 32, block_d=32, num_warps=8, num_stages=1)),
     Row("backward.rows", 256, Tiles(32, 0, num_warps=4, num_stages=1)),
 )  # fmt: skip
 
-#: Gluon kernels that replace others (`gluon_forward`, `gluon_backward`), by kind of GPU. Their rings fit into shared
-#: memory. Without its row here, the kernel of the table above runs. A backward pass with 128 rows would spill.
+#: Gluon kernels that replace others on sm_90 (`gluon_forward`, `gluon_backward`). Their rings fit into shared memory.
+#: Without its row here, the kernel of the table above runs. A backward pass with 128 rows would spill.
 #: In collaborative attention, a chunk of features is as wide as the value.
-_SPECIALIZED: Final = {
-    "sm_90": (
-        Row("gated_attention.forward", 64, Tiles(128, 128, num_warps=4, num_stages=3, key_stages=3)),
-        Row("gated_attention.forward", 128, Tiles(128, 128, num_warps=4, num_stages=2, key_stages=2)),
-        Row("gated_attention.forward", 256, Tiles(128, 64, num_warps=4, num_stages=2, key_stages=2)),
-        Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, num_warps=4,
-            num_stages=2, key_stages=6)),
-        Row("collaborative_attention.forward", 128, Tiles(128, 128, block_d=128, num_warps=4,
-            num_stages=2, key_stages=2)),
-        Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, num_warps=4,
-            num_stages=2, key_stages=3), "wide"),
-        Row("collaborative_attention.forward", 128, Tiles(128, 64, block_d=128, num_warps=4,
-            num_stages=2, key_stages=3), "wide"),
-        Row("gated_attention.backward", 64, Tiles(64, 128, num_warps=8, num_stages=4)),
-        Row("gated_attention.backward", 128, Tiles(64, 128, num_warps=8, num_stages=2)),
-    )
+_SPECIALIZED: Final = (
+    Row("gated_attention.forward", 64, Tiles(128, 128, num_warps=4, num_stages=3, key_stages=3)),
+    Row("gated_attention.forward", 128, Tiles(128, 128, num_warps=4, num_stages=2, key_stages=2)),
+    Row("gated_attention.forward", 256, Tiles(128, 64, num_warps=4, num_stages=2, key_stages=2)),
+    Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, num_warps=4, num_stages=2, key_stages=6)),
+    Row("collaborative_attention.forward", 128, Tiles(128, 128, block_d=128, num_warps=4, num_stages=2, key_stages=2)),
+    Row("collaborative_attention.forward", 64, Tiles(128, 128, block_d=64, num_warps=4,
+        num_stages=2, key_stages=3), "wide"),
+    Row("collaborative_attention.forward", 128, Tiles(128, 64, block_d=128, num_warps=4,
+        num_stages=2, key_stages=3), "wide"),
+    Row("gated_attention.backward", 64, Tiles(64, 128, num_warps=8, num_stages=4)),
+    Row("gated_attention.backward", 128, Tiles(64, 128, num_warps=8, num_stages=2)),
+)  # fmt: skip
+
+#: By kind of GPU for operands of 16 bits; for float32 and for kernels in Gluon.
+_TABLES: Final = {
+    "sm_80": _SM_80, "sm_90": _SM_90, "sm_100": _SM_100, "other": _OTHER, "float32": _FLOAT, "Gluon": _SPECIALIZED,
 }  # fmt: skip
 
 
-def _rows_of(table: tuple[Row, ...], kernel: str, variant: str = "") -> list[Row]:
+@functools.cache
+def _rows_of(table: str, kernel: str, variant: str) -> list[Row]:
     """The rows of a kernel, the narrowest first; rows of the variant replace plain ones."""
-    rows = {row.widest: row for row in table if row.kernel == kernel and not row.variant}
-    rows |= {row.widest: row for row in table if (row.kernel, row.variant) == (kernel, variant)}
+    of_kernel = [row for row in _TABLES[table] if kernel in row.kernels.split()]
+    rows = {row.widest: row for row in of_kernel if not row.variant}
+    rows |= {row.widest: row for row in of_kernel if row.variant == variant}
     return [rows[widest] for widest in sorted(rows)]
-
-
-def _of_kind(kind: str, kernel: str, half: bool, width: int, variant: str) -> Tiles:
-    """The tiles of `kernel` for heads of `width` features (padded) and operands of 16 (`half`) or 32 bits.
-
-    Passes of entmax attention without rows use those of gated attention; the pass for the centers uses those of the
-    forward pass.
-    """
-    kernel = "attention_statistics" if kernel.startswith("attention_statistics") else kernel
-    table = _HALF[kind] if half else _FLOAT
-    others = kernel.replace("centers", "forward"), kernel.replace("entmax", "gated")
-    rows = next(filter(None, (_rows_of(table, name, variant) for name in (kernel, *others))))
-    return next(row.tiles for row in rows if width <= row.widest)
 
 
 def _kind_of(capability: tuple[int, int] | None) -> str:

@@ -30,7 +30,7 @@ from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 
 #: Rows, or keys, that are searched together. Heuristic: 8 values for each thread of 4 warps.
-_SCAN: tl.constexpr = tl.constexpr(1024)
+SCAN: tl.constexpr = tl.constexpr(1024)
 
 
 class Visits(NamedTuple):
@@ -88,14 +88,7 @@ def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr):
     """The same from intervals alone, for rows of head `h`, or of a head each."""
     start, full_start, full_end, end = tiles_of_ranges(lo, hi, rows, T, BLOCK)
     if visible.key_visible is not None:
-        # Full tiles end at the first hidden key.
-        hole = full_end * BLOCK
-        at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
-        for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, _SCAN):
-            keys = scan + tl.arange(0, _SCAN)
-            seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
-            hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys)))
-        full_end = hole // BLOCK
+        full_end = before_hidden(visible, b, full_start, full_end, end, tl.arange(0, SCAN), BLOCK)
     front = end * 0
     if visible.first_keys is not None:
         keys = first_keys_of(visible, h)
@@ -114,6 +107,18 @@ def tiles_of_ranges(lo, hi, rows, T, BLOCK: tl.constexpr):
     full_start = tl.cdiv(tl.max(tl.where(there, lo, 0), 0), BLOCK)
     full_end = tl.min(tl.where(there, hi, 2147483647), 0) // BLOCK
     return tl.minimum(start, end), full_start, full_end, end
+
+
+@triton.jit
+def before_hidden(visible, b, full_start, full_end, end, scanned, BLOCK: tl.constexpr):
+    """The end of the full tiles: that before the first hidden key, if there is one. `scanned` is 0 to SCAN - 1."""
+    hole = full_end * BLOCK
+    at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
+    for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, SCAN):
+        keys = scan + scanned
+        seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
+        hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys), 0))
+    return hole // BLOCK
 
 
 @triton.jit
@@ -137,8 +142,8 @@ def tiles_that_see(visible, b, h, first_key, T, S, BLOCK_N: tl.constexpr, BLOCK:
         full_first = T
         full_stop = first_key * 0
         count = first_key * 0
-        for scan in range(0, T, _SCAN):
-            i = scan + tl.arange(0, _SCAN)
+        for scan in range(0, T, SCAN):
+            i = scan + tl.arange(0, SCAN)
             lo, hi = ranges(visible, b, h, i, T, S)
             below, above = lo < last_key, lo <= first_key
             if visible.first_keys is not None:
@@ -300,7 +305,7 @@ def _own_list(H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl
 @triton.jit
 def _lists_kernel(
     visible, terms, support, written, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+):
     """A program writes the two lists of one tile of rows, or with BY_KEYS of keys, and their lengths."""
     b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
     if BY_KEYS:
@@ -385,7 +390,7 @@ def _supported(support, head, pairs, T, S, there):
 
 def with_tile_lists(
     call: Call, of: Operands, tiles: Tiles, by_keys: bool = False, support: Support | None = None, listed: bool = False
-) -> Operands:  # fmt: skip
+) -> Operands:
     """The operands for kernels with these tiles, with lists of tiles if they are needed or `listed`.
 
     With `by_keys`, lists have tiles of rows for every tile of keys, not the other way around. Tiles outside of
@@ -408,7 +413,7 @@ def with_tile_lists(
         launch(
             _ranges_kernel, count, call.query, tiles, of.visible, written, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            AT_ONCE=max(2, min(triton.next_power_of_2(length), _SCAN.value // tiles.block_m)),
+            AT_ONCE=max(2, min(triton.next_power_of_2(length), SCAN.value // tiles.block_m)),
         )  # fmt: skip
     else:
         launch(
