@@ -312,8 +312,7 @@ def _check_value(value: Any, batches: list[int]) -> int:
         was = f"runs layers on batches of {sorted(set(batches))} examples"
         refuse("loss", was, "make them equal: a row of the batch is an example")
     if value.dim() and len(value) != batches[0]:
-        was = f"gave shape {list(value.shape)} for a batch of {batches[0]}"
-        refuse("loss", was, _SHAPES)
+        refuse("loss", f"gave shape {list(value.shape)} for a batch of {batches[0]}", _SHAPES)
     if not bool(value.isfinite().all()):
         refuse("loss", "gave NaN or infinity", "leave out the batch that makes it so")
     return batches[0]

@@ -133,8 +133,7 @@ def _starts(found: Any, tape: _Tape) -> Iterator[tuple[Tensor, Tensor]]:
     """The output and its initial relevance: once, or for each position that counts."""
     scores, start = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     layout = "scores [B, C] or [B, T, C], or a pair of those and their relevance"
-    instead = f"pass output(model, batch) that returns {layout}"
-    check_tensor("output", scores, instead, (2, 3))
+    check_tensor("output", scores, f"pass output(model, batch) that returns {layout}", (2, 3))
     if not carries(scores):
         refuse("output", "depends on no head of the model", "compute it from what the model gives")
     start = _largest(scores, tape) if start is None else start

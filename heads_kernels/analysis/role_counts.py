@@ -105,8 +105,7 @@ class RelationCounts:
     def result(self) -> tuple[Relation, ...]:
         seen = self.first + self.B
         if seen < len(self.sentences):
-            was = f"has {len(self.sentences)} entries, but data has {seen} examples"
-            refuse("relations", was, "pass one for each")
+            refuse("relations", f"has {len(self.sentences)} entries, but data has {seen} examples", "pass one for each")
         found = []
         for (name, direction), number in self.numbers.items():
             offsets = self.offsets[number]
@@ -157,8 +156,7 @@ class _TokenCounts(ABC):
 
     def next_batch(self, batch: Any) -> None:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
-            was = "is given, but a batch has no 'input_ids'"
-            refuse(self.argument, was, "pass it in a mapping")
+            refuse(self.argument, "is given, but a batch has no 'input_ids'", "pass it in a mapping")
         self.ids: Tensor = batch["input_ids"]
         self.found: Tensor | None = None
 

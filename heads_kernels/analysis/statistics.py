@@ -163,11 +163,7 @@ def _shares(call: AttentionCall, lse: Tensor, sets: list[Tensor]) -> list[Tensor
     start, end = torch.zeros_like(own), torch.full_like(own, call.S)
     behind, ahead, near = (
         attended(call, lse, band)
-        for band in (
-            Band(start, own + 1, features),
-            Band(own + 1, end, features),
-            Band(own - 1, own + 2, remainder),
-        )
+        for band in (Band(start, own + 1, features), Band(own + 1, end, features), Band(own - 1, own + 2, remainder))
     )
     share, place_sum = (behind - ahead)[..., :2].unbind(-1)
     distance = own[:, None] * share - place_sum
@@ -194,12 +190,7 @@ class HeadReceived:
     examples: tuple[tuple[Tensor, ...], ...]
 
 
-def received(
-    model: nn.Module,
-    data: Iterable[Any],
-    *,
-    last_rows: int | None = None,
-) -> HeadReceived:
+def received(model: nn.Module, data: Iterable[Any], *, last_rows: int | None = None) -> HeadReceived:
     """The mean attention that each token of each example receives, computed while the model runs without storing maps.
 
         r_j = sum_i p_ij / n

@@ -226,11 +226,7 @@ class Products:
             ahead = momentum / (momentum + 3)
             starts = (
                 now + ahead * (now - then)
-                for now, then in (
-                    (fit.key, before.key),
-                    (fit.scored, before.scored),
-                    (fit.mixing, before.mixing),
-                )
+                for now, then in ((fit.key, before.key), (fit.scored, before.scored), (fit.mixing, before.mixing))
             )
             found = self._sweep(*starts)
             little = found.cut >= (1 - _TOLERANCE) ** 2 * fit.cut

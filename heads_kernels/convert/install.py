@@ -41,8 +41,7 @@ def _check_products(layer: ProjectedLayer) -> None:
         return
     if not has_products(layer.holder, layer.layout):
         was = f"is a {type(layer.module).__name__}, whose scores are not products of its queries and keys"
-        instead = "leave it out: something comes between its projections and its scores"
-        refuse(str(layer), was, instead)
+        refuse(str(layer), was, "leave it out: something comes between its projections and its scores")
 
 
 def _use(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:

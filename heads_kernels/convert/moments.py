@@ -47,8 +47,7 @@ class Sums:
 
     def __add__(self: _Own, other: _Own) -> _Own:
         if other.widths != self.widths:
-            was = f"are of widths {other.widths}"
-            refuse("moments", was, f"those that they are added to are of {self.widths}")
+            refuse("moments", f"are of widths {other.widths}", f"those that they are added to are of {self.widths}")
         names = [field.name for field in fields(self)]
         return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
 

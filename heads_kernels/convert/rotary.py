@@ -52,12 +52,7 @@ class RotaryHeads:
 
     @classmethod
     def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        scale: float,
-        query_bias: Tensor | None = None,
-        key_bias: Tensor | None = None,
+        cls, query: Tensor, key: Tensor, scale: float, query_bias: Tensor | None = None, key_bias: Tensor | None = None
     ) -> RotaryHeads:
         """Heads `[H, D, inputs]`, with biases `[H, D]`, whose pairs are features f and f + D/2."""
         found = parse_weights(query, key, scale, query_bias, key_bias)
@@ -154,13 +149,7 @@ class RotaryMoments(Sums):
 
     @classmethod
     def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        *,
-        query_mask: Tensor,
-        key_mask: Tensor,
-        is_causal: bool = False,
+        cls, query: Tensor, key: Tensor, *, query_mask: Tensor, key_mask: Tensor, is_causal: bool = False
     ) -> RotaryMoments:
         """Of one batch: rotated queries `[B, H, T, D]` and keys `[B, Hk, S, D]`; masks bool `[B, T]` and `[B, S]`, True
         for real tokens. With `is_causal`, T is S, and a row sees the keys up to its own position."""

@@ -174,8 +174,7 @@ def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> A
     found = next((layer for layer in layers if number in (layer.index, layer.name)), None)
     if found is None:
         names = ", ".join(repr(layer.name) for layer in layers)
-        there = f"this model has layers 0 to {len(layers) - 1}: {names}"
-        refuse(argument, f"names layer {key!r}", there)
+        refuse(argument, f"names layer {key!r}", f"this model has layers 0 to {len(layers) - 1}: {names}")
     return found
 
 

@@ -90,8 +90,7 @@ def _alignment_heads(model: nn.Module, gone: Mapping[str, list[int]]) -> list[li
         removed = next((each for name, each in gone.items() if name.endswith(place)), [])
         if head in removed:
             was = f"has head {head} of {place!r}, one of generation_config.alignment_heads"
-            instead = "keep it, or take it off that list, which gives timestamps of tokens"
-            refuse("heads", was, instead)
+            refuse("heads", was, "keep it, or take it off that list, which gives timestamps of tokens")
         numbers.append([layer, head - sum(each < head for each in removed)])
     return numbers
 

@@ -38,8 +38,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     path = Path(path)
     if not path.parent.is_dir():
-        was = f"is {str(path)!r}, but its folder does not exist"
-        refuse("path", was, "create the folder first")
+        refuse("path", f"is {str(path)!r}, but its folder does not exist", "create the folder first")
     every = {layer.name: shape(layer) for layer in projected_layers(model)}
     metadata = {RECORD: json.dumps({**record(model), "pruned": every})}
     write_whole(path, lambda new: save_model(model, str(new), metadata=metadata))
@@ -81,8 +80,7 @@ def _check_weights(model: nn.Module, sizes: Mapping[str, list[int]], path: str |
     weights = model.state_dict(keep_vars=True)
     if unknown := sorted(sizes.keys() - weights.keys()):
         was = f"is {str(path)!r}, which has {', '.join(unknown)}; the model has not"
-        instead = "attach gates with hk.heads.gate(model, ...) to the layers that had them"
-        refuse("path", was, instead)
+        refuse("path", was, "attach gates with hk.heads.gate(model, ...) to the layers that had them")
     there = {id(weights[name]) for name in sizes}
     if lacking := sorted(name for name, weight in weights.items() if id(weight) not in there):
         was = f"is {str(path)!r}, which lacks {', '.join(lacking)}"

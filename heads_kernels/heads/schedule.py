@@ -151,6 +151,5 @@ def _counts(model: nn.Module, open_heads: int | Mapping[str, int]) -> list[tuple
         if isinstance(layer.gate, HardConcrete):
             kinds.setdefault(layer.kind, []).append(layer.gate)
     if not open_heads or not set(open_heads) <= set(kinds):
-        instead = f"the kinds with HardConcrete gates are {sorted(kinds)}"
-        refuse("open_heads", f"is {dict(open_heads)!r}", instead)
+        refuse("open_heads", f"is {dict(open_heads)!r}", f"the kinds with HardConcrete gates are {sorted(kinds)}")
     return [(kinds[kind], k) for kind, k in open_heads.items()]

@@ -288,8 +288,7 @@ def check_one_noise(head_gate: HeadGate) -> None:
     """Refuse gates that would differ between the processes of tensor parallelism, which all have them."""
     if isinstance(head_gate, HardConcrete) and head_gate.training and not head_gate.meshes:
         was = "draws noise of its own in each process of tensor parallelism"
-        instead = "put their mesh into head_gate.meshes: head_gate.meshes = (mesh,)"
-        refuse("head_gate", was, instead)
+        refuse("head_gate", was, "put their mesh into head_gate.meshes: head_gate.meshes = (mesh,)")
 
 
 def hard_concrete_gates(model: nn.Module) -> list[HardConcrete]:

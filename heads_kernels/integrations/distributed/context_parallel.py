@@ -80,8 +80,7 @@ def context_parallel(
 
         layers = split_attention(module, context)
     elif not layers:
-        was = f"is a {type(module).__name__} without attention of hk.nn"
-        refuse("module", was, "pass the model that contains it")
+        refuse("module", f"is a {type(module).__name__} without attention of hk.nn", "pass the model that contains it")
     for layer in layers:
         layer.context = context
         head_gate: Any = getattr(layer, "head_gate", None)
@@ -181,8 +180,7 @@ class ContextParallel:
         """
         if operator not in _OPERATORS:
             was = f"is {getattr(operator, '__name__', operator)}"
-            instead = "pass hk.gated_attention or hk.collaborative_attention"
-            refuse("operator", was, instead)
+            refuse("operator", was, "pass hk.gated_attention or hk.collaborative_attention")
         given = {name: each for name, each in arguments.items() if each is not None}
         self._check(given)
         mask = self._mask_of_rows(given)
@@ -213,8 +211,7 @@ class ContextParallel:
     def _check(self, given: dict[str, Any]) -> None:
         """Refuse what a call on parts cannot serve."""
         if isinstance(given.get("bias"), Tensor):
-            instead = "pass an OffsetBias, or call the operator with DTensors"
-            refuse("bias", "is a tensor, which is not split", instead)
+            refuse("bias", "is a tensor, which is not split", "pass an OffsetBias, or call the operator with DTensors")
         for name, each in given.items():
             if is_sharded(each) and each.device_mesh != self._heads:
                 was = f"is a DTensor on the mesh {each.device_mesh}, but the context has {self.mesh}"

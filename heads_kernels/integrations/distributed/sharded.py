@@ -52,8 +52,7 @@ def gather(model: nn.Module, into: Module) -> Module:
     for name, weight in own.items():
         if weight.shape != state[name].shape:
             was = f"has {name} of shape {list(weight.shape)}, model {list(state[name].shape)}"
-            instead = "make it as model was made; hk.heads.apply_shapes prunes and converts it"
-            refuse("into", was, instead)
+            refuse("into", was, "make it as model was made; hk.heads.apply_shapes prunes and converts it")
     into.load_state_dict(state)
     return into
 
@@ -97,8 +96,7 @@ def tensor_parallel_plan(module: nn.Module, mesh: DeviceMesh) -> dict[str, Paral
         if layer.layout.shared and layer.name not in layers
     ]
     if not layers and not converted:
-        was = f"is a {type(module).__name__} without attention of hk.nn"
-        refuse("module", was, "pass the model that contains it")
+        refuse("module", f"is a {type(module).__name__} without attention of hk.nn", "pass the model that contains it")
     plan: dict[str, ParallelStyle] = {}
     names = {part: name for name, part in module.named_modules()}
     for each in converted:
@@ -114,13 +112,9 @@ def _check_even(name: str, H: int, Hv: int, processes: int) -> None:
     fewer = H - H % processes
     fewer_heads = f"keep {fewer} heads" if fewer else "leave the layer out of the plan"
     fewer_processes = f"use a number of processes that divides {Hv}"
-    for count, heads, instead in (
-        (H, "heads", fewer_heads),
-        (Hv, "heads of values", fewer_processes),
-    ):
+    for count, heads, instead in ((H, "heads", fewer_heads), (Hv, "heads of values", fewer_processes)):
         if count % processes:
-            was = f"has {count} {heads}, which {processes} processes cannot share evenly"
-            refuse(name, was, instead)
+            refuse(name, f"has {count} {heads}, which {processes} processes cannot share evenly", instead)
 
 
 def _converted_styles(layer: ProjectedLayer, names: dict[nn.Module, str], processes: int) -> dict[str, ParallelStyle]:
@@ -166,7 +160,6 @@ class SharedNoise(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HardConcrete):
-            was = f"is a {type(module).__name__}"
-            refuse("module", was, "apply it to HardConcrete gates", TypeError)
+            refuse("module", f"is a {type(module).__name__}", "apply it to HardConcrete gates", TypeError)
         module.meshes += (device_mesh,)
         return module

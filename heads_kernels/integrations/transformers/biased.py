@@ -42,8 +42,7 @@ class Biased(Replacement):
         """Return `holds`: whether this argument makes the stock forward run, which heads with gates refuse."""
         if holds and getattr(self, "head_gate", None) is not None:
             was = f"makes stock {type(self).__name__} run, which ignores the gates of its heads"
-            instead = "pass padding as [B, S], or remove the gates: hk.heads.ungate(model)"
-            refuse(argument, was, instead)
+            refuse(argument, was, "pass padding as [B, S], or remove the gates: hk.heads.ungate(model)")
         return holds
 
     def by_heads(self, hidden_states: Tensor, *projections: Any) -> list[Tensor]:
@@ -205,10 +204,7 @@ class Swinv2(Biased):
         return False
 
     def fused(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        output_attentions: bool | None = False,
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
     ) -> Any:
         query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
         scale = self.logit_scale.clamp(max=math.log(100)).exp()  # [H, 1, 1]

@@ -45,13 +45,7 @@ class HeadMaskPlace:
 PLACE: Final = "_head_mask_place"
 
 #: Names of submodules of a decoder that attend to the encoder.
-_CROSS: Final = {
-    "crossattention",
-    "cross_attn",
-    "cross_attention",
-    "encoder_attn",
-    "EncDecAttention",
-}
+_CROSS: Final = {"crossattention", "cross_attn", "cross_attention", "encoder_attn", "EncDecAttention"}
 
 
 # ---------------------------------------------------------------------- the pass in progress

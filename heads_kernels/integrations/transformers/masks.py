@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from heads_kernels.checks import refuse
 from heads_kernels.mask import Mask
@@ -74,11 +70,7 @@ class PreparedMask(BlockMask):
     ndim = 4
 
     def __init__(
-        self,
-        mask: Mask | Tensor,
-        shape: Shape,
-        device: torch.device | str,
-        first: int | Tensor | None = None,
+        self, mask: Mask | Tensor, shape: Shape, device: torch.device | str, first: int | Tensor | None = None
     ) -> None:
         self.mask = mask
         self.first = first
@@ -253,10 +245,7 @@ def _neighbours(sizes: tuple[int, int, int], device: torch.device | str) -> tupl
 
 
 def _has_blocks(
-    mask_function: MaskFunction,
-    sizes: tuple[int, int, int],
-    device: torch.device | str,
-    chunked: bool,
+    mask_function: MaskFunction, sizes: tuple[int, int, int], device: torch.device | str, chunked: bool
 ) -> bool:
     """Whether a key is visible to the row before it: in blocks of tokens that see one another.
 

@@ -14,24 +14,10 @@ from heads_kernels.checks import check_flag, refuse, refuse_type
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.heads.reshape import adds_bias_of_all_heads
-from heads_kernels.heads.saving import (
-    RECORD,
-    number_heads,
-    record_in_config,
-    restore_shape,
-)
+from heads_kernels.heads.saving import RECORD, number_heads, record_in_config, restore_shape
 from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
-from heads_kernels.integrations.transformers.support import (
-    check_model,
-    configs_of,
-    replace_forwards,
-    restore_forward,
-)
-from heads_kernels.integrations.transformers.unpadding import (
-    pad_layers,
-    unpad_layers,
-    unpaddable_layers,
-)
+from heads_kernels.integrations.transformers.support import check_model, configs_of, replace_forwards, restore_forward
+from heads_kernels.integrations.transformers.unpadding import pad_layers, unpad_layers, unpaddable_layers
 from heads_kernels.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -100,8 +100,7 @@ class PackedMask(PreparedMask):
         rows, ids = self.padding.packing.rows, keys.packing.rows
         sizes = 1, 1, len(rows), len(ids)
         cross: PreparedMask = self.once(
-            id(keys),
-            lambda: (keys, PreparedMask(Mask(document_ids=(rows, ids)), sizes, self.device)),
+            id(keys), lambda: (keys, PreparedMask(Mask(document_ids=(rows, ids)), sizes, self.device))
         )[1]
         return cross
 

@@ -228,11 +228,7 @@ def _check_runs(model: Any, own: Pass, masks: dict[str, Any], asks: bool) -> Non
     layers = list(own.layers.values())
     if asks and layers and hasattr(model, BEFORE) and not any(each.runs == NAME for each in layers):
         was = f"is True, but the layers of the {type(model).__name__} in use run the attention function"
-        refuse(
-            "output_attentions",
-            f"{was} {layers[0].runs!r}",
-            f"{use}, or release(model) for maps",
-        )
+        refuse("output_attentions", f"{was} {layers[0].runs!r}", f"{use}, or release(model) for maps")
 
 
 def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -248,12 +244,10 @@ def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
     for name in state.masks:
         if not any(layer in state.read for layer in own.arguments[name]):
             was = f"was read by no layer of the {type(model).__name__}"
-            instead = "pass it to the part of the model that has attention, or call hk.heads.close"
-            refuse(name, was, instead)
+            refuse(name, was, "pass it to the part of the model that has attention, or call hk.heads.close")
     if state.asks and not _has_statistics(output):
         was = f"is True, but a {type(model).__name__} does not return statistics of its layers"
-        instead = "call hk.analysis.statistics, or use attn_implementation='eager' for maps"
-        refuse("output_attentions", was, instead)
+        refuse("output_attentions", was, "call hk.analysis.statistics, or use attn_implementation='eager' for maps")
 
 
 def _has_statistics(output: Any) -> bool:

@@ -114,8 +114,7 @@ def check_model(model: PreTrainedModel) -> None:
             other = "use 'eager' or 'sdpa', if necessary for this part of the model alone"
             refuse(unknown[0], was, other)
         if (what := computes_with_masks(type(module))) is not None:
-            was = f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}"
-            refuse("model", was, instead)
+            refuse("model", f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}", instead)
     if not any(calls_interface(each) or replacement(type(each)) for each in model.modules()):
         has_attention = any("Attention" in type(module).__name__ for module in model.modules())
         why = _ITSELF if has_attention else "has no attention"

@@ -21,10 +21,7 @@ from transformers import PreTrainedModel
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.layouts import calls_interface, stock_arguments
-from heads_kernels.integrations.transformers.biased import (
-    OwnRelativePositions,
-    RelativePositions,
-)
+from heads_kernels.integrations.transformers.biased import OwnRelativePositions, RelativePositions
 from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
@@ -33,12 +30,7 @@ from heads_kernels.integrations.transformers.packed_calls import (
     packed_call,
     without_cache,
 )
-from heads_kernels.integrations.transformers.packed_check import (
-    Arguments,
-    check_outputs,
-    check_packed,
-    filling,
-)
+from heads_kernels.integrations.transformers.packed_check import Arguments, check_outputs, check_packed, filling
 from heads_kernels.integrations.transformers.support import family, replacement
 
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
