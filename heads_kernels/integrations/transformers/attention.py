@@ -115,7 +115,8 @@ def attention_forward(
         refuse(name, "is asked of parts of sequences", "set context to None, and pass whole ones")
     if observer is not None:
         first = attention_mask.first if isinstance(attention_mask, PreparedMask) else None
-        change = observer(AttentionCall.of(operator, **operands, **scores, attn_mask=mask, first=first))
+        call = AttentionCall.of(operator, **operands, **scores, attn_mask=mask, first=first)
+        change = observer(call.up_to_last_seen() if isinstance(attention_mask, Tensor) else call)
     if context is not None:
         operator = partial(context, operator)
     heads = operator(
