@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -177,6 +178,31 @@ def _kept_heads(layer: ProjectedLayer) -> list[int]:
 
 
 # ---------------------------------------------------------------------- configs of transformers
+class _Record(dict[str, Any]):
+    """The record in a config. A copy of the config, as transformers makes to save it, has that of the layers then."""
+
+    def __init__(self, found: Mapping[str, Any], model: nn.Module) -> None:
+        super().__init__(found)
+        self._model = weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        model = self._model()
+        if model is None:
+            return dict(self)
+        if id(model) in memo:  # the model is copied
+            return _Record(self, memo[id(model)])
+        return _updated(self, model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _updated(earlier: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """An earlier record of a model with the layers that it has now; other entries are kept."""
+    others = {key: value for key, value in earlier.items() if key not in ("pruned", "converted")}
+    return others | record(model.base_model)
+
+
 def record_in_config(model: nn.Module) -> None:
     """Write `record` into the configs of transformers models, with the names that layers have in the base model.
 
@@ -192,9 +218,8 @@ def record_in_config(model: nn.Module) -> None:
             continue
         recorded.add(id(part.config))
         earlier = getattr(part.config, RECORD, {})
-        others = {key: value for key, value in earlier.items() if key not in ("pruned", "converted")}
-        if found := others | record(part.base_model):
-            setattr(part.config, RECORD, found)
+        if found := _updated(earlier, part):
+            setattr(part.config, RECORD, _Record(found, part))
         elif earlier:
             delattr(part.config, RECORD)
 

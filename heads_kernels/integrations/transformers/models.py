@@ -31,8 +31,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
     `[H]`, or `[L, H]` with a row per layer of the stack, 0 to close a head. The model gets its own copies of its
     configs. Submodels that are in use already become parts of the whole.
 
-    Call it again after layers were moved, removed or added: rows of head masks, and the record of pruned heads that
-    `save_pretrained` writes, are those of the layers that it found.
+    Call it again after layers were moved, removed or added: rows of head masks are those of the layers that it found.
 
     Args:
         model: a `PreTrainedModel`, in train or eval mode. If it is wrapped (`PeftModel`, `SentenceTransformer`, a
@@ -71,7 +70,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
         watch(model)
         pad_layers(model)
         unpad_layers(model, layers)
-        record_in_config(model)  # by the names that layers have now
+        record_in_config(model)
     return model
 
 
@@ -100,6 +99,7 @@ def release(model: Model) -> Model:
             restore_forward(module)
         unwatch(model)
         pad_layers(model)
+        record_in_config(model)
     return model
 
 
@@ -135,6 +135,7 @@ def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any
         instead = "keep such models by hk.heads.save and load, or fold the gates in first by hk.heads.prune"
         refuse("path", f"is a checkpoint with learned gates, {gates[0]} the first", instead)
     number_heads(model.base_model, getattr(model.config, RECORD, {}))
+    record_in_config(model)
     return (model, info) if with_info else model
 
 
