@@ -47,12 +47,7 @@ class Relation:
 
 
 class RelationCounts:
-    """Hits of every head of `layers` along `relations`, an entry for each example of the data in its order.
-
-    Raises:
-        TypeError, ValueError: entries that are no `{relation: [(head, dependent), ...]}` of tokens that exist, or not
-            as many as there are examples.
-    """
+    """Hits of every head of `layers` along `relations`, an entry for each example of the data in its order."""
 
     def __init__(self, relations: Sequence[Relations], layers: Iterable[AttentionLayer]) -> None:
         if not isinstance(relations, Sequence):
@@ -193,15 +188,7 @@ class RareWords:
 
 
 class RareWordCounts(_TokenCounts):
-    """Hits of every head of `layers` on the rarest tokens of its sentence.
-
-    Args:
-        counts: of a corpus; tokens that are not in it have 0.
-        common: sentences whose rarest token is among the `common` most frequent ones do not count.
-
-    Raises:
-        TypeError, ValueError: `counts` is invalid.
-    """
+    """Hits of every head of `layers` on the rarest tokens of its sentence, by the arguments of `roles`."""
 
     argument = "counts"
 

@@ -17,6 +17,7 @@ from heads_kernels.heads.layers import (
     attention_layers,
     calls_operators,
     choose_layers,
+    gates_of,
     heads_of_layers,
 )
 from heads_kernels.heads.layouts import HeadLayout, at_path, is_projection
@@ -97,8 +98,7 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
     made: dict[nn.Module, HeadGate] = {}
     for layer, chosen in asked:
         if chosen:
-            all_open = torch.ones(layer.num_heads, device=layer.weight.device)
-            gates = all_open if layer.gate is None else layer.gate.export()
+            gates = gates_of(layer)
             gates[chosen] = 0.0
             made[layer.module] = FixedGate(gates)
     _attach(model, made)

@@ -139,6 +139,14 @@ def kind_of(module: Any, name: str) -> str:
     return "decoder" if is_causal else "cross" if is_cross else "encoder"
 
 
+def gates_of(layer: AttentionLayer) -> Tensor:
+    """The gates of a layer at inference, `[H]`; ones without a gate."""
+    if layer.gate is not None:
+        return layer.gate.export()
+    dtype = torch.float64 if layer.weight.dtype == torch.float64 else torch.float32
+    return torch.ones(layer.num_heads, dtype=dtype, device=layer.weight.device)
+
+
 # ---------------------------------------------------------------------- layers and heads that are asked for
 def choose_layers(there: list[AttentionLayer], layers: Iterable[int | str] | None) -> list[AttentionLayer]:
     """The layers of these indices or names, in the given order; all for None."""

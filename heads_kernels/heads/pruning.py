@@ -75,12 +75,8 @@ def prune(model: nn.Module, heads: HeadsByLayer) -> dict[str, list[int]]:
 
 
 def _alignment_heads(model: nn.Module, gone: Mapping[str, list[int]]) -> list[list[int]] | None:
-    """The heads `[layer, head]` from which Whisper reads when a token was spoken, as they are numbered after pruning;
-    None without such heads.
-
-    Raises:
-        ValueError: one of them would be removed.
-    """
+    """The heads `[layer, head]` from which Whisper reads when a token was spoken, as they are numbered after pruning,
+    which may remove none of them; None without such heads."""
     there = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
     if not there:
         return None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from heads_kernels.checks import check_size, is_int, is_real, refuse
 from heads_kernels.dtensor import whole
 from heads_kernels.heads.layers import attention_layers
-from heads_kernels.nn.gates import HardConcrete, hard_concrete_gates
+from heads_kernels.nn.gates import HardConcrete, hard_concrete_gates, sum_of_penalties
 
 
 class GateSchedule(nn.Module):
@@ -137,8 +137,7 @@ class GateSchedule(nn.Module):
         self.steps_done = state
 
     def _excess(self) -> Tensor:
-        device = self._heads.device
-        expected = [torch.stack([gate.penalty().to(device) for gate in gates]).sum() for gates, _ in self._counts]
+        expected = [sum_of_penalties(gates).to(self._heads.device) for gates, _ in self._counts]
         return torch.stack(expected) - self.target
 
 

@@ -313,9 +313,14 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
     """
     check_choice("reduce", reduce, _REDUCE)
     gates = hard_concrete_gates(model)
-    device = gates[0].log_alpha.device
-    total = torch.stack([gate.penalty().to(device) for gate in gates]).sum()
+    total = sum_of_penalties(gates)
     return total / len(gates) if reduce == "mean_layers" else total
+
+
+def sum_of_penalties(gates: Sequence[HardConcrete]) -> Tensor:
+    """The expected number of open heads, on the device of the first gate."""
+    device = gates[0].log_alpha.device
+    return torch.stack([gate.penalty().to(device) for gate in gates]).sum()
 
 
 def expected_open(model: nn.Module) -> Tensor:

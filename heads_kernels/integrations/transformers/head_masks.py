@@ -107,11 +107,8 @@ def masks_among(arguments: dict[str, Any]) -> dict[str, Any]:
 def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | None:
     """The head mask of the model's pass that reaches this attention module, or None.
 
-    It is taken from the `arguments` of the attention function, or else from the pass in progress.
-
-    Raises:
-        ValueError: a mask that the model does not use, or that a layer would lose when it runs again; a module without
-            a place.
+    It is taken from the `arguments` of the attention function, or else from the pass in progress. A mask is refused
+    that the model does not use, or that a layer would lose when it runs again.
     """
     masks = masks_among(arguments)
     place: HeadMaskPlace | None = getattr(module, PLACE, None)
@@ -135,11 +132,7 @@ def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | No
 
 
 def head_mask_row(module: nn.Module, H: int, given: Tensor) -> Tensor:
-    """The gates `[H]` that a head mask has for an attention module of H heads, which has a place.
-
-    Raises:
-        ValueError: a mask that does not fit.
-    """
+    """The gates `[H]` that a head mask has for an attention module of H heads, which has a place."""
     place: HeadMaskPlace = getattr(module, PLACE)
     state = pass_state()
     if state is not None and place not in state.read:

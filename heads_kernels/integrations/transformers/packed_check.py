@@ -58,13 +58,10 @@ filling: ContextVar[Filling | None] = ContextVar("filling", default=None)
 
 
 def check_packed(layer: nn.Module, name: str, rows: Packing, padded: Arguments, packed: Arguments) -> None:
-    """Compare the outputs of a layer for packed arguments with those for padded ones, on real tokens.
+    """Refuse a layer whose outputs for packed arguments differ from those for padded ones, on real tokens.
 
     Both are computed in evaluation mode without gradients, in float32 or better. The numbers of a token may
     differ by (512 + K) eps of their norm, K the longest sum in the layer.
-
-    Raises:
-        ValueError: they differ by more.
     """
     expected, found = outputs_of(layer, rows.index.device, padded, packed)
     expected = [rows.pack(each) if each.shape[:2] == rows.sizes else each for each in expected]
@@ -76,13 +73,10 @@ def check_packed(layer: nn.Module, name: str, rows: Packing, padded: Arguments, 
 
 
 def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that the outputs of a model for real tokens do not depend on what its layers give for padding.
+    """Refuse a model whose outputs for real tokens depend on what its layers give for padding.
 
     Padded tokens are 0 after packed layers, and something else in a padded pass: an output pooled at one of them, or a
     loss of it, would differ. Two passes with other numbers there are compared, in evaluation mode without gradients.
-
-    Raises:
-        ValueError: an output differs.
     """
     kwargs = uncached(model, kwargs)
     found: list[list[Tensor]] = []

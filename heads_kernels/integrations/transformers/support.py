@@ -97,11 +97,7 @@ def configs_of(module: nn.Module) -> list[Any]:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that the attention function cannot serve.
-
-    Raises:
-        ValueError: the model, or a model inside it, is not supported; or it has no attention.
-    """
+    """Refuse a model that the attention function cannot serve, or that has none."""
     instead = "it cannot be used; docs/transformers.md lists the tested families"
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and _computes_itself(_unsharded(type(part))):

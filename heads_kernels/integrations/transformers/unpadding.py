@@ -58,11 +58,7 @@ class CheckedModel:
 
 # ---------------------------------------------------------------------- hooks on and off
 def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The layers of a model that a padding mask reaches, by name.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The layers of a model that a padding mask reaches, by name; a model without any is refused."""
     layers = dict(_layers(model))
     if not layers:
         was = f"is True for a {family(model)}, none of whose layers takes a mask of padded tokens"
