@@ -31,17 +31,11 @@ def prepare(model: nn.Module, layers: Iterable[int | str] | None) -> list[Projec
         refuse("model", "has no heads left", "convert it before all of them are pruned")
     for layer in chosen:
         check_can_share(model, layer)
-        _check_products(layer)
+        is_ours = isinstance(layer.module, GatedMultiheadAttention)
+        if not is_ours and not has_products(layer.holder, layer.layout):  # a subclass may do more than its layout says
+            was = f"is a {type(layer.module).__name__}, whose scores are not products of its queries and keys"
+            refuse(str(layer), was, "leave it out: something comes between its projections and its scores")
     return chosen
-
-
-def _check_products(layer: ProjectedLayer) -> None:
-    """Refuse a module of transformers that does more to queries and keys than its layout says, as a subclass may."""
-    if isinstance(layer.module, GatedMultiheadAttention):
-        return
-    if not has_products(layer.holder, layer.layout):
-        was = f"is a {type(layer.module).__name__}, whose scores are not products of its queries and keys"
-        refuse(str(layer), was, "leave it out: something comes between its projections and its scores")
 
 
 def _use(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:

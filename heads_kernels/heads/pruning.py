@@ -59,7 +59,9 @@ def prune(model: nn.Module, heads: HeadsByLayer) -> dict[str, list[int]]:
     users = Counter(weight for layer in projected_layers(model) for weight in _weights(layer))
     for layer, _ in asked:
         check_projections(layer, "prune")
-        _check_untied(layer, users)
+        if any(users[weight] > 1 for weight in _weights(layer)):
+            instead = "give each its own copy; layers that are one module are pruned as one"
+            refuse(str(layer), "shares projections with other roles or layers", instead)
     gone = {layer.name: chosen for layer, chosen in asked}
     numbers = _alignment_heads(model, gone)
     with kept_on_error(model):
@@ -101,12 +103,6 @@ def _weights(layer: ProjectedLayer) -> list[tuple[int, int]]:
         if projection.heads
         for parameter in projection.linear.parameters(recurse=False)
     ]
-
-
-def _check_untied(layer: ProjectedLayer, users: Mapping[tuple[int, int], int]) -> None:
-    if any(users[weight] > 1 for weight in _weights(layer)):
-        instead = "give each its own copy; layers that are one module are pruned as one"
-        refuse(str(layer), "shares projections with other roles or layers", instead)
 
 
 def _fold_gate(layer: ProjectedLayer) -> None:

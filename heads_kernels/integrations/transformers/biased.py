@@ -125,9 +125,8 @@ class MPNet(Biased):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> Any:
-        query, key, value = self.by_heads(hidden_states, self.q, self.k, self.v)
-        terms = {"position_bias": position_bias, "dropout": self.dropout.p}
-        out, statistics = self.attend(query, key, value, attention_mask, **terms)
+        heads = self.by_heads(hidden_states, self.q, self.k, self.v)
+        out, statistics = self.attend(*heads, attention_mask, position_bias=position_bias, dropout=self.dropout.p)
         return (self.o(out), statistics) if output_attentions else (self.o(out),)
 
 

@@ -15,9 +15,10 @@ from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.heads.reshape import adds_bias_of_all_heads
 from heads_kernels.heads.saving import RECORD, number_heads, record_in_config, restore_shape
-from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
+from heads_kernels.integrations.transformers.head_masks import PLACE
+from heads_kernels.integrations.transformers.passes import BEFORE, PASS, watch
 from heads_kernels.integrations.transformers.support import check_model, configs_of, replace_forwards, restore_forward
-from heads_kernels.integrations.transformers.unpadding import pad_layers, unpad_layers, unpaddable_layers
+from heads_kernels.integrations.transformers.unpadding import CHECKED, UNPADDED, unpad_layers, unpaddable_layers
 from heads_kernels.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -67,8 +68,8 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             for config in configs_of(module):
                 config._attn_implementation = NAME
         replace_forwards(model)
+        _unhook(model)
         watch(model)
-        pad_layers(model)
         unpad_layers(model, layers)
         record_in_config(model)
     return model
@@ -97,10 +98,17 @@ def release(model: Model) -> Model:
             for config, implementation in zip(configs_of(module), before, strict=False):
                 config._attn_implementation = {"": implementation}  # not of those nested in it
             restore_forward(module)
-        unwatch(model)
-        pad_layers(model)
+        _unhook(model)
         record_in_config(model)
     return model
+
+
+def _unhook(model: nn.Module) -> None:
+    """Undo `watch` and `unpad_layers`."""
+    for module in model.modules():
+        for name in (PLACE, PASS, UNPADDED, CHECKED):
+            for handle in getattr(vars(module).pop(name, None), "handles", ()):
+                handle.remove()
 
 
 # ---------------------------------------------------------------------- from a checkpoint

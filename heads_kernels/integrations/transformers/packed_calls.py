@@ -232,7 +232,8 @@ def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> Pa
     as it is although there may be padding.
     """
     masks = [value for name, value in arguments.items() if isinstance(value, PreparedMask) and not _is_of_keys(name)]
-    if not masks and _is_dense(arguments.get("attention_mask")):
+    pairs = arguments.get("attention_mask")
+    if not masks and isinstance(pairs, Tensor) and pairs.dim() == 4 and pairs.shape[-1] > 1:
         return "attention_mask is a tensor for pairs of tokens"
     if len(masks) != 1 or masks[0].sizes[2] == 1 or _is_of_padded_rows(layer, own, arguments):
         return None
@@ -249,10 +250,6 @@ def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> Pa
     if why := _why_not(own, mask, keys, arguments):
         return why
     return PackedCall(mask, keys)
-
-
-def _is_dense(mask: Any) -> bool:
-    return isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] > 1
 
 
 def _keys(states: Tensor, mask: Any) -> Padding | str:

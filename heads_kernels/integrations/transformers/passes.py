@@ -67,7 +67,6 @@ class Pass:
 # ---------------------------------------------------------------------- hooks on and off
 def watch(model: nn.Module) -> None:
     """Install the hooks on a model and on every model inside it."""
-    unwatch(model)
     for place in places(model):
         setattr(place.module, PLACE, place)
     passes: dict[str, Pass] = {}
@@ -83,15 +82,6 @@ def watch(model: nn.Module) -> None:
                 part.register_forward_hook(_end, always_call=True),
             ]
             setattr(part, PASS, own)
-
-
-def unwatch(model: nn.Module) -> None:
-    """Remove what `watch` installed."""
-    module: Any
-    for module in model.modules():
-        vars(module).pop(PLACE, None)
-        for handle in getattr(vars(module).pop(PASS, None), "handles", ()):
-            handle.remove()
 
 
 def _pass_of(model: PreTrainedModel) -> Pass:

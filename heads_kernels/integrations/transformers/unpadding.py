@@ -36,7 +36,7 @@ from heads_kernels.integrations.transformers.support import family, replacement
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
 UNPADDED: Final = "_heads_kernels_unpadded"
 #: The attribute of every model with such layers that holds its `CheckedModel`.
-_CHECKED: Final = "_heads_kernels_checked"
+CHECKED: Final = "_heads_kernels_checked"
 #: Arguments of a model that have its tokens, a row for each example.
 _TOKENS: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
@@ -89,15 +89,7 @@ def unpad_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
         if inside and isinstance(part, PreTrainedModel):
             # Before the hooks of `passes`, which end the pass that hands head masks on.
             handle = part.register_forward_hook(_check, with_kwargs=True, prepend=True)
-            setattr(part, _CHECKED, CheckedModel(inside, [handle]))
-
-
-def pad_layers(model: nn.Module) -> None:
-    """Undo `unpad_layers`."""
-    for module in model.modules():
-        for name in (UNPADDED, _CHECKED):
-            for handle in getattr(vars(module).pop(name, None), "handles", ()):
-                handle.remove()
+            setattr(part, CHECKED, CheckedModel(inside, [handle]))
 
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -205,7 +197,7 @@ def _check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _checked(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    own: CheckedModel = getattr(model, _CHECKED)
+    own: CheckedModel = getattr(model, CHECKED)
     probed = sum(len(layer.probed) for layer in own.layers)
     if probed == own.checked or filling.get() is not None:
         return
