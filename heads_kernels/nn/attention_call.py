@@ -72,7 +72,7 @@ class AttentionCall:
     # ------------------------------------------------------------------ tokens and padding
     def up_to_last_seen(self) -> AttentionCall:
         """The call with its last row at the last key that a row sees: a cache may have memory for more tokens."""
-        if self.call.T == self.call.S:
+        if self.call.T >= self.call.S:
             return self
         numbers = torch.arange(1, self.call.S + 1, device=self.query.device)
         return replace(self, first=(numbers * self.real_keys.any(0)).amax() - self.call.T)

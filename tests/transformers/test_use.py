@@ -134,6 +134,7 @@ def test_pruned_layers_that_changed_places_are_saved(tmp_path: Path) -> None:
     """As many heads of each layer are left, but not the same."""
     model = use(build("bert"))
     hk.heads.prune(model, {0: [0], 1: [3]})
+    assert pickle.loads(pickle.dumps(model.config)).heads_kernels == model.config.heads_kernels
     model = copy.deepcopy(model)
     model.encoder.layer = nn.ModuleList(reversed(model.encoder.layer))
     model.save_pretrained(tmp_path)

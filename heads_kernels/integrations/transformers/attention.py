@@ -95,11 +95,9 @@ def attention_forward(
 
     S = operands["key"].shape[-2]
     context = getattr(module, "context", None)
-    if context is None:
-        mask = _mask(module, (T, S), attention_mask, is_causal, sliding_window)
-    elif attention_mask is None:
-        T_whole, S_whole = context.whole_length(T), context.whole_length(S)
-        mask = _mask(module, (T_whole, S_whole), None, is_causal, sliding_window)
+    if context is None or attention_mask is None:
+        sizes = (T, S) if context is None else (context.whole_length(T), context.whole_length(S))
+        mask = _mask(module, sizes, attention_mask, is_causal, sliding_window)
     else:
         mask = whole_mask(module, context, attention_mask)
     scores: dict[str, Any] = {

@@ -99,7 +99,6 @@ def release(model: Model) -> Model:
                 config._attn_implementation = {"": implementation}  # not of those nested in it
             restore_forward(module)
         _unhook(model)
-        record_in_config(model)
     return model
 
 
