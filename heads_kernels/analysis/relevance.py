@@ -202,17 +202,12 @@ class _Tape(TorchFunctionMode):
     """Context manager in which autograd records what a model computes from its heads to its output, by the rules.
 
     Gradients must be off: operators are visible only where autograd does not record them.
-
-    Args:
-        full: whether relevance goes through probabilities to query and key; else they are constants.
-
-    Attributes:
-        rows: bool `[B, T]` by (B, T): the real tokens in the last attention of these sizes.
     """
 
     def __init__(self, full: bool) -> None:
         super().__init__()
-        self.full = full
+        self.full = full  # whether relevance goes through probabilities to query and key; else they are constants
+        #: By (B, T), bool [B, T]: the real tokens in the last attention of these sizes.
         self.rows: dict[tuple[int, int], Tensor] = {}
         self._heads: list[tuple[int, Tensor]] = []  # index of the layer, and `[B, H, T, Dv]`
         self._layer: AttentionLayer | None = None  # whose attention is the next

@@ -197,9 +197,8 @@ def received(model: nn.Module, data: Iterable[Any], *, last_rows: int | None = N
 
     over the n query rows i of the example, for each layer and head, by `hk.attention_statistics(..., received=)`. Such
     scores choose the tokens that a cache keeps, by all rows (H2O: Zhang et al. 2023; FastV: Chen et al. 2024) or by the
-    last ones (SnapKV: Li et al. 2024). Padding counts neither as a row nor as a key. For a layer that runs several
-    times in a pass (ALBERT) the mean is over its runs. Heads have their current numbers. The model runs in evaluation
-    mode.
+    last ones (SnapKV: Li et al. 2024). Padding counts neither as a row nor as a key. Layers that run several times,
+    numbers of heads and the mode of the model are as in `statistics`.
 
     Args:
         model, data: as in `statistics`.

@@ -33,19 +33,14 @@ class CapturedEnergy:
 
     The product of a head, `W_Q^hT W_K^h`, is what its scores are made of: unlike its factors it is the same for heads
     whose queries and keys are rotated alike.
-
-    Attributes:
-        query: `[H, min(D, D_in)]`, of every head's query weights; `key` and `product` likewise.
-        stacked_query: `[min(H D, D_in)]`, of the query weights of all heads; `stacked_key` likewise.
-        stacked_product: of `W_Q^T W_K`, the sum of all heads' products.
     """
 
-    query: Tensor
-    key: Tensor
+    query: Tensor  # [H, min(D, D_in)], of every head's query weights
+    key: Tensor  # likewise
     product: Tensor
-    stacked_query: Tensor
-    stacked_key: Tensor
-    stacked_product: Tensor
+    stacked_query: Tensor  # [min(H D, D_in)], of the query weights of all heads
+    stacked_key: Tensor  # likewise
+    stacked_product: Tensor  # of `W_Q^T W_K`, the sum of all heads' products
 
 
 def captured_energy(heads: Heads) -> CapturedEnergy:

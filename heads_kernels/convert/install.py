@@ -85,11 +85,9 @@ def _by_head(projection: Projection, repeats: int = 1) -> tuple[Tensor, Tensor |
 
 
 def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, ragged: bool) -> None:
-    """Make a layer of `prepare` compute with factors of its heads, in place, without the record in configs.
+    """Make a layer of `prepare` compute with factors of its heads, in place (`share`), without the record in configs.
 
-    A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
-    of transformers keeps its forward: its query and key become `SharedProjection`s, the module gets `mixing`, and the
-    attention function uses them. With `ragged`, entries of mixing that are 0 stay 0 in training, and cost nothing.
+    With `ragged`, entries of mixing that are 0 stay 0 in training, and cost nothing.
     """
     if isinstance(factors, RotaryFactors):
         places, slots = factors.places(layer.head_dim // 2)

@@ -37,18 +37,12 @@ class RotaryHeads:
         query_hf(x) = W_Q^hf x + b_Q^hf, key_hf(y) = W_K^hf y + b_K^hf
 
     Keys that several heads share are repeated for each of them.
-
-    Attributes:
-        query: complex `[H, F, D_in + 1]`, the rows of the query weights by head and frequency, and the bias.
-        key: complex `[H, F, D_in_k + 1]`.
-        scale: the factor of the scores, which conversion keeps.
-        bias: whether queries or keys have biases, which otherwise are 0.
     """
 
-    query: Tensor
-    key: Tensor
-    scale: float
-    bias: bool = False
+    query: Tensor  # complex [H, F, D_in + 1], the rows of the query weights by head and frequency, and the bias
+    key: Tensor  # complex [H, F, D_in_k + 1]
+    scale: float  # the factor of the scores, which conversion keeps
+    bias: bool = False  # queries or keys have biases, which otherwise are 0
 
     @classmethod
     def of(
@@ -134,11 +128,8 @@ class RotaryMoments(Sums):
     The keys' are within what a row sees, without the mean: scores that differ by one number per row give the same
     attention. The products of moments are the mean square of scores for phases that are spread evenly.
 
-    Attributes:
-        count: query rows.
-        query_outer: `[F, H, H]`, the sum of `q conj(q)^T`.
-        key_outer: `[F, H, H]`, the sum over rows of the covariance of the keys that a row sees.
-        widths: `(F, H, H)`.
+    `query_outer` `[F, H, H]` is the sum of `q conj(q)^T`, `key_outer` `[F, H, H]` that over rows of the covariance of
+    the keys that a row sees.
     """
 
     @classmethod

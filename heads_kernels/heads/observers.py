@@ -39,15 +39,11 @@ _LOCK: Final = threading.Lock()
 
 @contextmanager
 def observed(every: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver) -> Iterator[None]:
-    """In this block and thread, `observer` sees the calls of the chosen layers that have heads.
+    """In this block and thread, `observer` sees the calls of the chosen ones of all layers that have heads.
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
     gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size in the
     block, which is observed too.
-
-    Args:
-        every: all layers of the model.
-        chosen: some of them.
 
     Raises:
         ValueError: the attention function of a layer is not this package's, now or in a forward pass; its module has an

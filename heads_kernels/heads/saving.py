@@ -238,11 +238,7 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any], *, partly: bool =
     """Convert and prune a model to the recorded shape; new parameters are uninitialised.
 
     Layers that are not in the record do not change. With `partly` the record may have layers that this model does not
-    have, as that of a larger model which contains it.
-
-    Raises:
-        TypeError, ValueError: a layer does not fit; the message names it and both shapes. A module of that name is no
-            known attention layer, or does not exist.
+    have, as that of a larger model which contains it. Other layers that do not exist, or do not fit, are refused.
     """
     pruned, converted = (record.get(word, {}) for word in ("pruned", "converted"))
     names = {*pruned, *converted}

@@ -30,15 +30,11 @@ _EQUAL: Final = 8
 
 
 class Filling:
-    """What packed layers give for padding, instead of zeros, while the outputs of their model are checked.
-
-    Attributes:
-        scale: of numbers from -1 to 1 along the features.
-        real: by the sizes (B, T) of sequences, which of their tokens are real in all of them.
-    """
+    """What packed layers give for padding, instead of zeros, while the outputs of their model are checked."""
 
     def __init__(self, scale: float) -> None:
-        self.scale = scale
+        self.scale = scale  # of numbers from -1 to 1 along the features
+        #: By the sizes (B, T) of sequences, which of their tokens are real in all of them.
         self.real: dict[tuple[int, int], Tensor] = {}
 
     def fill(self, padded: Tensor, packing: Packing) -> Tensor:

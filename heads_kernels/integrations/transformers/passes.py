@@ -42,25 +42,16 @@ BEFORE: Final = "_attn_implementations_before"
 
 @dataclass(eq=False)
 class Pass:
-    """The hooks of a model.
+    """The hooks of a model."""
 
-    Attributes:
-        arguments: for the name of each head mask, the layers that it applies to.
-        layers: all of these layers, by the name of their module in the model.
-        stacks: the number of modules of each list that has such layers, by its name.
-        is_one_stack: for each of these names, and "" for all layers, whether the layers form one stack. An image
-            tower and a text tower are two stacks: the submodels that receive the mask set it for their own.
-        takes_any: whether the model's forward takes arguments of any name.
-        parts: the hooks of the models that this one contains.
-        handles: of the hooks.
-    """
-
-    arguments: dict[str, list[HeadMaskPlace]]
-    layers: dict[str, HeadMaskPlace]
-    stacks: dict[str, int]
+    arguments: dict[str, list[HeadMaskPlace]]  # for the name of each head mask, the layers that it applies to
+    layers: dict[str, HeadMaskPlace]  # all of these layers, by the name of their module in the model
+    stacks: dict[str, int]  # the number of modules of each list that has such layers, by its name
+    #: By the name of a head mask, and "" for all layers, whether its layers form one stack. An image tower and a text
+    #: tower are two stacks: the submodels that receive the mask set it for their own.
     is_one_stack: dict[str, bool]
-    takes_any: bool
-    parts: list[Pass] = field(default_factory=list)
+    takes_any: bool  # whether the model's forward takes arguments of any name
+    parts: list[Pass] = field(default_factory=list)  # the hooks of the models that this one contains
     handles: list[Any] = field(default_factory=list)
 
 

@@ -43,17 +43,11 @@ _TOKENS: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_in
 
 @dataclass(eq=False)
 class CheckedModel:
-    """A model whose outputs are checked after its first packed pass of each kind.
+    """A model whose outputs are checked after its first packed pass of each kind."""
 
-    Attributes:
-        layers: its layers whose calls are packed.
-        handles: of the hook.
-        checked: the number of kinds of calls of the layers in passes that were checked.
-    """
-
-    layers: list[UnpaddedLayer]
-    handles: list[Any]
-    checked: int = 0
+    layers: list[UnpaddedLayer]  # whose calls are packed
+    handles: list[Any]  # of the hook
+    checked: int = 0  # the number of kinds of calls of the layers in passes that were checked
 
 
 # ---------------------------------------------------------------------- hooks on and off
