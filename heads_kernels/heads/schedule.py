@@ -73,8 +73,8 @@ class GateSchedule(nn.Module):
         if not is_real(rate) or rate <= 0:
             refuse("rate", f"is {rate!r}", "pass a float above 0, such as 0.01")
         self._counts = _counts(model, open_heads)
-        for gates, k in self._counts:
-            most = sum(gate.num_heads for gate in gates)
+        heads = [sum(gate.num_heads for gate in gates) for gates, _ in self._counts]
+        for (_, k), most in zip(self._counts, heads, strict=True):
             if not is_int(k) or not 0 <= k <= most:
                 refuse("open_heads", f"is {k!r}", f"pass an int from 0 to {most}")
         self.open_heads = open_heads
@@ -83,7 +83,6 @@ class GateSchedule(nn.Module):
         self.rate = rate
         self.steps_done = 0
         device = self._counts[0][0][0].log_alpha.device
-        heads = [sum(gate.num_heads for gate in gates) for gates, _ in self._counts]
         self._heads = torch.tensor(heads, dtype=torch.float32, device=device)
         asked = torch.tensor([k for _, k in self._counts], dtype=torch.float32, device=device)
         self._surplus = self._heads - asked

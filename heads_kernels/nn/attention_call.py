@@ -103,11 +103,11 @@ class AttentionCall:
             return self._sees_itself
         lo, hi, first = self._bounds
         j = torch.arange(self.call.S, device=lo.device)
-        some = hi > lo
-        begin = torch.where(some, lo, self.call.S).amin(2, keepdim=True)
-        end = torch.where(some, hi, 0).amax(2, keepdim=True)
+        some = (hi > lo).long()
+        # How many more rows see a key than the one before it: a range adds 1 where it begins, and takes 1 at its end.
+        more = some.new_zeros(*some.shape[:2], self.call.S + 1).scatter_add(2, lo, some).scatter_add(2, hi, -some)
         in_front = torch.minimum(hi, first).amax(2, keepdim=True)
-        seen = ((j >= begin) & (j < end) | (j < in_front)).any(1)
+        seen = ((more.cumsum(2)[..., :-1] > 0) | (j < in_front)).any(1)
         if self.call.key_visible is not None:
             seen = seen & self.call.key_visible
         if self._dense is not None:

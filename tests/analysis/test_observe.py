@@ -79,6 +79,14 @@ def test_rows_that_see_a_hole_alone_are_no_tokens(how: str) -> None:
     assert torch.equal(call.real_queries, keys)
 
 
+def test_keys_between_those_that_rows_see_are_no_tokens() -> None:
+    """Of packed encoder-decoder attention, in which a document has keys and no rows."""
+    query, keys = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    mask = hk.Mask(document_ids=(torch.tensor([0, 2, 2]), torch.tensor([0, 1, 1, 2, 3])))
+    call = AttentionCall.of(hk.gated_attention, query, keys, keys, mask, self_attention=False)
+    assert call.real_keys.tolist() == [[True, False, False, True, False]]
+
+
 @pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf, None])
 def test_dense_and_float_masks_hide_padding(lowest: float | None) -> None:
     """By whatever number models hide keys, alone and with a bias of pairs; None: a bool mask."""
