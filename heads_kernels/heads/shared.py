@@ -31,19 +31,14 @@ class SharedProjection(nn.Module):
     hold zeros. The attention function takes the features from their places (`split_rotary`), a cache keeps them alone.
 
     It is not a `nn.Linear`, so that tools that wrap or quantise those skip it.
-
-    Attributes:
-        weight: `[Ds, D_in]`; with places the two features of a pair one after the other.
-        bias: `[Ds]`, or None.
-        content: a `nn.Linear` with weight `[H, D_in]` from the key's input to the content biases; None in a query, and
-            with places.
-        places: int64 `[Ds]`, the output of each feature; a buffer, or None where they are the first ones.
-        head_dim, slots: of the module; slots is 0 without places.
     """
 
+    weight: nn.Parameter  # [Ds, D_in]; with places the two features of a pair one after the other
+    bias: nn.Parameter | None  # [Ds]
+    #: From the key's input to the content biases, [H, D_in]; None in a query, and with places.
     content: nn.Linear | None
-    bias: nn.Parameter | None
-    places: Tensor | None
+    places: Tensor | None  # int64 [Ds], the output of each feature; a buffer, or None where they are the first ones
+    slots: int  # 0 without places
 
     def __init__(
         self,
