@@ -90,8 +90,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def reading(model: nn.Module, observer: Observer, layers: Iterable[AttentionLayer]) -> Iterator[None]:
     """In this block the model runs in evaluation mode without gradients, and `observer` sees the calls of `layers`."""
-    names = [layer.name for layer in layers]
-    with torch.no_grad(), evaluation(model), observe(model, observer, names):
+    with torch.no_grad(), evaluation(model), observed(attention_layers(model), list(layers), observer):
         yield
 
 

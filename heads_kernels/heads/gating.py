@@ -52,11 +52,11 @@ def gate(model: nn.Module, make: Callable[[int], HeadGate], layers: Iterable[int
         refuse_type("make", make, "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate")
     chosen = choose_layers(attention_layers(model), layers)
     _check_reads_gates(model, chosen)
+    if is_fully_sharded(model):
+        refuse(str(chosen[0]), "is sharded over processes", "attach gates before fully_shard")
     holders = holders_of(model)
     made: dict[HeadGate, AttentionLayer] = {}
     for layer in chosen:
-        if is_fully_sharded(model):
-            refuse(str(layer), "is sharded over processes", "attach gates before fully_shard")
         if layer.gate is not None:
             refuse(str(layer), f"has a {type(layer.gate).__name__} already", "call hk.heads.ungate(model) first")
         if layer.num_heads:
