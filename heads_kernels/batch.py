@@ -32,8 +32,7 @@ def flatten_operands(layouts: dict[str, str], *operands: Tensor) -> tuple[Batch,
     for (name, layout), operand in zip(layouts.items(), operands, strict=False):
         lead = operand.dim() - layout.count(",") - 1
         if lead < 0:
-            was = f"has {operand.dim()} dimensions (shape {list(operand.shape)})"
-            refuse(name, was, f"pass [..., {layout}]")
+            refuse(name, f"has {operand.dim()} dimensions (shape {list(operand.shape)})", f"pass [..., {layout}]")
         leads.append(tuple(operand.shape[:lead]))
     if all(len(lead) == 1 and lead == leads[0] for lead in leads):
         return None, operands

@@ -8,12 +8,7 @@ from heads_kernels.analysis.observe import observe
 from heads_kernels.analysis.relevance import relevance
 from heads_kernels.analysis.role_counts import RareWords, Relation, Repeats
 from heads_kernels.analysis.roles import HeadRoles, Role, roles
-from heads_kernels.analysis.statistics import (
-    HeadReceived,
-    HeadStatistics,
-    received,
-    statistics,
-)
+from heads_kernels.analysis.statistics import HeadReceived, HeadStatistics, received, statistics
 from heads_kernels.nn.attention_call import AttentionCall
 
 __all__ = [

@@ -114,8 +114,7 @@ def distance(
         for batch in each_batch(data):
             run(model, batch)
             if not seen:
-                was = f"reaches no layer of kind {chosen[0].kind!r}"
-                refuse("data", was, "pass all that the model takes")
+                refuse("data", f"reaches no layer of kind {chosen[0].kind!r}", "pass all that the model takes")
             ran = [layer for layer, _ in seen]
             sums = _Sums(ran, seen[0][1].query.device) if sums is None else sums
             sums.add(ran, [call for _, call in seen])
@@ -130,8 +129,7 @@ def _of_kind(layers: list[AttentionLayer], kind: str | None) -> list[AttentionLa
     if kind is None and len(kinds) == 1:
         kind = kinds[0]
     if kind not in kinds:
-        instead = f"pass one of {', '.join(map(repr, kinds))}, the kinds of these layers"
-        refuse("kind", f"is {kind!r}", instead)
+        refuse("kind", f"is {kind!r}", f"pass one of {', '.join(map(repr, kinds))}, the kinds of these layers")
     chosen = [layer for layer in layers if layer.kind == kind and layer.num_heads]
     if not chosen:
         refuse("model", f"has no head left in its layers of kind {kind!r}", "pass one that has")
@@ -151,8 +149,7 @@ class _Sums:
 
     def add(self, layers: list[AttentionLayer], calls: list[AttentionCall]) -> None:
         if layers != self.layers:
-            was = "makes other layers run in one batch than in another"
-            refuse("data", was, "pass batches alike")
+            refuse("data", "makes other layers run in one batch than in another", "pass batches alike")
         first = calls[0]
         for layer, call in zip(layers, calls, strict=True):
             if (call.T, call.S) != (first.T, first.S):

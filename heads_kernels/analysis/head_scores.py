@@ -43,12 +43,10 @@ class HeadScores:
     def __post_init__(self) -> None:
         lengths = [len(self.layers), len(self.kinds), len(self.scores)]
         if len(set(lengths)) > 1:
-            was = f"of {lengths} layers, kinds and scores"
-            refuse("HeadScores", was, "pass one of each for every layer")
+            refuse("HeadScores", f"of {lengths} layers, kinds and scores", "pass one of each for every layer")
         for layer, scores in zip(self.layers, self.scores, strict=True):
             if scores.dim() != 1 or bool(scores.isnan().any()):
-                was = f"are {scores.tolist()}"
-                refuse(f"scores of {layer!r}", was, "pass [H], a number for each head")
+                refuse(f"scores of {layer!r}", f"are {scores.tolist()}", "pass [H], a number for each head")
 
     def __repr__(self) -> str:
         return f"HeadScores: {self.method}\n{grid(self)}"
@@ -95,8 +93,7 @@ class HeadScores:
             ValueError: `other` has other layers or numbers of heads.
         """
         if self._sizes() != other._sizes():
-            was = f"is of {other._sizes()}"
-            refuse("other", was, f"pass scores of the same heads: {self._sizes()}")
+            refuse("other", f"is of {other._sizes()}", f"pass scores of the same heads: {self._sizes()}")
         ranks = [_ranks(torch.cat(scores.scores)) for scores in (self, other)]
         centred = [each - each.mean() for each in ranks]
         norm = centred[0].norm() * centred[1].norm()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
 from heads_kernels.analysis.observe import each_batch, evaluation, observe, of_this_thread
 from heads_kernels.checks import check_choice, refuse, refuse_type
-from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers, gates_of
 from heads_kernels.heads.patching import Edit, edited, outputs
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.gates import FixedGate
@@ -115,7 +115,7 @@ def importance(
         if not bool(sums[layer.index].isfinite().all()):
             was = f"is not finite without a head of {layer}, or its gradient there is not"
             refuse("loss", was, "look for a logarithm or a square root of 0 in it")
-    is_open = any(bool(_open_gates(layer).any()) for layer in chosen)
+    is_open = any(bool(gates_of(layer).any()) for layer in chosen)
     if method == "leave_one_out" and is_open and not any(each.any() for each in sums.values()):
         refuse("loss", "is the same whichever head is left out", _FROM_MODEL)
     name = f"gradient by {reduce}" if method == "gradient" else method
@@ -249,7 +249,7 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
     terms = {}
     for layer in task.layers:
         terms[layer.index] = torch.zeros(layer.num_heads).double()
-        for head in _open_gates(layer).nonzero().flatten().tolist():
+        for head in gates_of(layer).nonzero().flatten().tolist():
             closed = torch.tensor([head], device=layer.weight.device)
 
             def close(gates: Tensor, B: int, T: int, closed: Tensor = closed) -> Tensor:
@@ -267,7 +267,7 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
 def _gates(layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Iterator[None]:
     """In this block `change` replaces the gates of a layer, or ones, unless it returns None; it also gets B and T."""
     before = layer.gate
-    gate = FixedGate(_open_gates(layer)) if before is None else before
+    gate = FixedGate(gates_of(layer)) if before is None else before
     hook = gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
     try:
         layer.module.head_gate = gate
@@ -275,14 +275,6 @@ def _gates(layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Itera
     finally:
         hook.remove()
         layer.module.head_gate = before
-
-
-def _open_gates(layer: AttentionLayer) -> Tensor:
-    """The gates of a layer at inference, `[H]`; ones without a gate."""
-    if layer.gate is not None:
-        return layer.gate.export()
-    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-    return torch.ones(layer.num_heads, dtype=dtype, device=layer.weight.device)
 
 
 #: The function of a batch for each `method`.
@@ -312,8 +304,7 @@ def _check_value(value: Any, batches: list[int]) -> int:
         was = f"runs layers on batches of {sorted(set(batches))} examples"
         refuse("loss", was, "make them equal: a row of the batch is an example")
     if value.dim() and len(value) != batches[0]:
-        was = f"gave shape {list(value.shape)} for a batch of {batches[0]}"
-        refuse("loss", was, _SHAPES)
+        refuse("loss", f"gave shape {list(value.shape)} for a batch of {batches[0]}", _SHAPES)
     if not bool(value.isfinite().all()):
         refuse("loss", "gave NaN or infinity", "leave out the batch that makes it so")
     return batches[0]

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from heads_kernels.analysis.observe import reading, run
 from heads_kernels.checks import check_size, refuse
-from heads_kernels.heads.layers import (
-    AttentionLayer,
-    HeadsByLayer,
-    attention_layers,
-    heads_of_layers,
-)
+from heads_kernels.heads.layers import AttentionLayer, HeadsByLayer, attention_layers, heads_of_layers
 from heads_kernels.nn.attention_call import AttentionCall
 
 if TYPE_CHECKING:
@@ -143,8 +138,7 @@ def _check_found(found: Sequence[HeadMaps]) -> None:
     if not found:
         refuse("found", "has no maps", "pass what hk.analysis.maps gave")
     if any(each.maps.dim() == 4 for each in found):
-        instead = "pass those of one example: maps(..., example=0)"
-        refuse("found", "has maps of a whole batch", instead)
+        refuse("found", "has maps of a whole batch", "pass those of one example: maps(..., example=0)")
 
 
 def _check_tokens(each: HeadMaps, rows: Sequence[str] | None, keys: Sequence[str] | None) -> None:
@@ -157,9 +151,7 @@ def _check_tokens(each: HeadMaps, rows: Sequence[str] | None, keys: Sequence[str
 
 
 def plot_maps(
-    found: Sequence[HeadMaps],
-    tokens: Sequence[str] | None = None,
-    key_tokens: Sequence[str] | None = None,
+    found: Sequence[HeadMaps], tokens: Sequence[str] | None = None, key_tokens: Sequence[str] | None = None
 ) -> Figure:
     """Draw maps, one line per layer and one panel per head; a row of a panel shows where one token attends.
 

@@ -90,8 +90,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def reading(model: nn.Module, observer: Observer, layers: Iterable[AttentionLayer]) -> Iterator[None]:
     """In this block the model runs in evaluation mode without gradients, and `observer` sees the calls of `layers`."""
-    names = [layer.name for layer in layers]
-    with torch.no_grad(), evaluation(model), observe(model, observer, names):
+    with torch.no_grad(), evaluation(model), observed(attention_layers(model), list(layers), observer):
         yield
 
 
@@ -102,12 +101,7 @@ def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def each_batch(data: Iterable[Any], argument: str = "data") -> Iterator[Any]:
-    """The batches of `data`; errors name `argument`.
-
-    Raises:
-        TypeError: `data` is a single batch, a string, or not iterable.
-        ValueError: `data` is empty.
-    """
+    """The batches of `data`, of which there must be one; errors name `argument`."""
     if isinstance(data, (str, bytes, Tensor, Mapping)) or not isinstance(data, Iterable):
         refuse_type(argument, data, "pass an iterable of batches, [batch] for a single one")
     empty = True
@@ -119,11 +113,7 @@ def each_batch(data: Iterable[Any], argument: str = "data") -> Iterator[Any]:
 
 
 def run(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch: keyword arguments in a mapping, arguments in a tuple or list, or one argument.
-
-    Raises:
-        TypeError: the batch is text, or contains only text.
-    """
+    """The model's output for a batch: keyword arguments in a mapping, arguments in a tuple or list, or one argument."""
     parts = batch if isinstance(batch, (tuple, list)) else [batch]
     if parts and all(isinstance(part, (str, bytes)) for part in parts):
         refuse("batch", "is text", "pass the output of the tokenizer", TypeError)
@@ -138,16 +128,8 @@ def keys_by_kind(
 ) -> dict[str, Tensor]:
     """The keys of a batch that are `tokens`, `{kind of layer: bool [B, S]}`; kinds that are absent have none.
 
-    Args:
-        tokens: ids, looked up in the batch's `input_ids` (for the decoder's self-attention in an encoder-decoder model,
-            in `decoder_input_ids`); or a function of the batch that returns a bool tensor `[B, S]` for all layers, or
-            `{kind: [B, S]}` with kinds "encoder", "decoder" and "cross".
-        batch: as passed to the model; a mapping if `tokens` are ids.
-        layers: those of the model.
-        argument: the name of `tokens` in errors.
-
-    Raises:
-        TypeError, ValueError: `tokens` is something else, or a batch does not contain the ids.
+    Ids are looked up in the batch's `input_ids`, for the decoder's self-attention in an encoder-decoder model in
+    `decoder_input_ids`. `layers` are those of the model; `argument` is the name of `tokens` in errors.
     """
     kinds = {layer.kind for layer in layers}
     if tokens is None:

@@ -36,13 +36,10 @@ def first_real(real: Tensor) -> Tensor:
 
 
 class OffsetCounts:
-    """How often the chosen key of each head of `layers` is at each offset from its row.
-
-    Attributes:
-        counts: int64 `[H, 2 N + 1]` for offsets -N to N, by the index of the layer.
-    """
+    """How often the chosen key of each head of `layers` is at each offset from its row."""
 
     def __init__(self, layers: Iterable[AttentionLayer]) -> None:
+        #: By the index of the layer int64 [H, 2 N + 1], for offsets -N to N.
         self.counts = {x.index: torch.zeros(x.num_heads, 1, dtype=torch.int64) for x in layers}
 
     def add(self, layer: AttentionLayer, call: AttentionCall, keys: Tensor, rows: Tensor) -> None:
@@ -75,12 +72,7 @@ def attended(call: AttentionCall, lse: Tensor, band: Band) -> Tensor:
 
     The operator of the call computes it with the features of keys as values: within a band its output is the mean of
     features weighted by the probabilities of the band (and of a sink, which has no features), which add up to
-    exp(lse of the band - lse).
-
-    Args:
-        call: of sizes B, H, T, S.
-        lse: `[B, H, T]`, of all visible keys.
-        band: with features that are exact in float32.
+    exp(lse of the band - lse). `lse` `[B, H, T]` is that of all visible keys; features are exact in float32.
     """
     dtype = compute_dtype(call.query.dtype)
     query, key, features = (x.to(dtype) for x in (call.query, call.key, band.features))

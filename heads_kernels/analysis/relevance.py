@@ -133,8 +133,7 @@ def _starts(found: Any, tape: _Tape) -> Iterator[tuple[Tensor, Tensor]]:
     """The output and its initial relevance: once, or for each position that counts."""
     scores, start = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     layout = "scores [B, C] or [B, T, C], or a pair of those and their relevance"
-    instead = f"pass output(model, batch) that returns {layout}"
-    check_tensor("output", scores, instead, (2, 3))
+    check_tensor("output", scores, f"pass output(model, batch) that returns {layout}", (2, 3))
     if not carries(scores):
         refuse("output", "depends on no head of the model", "compute it from what the model gives")
     start = _largest(scores, tape) if start is None else start
@@ -203,17 +202,12 @@ class _Tape(TorchFunctionMode):
     """Context manager in which autograd records what a model computes from its heads to its output, by the rules.
 
     Gradients must be off: operators are visible only where autograd does not record them.
-
-    Args:
-        full: whether relevance goes through probabilities to query and key; else they are constants.
-
-    Attributes:
-        rows: bool `[B, T]` by (B, T): the real tokens in the last attention of these sizes.
     """
 
     def __init__(self, full: bool) -> None:
         super().__init__()
-        self.full = full
+        self.full = full  # whether relevance goes through probabilities to query and key; else they are constants
+        #: By (B, T), bool [B, T]: the real tokens in the last attention of these sizes.
         self.rows: dict[tuple[int, int], Tensor] = {}
         self._heads: list[tuple[int, Tensor]] = []  # index of the layer, and `[B, H, T, Dv]`
         self._layer: AttentionLayer | None = None  # whose attention is the next

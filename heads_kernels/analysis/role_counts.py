@@ -47,12 +47,7 @@ class Relation:
 
 
 class RelationCounts:
-    """Hits of every head of `layers` along `relations`, an entry for each example of the data in its order.
-
-    Raises:
-        TypeError, ValueError: entries that are no `{relation: [(head, dependent), ...]}` of tokens that exist, or not
-            as many as there are examples.
-    """
+    """Hits of every head of `layers` along `relations`, an entry for each example of the data in its order."""
 
     def __init__(self, relations: Sequence[Relations], layers: Iterable[AttentionLayer]) -> None:
         if not isinstance(relations, Sequence):
@@ -105,8 +100,7 @@ class RelationCounts:
     def result(self) -> tuple[Relation, ...]:
         seen = self.first + self.B
         if seen < len(self.sentences):
-            was = f"has {len(self.sentences)} entries, but data has {seen} examples"
-            refuse("relations", was, "pass one for each")
+            refuse("relations", f"has {len(self.sentences)} entries, but data has {seen} examples", "pass one for each")
         found = []
         for (name, direction), number in self.numbers.items():
             offsets = self.offsets[number]
@@ -157,8 +151,7 @@ class _TokenCounts(ABC):
 
     def next_batch(self, batch: Any) -> None:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
-            was = "is given, but a batch has no 'input_ids'"
-            refuse(self.argument, was, "pass it in a mapping")
+            refuse(self.argument, "is given, but a batch has no 'input_ids'", "pass it in a mapping")
         self.ids: Tensor = batch["input_ids"]
         self.found: Tensor | None = None
 
@@ -195,15 +188,7 @@ class RareWords:
 
 
 class RareWordCounts(_TokenCounts):
-    """Hits of every head of `layers` on the rarest tokens of its sentence.
-
-    Args:
-        counts: of a corpus; tokens that are not in it have 0.
-        common: sentences whose rarest token is among the `common` most frequent ones do not count.
-
-    Raises:
-        TypeError, ValueError: `counts` is invalid.
-    """
+    """Hits of every head of `layers` on the rarest tokens of its sentence, by the arguments of `roles`."""
 
     argument = "counts"
 

@@ -174,8 +174,7 @@ def roles(
     asked = (("relations", relations), ("counts", counts), ("repeats", repeats or None))
     for name, given in asked:
         if given is not None and not any(layer.num_heads for layer in readers):
-            was = "is given, but no layer that reads the sentences has a head left"
-            refuse(name, was, "leave it out")
+            refuse(name, "is given, but no layer that reads the sentences has a head left", "leave it out")
     counters: dict[str, Any] = {}  # by the field of the result
     if relations is not None:
         counters["relations"] = RelationCounts(relations, readers)

@@ -163,11 +163,7 @@ def _shares(call: AttentionCall, lse: Tensor, sets: list[Tensor]) -> list[Tensor
     start, end = torch.zeros_like(own), torch.full_like(own, call.S)
     behind, ahead, near = (
         attended(call, lse, band)
-        for band in (
-            Band(start, own + 1, features),
-            Band(own + 1, end, features),
-            Band(own - 1, own + 2, remainder),
-        )
+        for band in (Band(start, own + 1, features), Band(own + 1, end, features), Band(own - 1, own + 2, remainder))
     )
     share, place_sum = (behind - ahead)[..., :2].unbind(-1)
     distance = own[:, None] * share - place_sum
@@ -194,21 +190,15 @@ class HeadReceived:
     examples: tuple[tuple[Tensor, ...], ...]
 
 
-def received(
-    model: nn.Module,
-    data: Iterable[Any],
-    *,
-    last_rows: int | None = None,
-) -> HeadReceived:
+def received(model: nn.Module, data: Iterable[Any], *, last_rows: int | None = None) -> HeadReceived:
     """The mean attention that each token of each example receives, computed while the model runs without storing maps.
 
         r_j = sum_i p_ij / n
 
     over the n query rows i of the example, for each layer and head, by `hk.attention_statistics(..., received=)`. Such
     scores choose the tokens that a cache keeps, by all rows (H2O: Zhang et al. 2023; FastV: Chen et al. 2024) or by the
-    last ones (SnapKV: Li et al. 2024). Padding counts neither as a row nor as a key. For a layer that runs several
-    times in a pass (ALBERT) the mean is over its runs. Heads have their current numbers. The model runs in evaluation
-    mode.
+    last ones (SnapKV: Li et al. 2024). Padding counts neither as a row nor as a key. Layers that run several times,
+    numbers of heads and the mode of the model are as in `statistics`.
 
     Args:
         model, data: as in `statistics`.

@@ -25,23 +25,15 @@ class Sizes:
     """Sizes of an attention layer, and its counts with `Ds` shared features, or as ordinary attention where Ds is None.
 
     (Cordonnier et al. 2020, table 1, with the biases.)
-
-    Attributes:
-        D_in, D_in_k: width of the inputs of the queries, and of the keys.
-        D_k: the concatenated key width of all heads.
-        H: heads.
-        Hk: key heads of ordinary attention; None means H.
-        bias: whether queries or keys have biases.
-        rotary: whether positions are rotary.
     """
 
-    D_in: int
-    D_in_k: int
-    D_k: int
+    D_in: int  # width of the inputs of the queries
+    D_in_k: int  # and of the keys
+    D_k: int  # the concatenated key width of all heads
     H: int
-    Hk: int | None = None
-    bias: bool = True
-    rotary: bool = False
+    Hk: int | None = None  # key heads of ordinary attention; None means H
+    bias: bool = True  # queries or keys have biases
+    rotary: bool = False  # positions are rotary
 
     @property
     def key_rows(self) -> int:

@@ -138,11 +138,7 @@ def _moments(layer: ProjectedLayer, call: AttentionCall, query: Tensor | None, k
     assert key is not None
     if layer.layout.rotary:
         return RotaryMoments.of(
-            call.query,
-            call.key,
-            query_mask=real_queries,
-            key_mask=real_keys,
-            is_causal=call.is_causal,
+            call.query, call.key, query_mask=real_queries, key_mask=real_keys, is_causal=call.is_causal
         )
     is_same = key is query or (call.self_attention and torch.equal(key, query))
     return Moments.of(

@@ -33,26 +33,20 @@ class CapturedEnergy:
 
     The product of a head, `W_Q^hT W_K^h`, is what its scores are made of: unlike its factors it is the same for heads
     whose queries and keys are rotated alike.
-
-    Attributes:
-        query: `[H, min(D, D_in)]`, of every head's query weights; `key` and `product` likewise.
-        stacked_query: `[min(H D, D_in)]`, of the query weights of all heads; `stacked_key` likewise.
-        stacked_product: of `W_Q^T W_K`, the sum of all heads' products.
     """
 
-    query: Tensor
-    key: Tensor
+    query: Tensor  # [H, min(D, D_in)], of every head's query weights
+    key: Tensor  # likewise
     product: Tensor
-    stacked_query: Tensor
-    stacked_key: Tensor
-    stacked_product: Tensor
+    stacked_query: Tensor  # [min(H D, D_in)], of the query weights of all heads
+    stacked_key: Tensor  # likewise
+    stacked_product: Tensor  # of `W_Q^T W_K`, the sum of all heads' products
 
 
 def captured_energy(heads: Heads) -> CapturedEnergy:
     """The curves of figure 1 of Cordonnier et al. 2020: single heads are near full rank, all together are not."""
     return CapturedEnergy(
-        *_captured(heads.query, heads.key),
-        *_captured(heads.query.flatten(0, 1), heads.key.flatten(0, 1)),
+        *_captured(heads.query, heads.key), *_captured(heads.query.flatten(0, 1), heads.key.flatten(0, 1))
     )
 
 
@@ -210,16 +204,7 @@ class Conversion:
 
     def __repr__(self) -> str:
         flops = f"MFLOPs at T = {self.reports[0].length}"
-        header = (
-            "layer",
-            "Ds",
-            "of a head",
-            "executed",
-            "error",
-            "parameters",
-            flops,
-            "fewer below T",
-        )
+        header = ("layer", "Ds", "of a head", "executed", "error", "parameters", flops, "fewer below T")
         rows = [(name, *report.row) for name, report in zip(self.layers, self.reports, strict=True)]
         parameters = f"{self.parameters_before:,} -> {self.parameters:,}"
         spent = f"{self.flops_before / 1e6:.1f} -> {self.flops / 1e6:.1f}"
@@ -248,8 +233,7 @@ def plot(shown: Curves | Conversion) -> Figure:
         TypeError: `shown` is something else.
     """
     if not isinstance(shown, (Curves, Conversion)):
-        instead = "pass the result of hk.convert.curves or hk.convert.collaborate"
-        refuse_type("shown", shown, instead)
+        refuse_type("shown", shown, "pass the result of hk.convert.curves or hk.convert.collaborate")
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure

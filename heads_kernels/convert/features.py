@@ -22,17 +22,13 @@ _ITERATIONS = 100
 class Spectrum:
     """What features add to the scores of a layer, in groups from which the largest are chosen first.
 
-    Attributes:
-        values: `[H, R]`, by group and descending: a squared value is what a feature adds to the sum of squares of the
-            weights of the scores, or with moments to their mean square, before the scale.
-            0 where it is no more than rounding.
-        content: the sum of squares of the heads' content weights, whitened.
-        scale: the factor of the scores.
+    A squared value is what a feature adds to the sum of squares of the weights of the scores, or with moments to their
+    mean square, before the scale; 0 where it is no more than rounding.
     """
 
-    values: Tensor
-    content: float
-    scale: float
+    values: Tensor  # [H, R], by group and descending
+    content: float  # the sum of squares of the heads' content weights, whitened
+    scale: float  # the factor of the scores
 
     @property
     def rank(self) -> int:
@@ -183,16 +179,13 @@ def ratio(cut: float, whole: float) -> float:
 # ---------------------------------------------------------------------- alternating least squares
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """Features as coefficients over the rows of all heads, `[..., H D, R]`, of norm 1 over the (whitened) inputs.
-
-    `scored` is `key_gram` times the conjugate of `key`; `mixing` is `[..., H, R]`; `cut` the squared error.
-    """
+    """Features as coefficients over the rows of all heads, `[..., H D, R]`, of norm 1 over the (whitened) inputs."""
 
     query: Tensor
     key: Tensor
-    scored: Tensor
-    mixing: Tensor
-    cut: float
+    scored: Tensor  # `key_gram` times the conjugate of `key`
+    mixing: Tensor  # [..., H, R]
+    cut: float  # the squared error
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,19 +193,13 @@ class Products:
     """The products of queries and keys of all heads, as Gram matrices of their rows over the inputs.
 
     Problems of a batch are independent; entries may be complex, those of mixing are real.
-
-    Attributes:
-        query_gram, key_gram: `[..., H D, H D]`.
-        num_heads: H.
-        whole: the sum of the squared norms of all products.
-        ridge: relative to the diagonal of a Gram matrix: above its rounding, below every error of interest.
     """
 
-    query_gram: Tensor
-    key_gram: Tensor
+    query_gram: Tensor  # [..., H D, H D]
+    key_gram: Tensor  # [..., H D, H D]
     num_heads: int
-    whole: float
-    ridge: float
+    whole: float  # the sum of the squared norms of all products
+    ridge: float  # relative to the diagonal of a Gram matrix: above its rounding, below every error of interest
 
     def fit(self, start: tuple[Tensor, Tensor]) -> Fit:
         """The best features from these coefficients of queries and keys on.
@@ -226,11 +213,7 @@ class Products:
             ahead = momentum / (momentum + 3)
             starts = (
                 now + ahead * (now - then)
-                for now, then in (
-                    (fit.key, before.key),
-                    (fit.scored, before.scored),
-                    (fit.mixing, before.mixing),
-                )
+                for now, then in ((fit.key, before.key), (fit.scored, before.scored), (fit.mixing, before.mixing))
             )
             found = self._sweep(*starts)
             little = found.cut >= (1 - _TOLERANCE) ** 2 * fit.cut

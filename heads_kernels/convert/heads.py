@@ -176,14 +176,10 @@ class HeadSpectrum(Spectrum):
     """The singular value decomposition of `W_Q^hT W_K^h` for every head, over whitened inputs if there are moments.
 
     The groups are the heads; R is the smallest of D, D_in and D_in_k.
-
-    Attributes:
-        query: `[H, R, D]`: feature r of head h is row r times the head's query weights, up to the norm.
-        key: `[H, R, D]`, the same of the keys.
     """
 
-    query: Tensor
-    key: Tensor
+    query: Tensor  # [H, R, D]: feature r of head h is row r times the head's query weights, up to the norm
+    key: Tensor  # [H, R, D], the same of the keys
 
     def own_features(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """So many features of each head, its best: the heads `[Ds]` that they belong to, query and key `[Ds, D]` over

@@ -31,18 +31,11 @@ def prepare(model: nn.Module, layers: Iterable[int | str] | None) -> list[Projec
         refuse("model", "has no heads left", "convert it before all of them are pruned")
     for layer in chosen:
         check_can_share(model, layer)
-        _check_products(layer)
+        is_ours = isinstance(layer.module, GatedMultiheadAttention)
+        if not is_ours and not has_products(layer.holder, layer.layout):  # a subclass may do more than its layout says
+            was = f"is a {type(layer.module).__name__}, whose scores are not products of its queries and keys"
+            refuse(str(layer), was, "leave it out: something comes between its projections and its scores")
     return chosen
-
-
-def _check_products(layer: ProjectedLayer) -> None:
-    """Refuse a module of transformers that does more to queries and keys than its layout says, as a subclass may."""
-    if isinstance(layer.module, GatedMultiheadAttention):
-        return
-    if not has_products(layer.holder, layer.layout):
-        was = f"is a {type(layer.module).__name__}, whose scores are not products of its queries and keys"
-        instead = "leave it out: something comes between its projections and its scores"
-        refuse(str(layer), was, instead)
 
 
 def _use(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
@@ -92,11 +85,9 @@ def _by_head(projection: Projection, repeats: int = 1) -> tuple[Tensor, Tensor |
 
 
 def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, ragged: bool) -> None:
-    """Make a layer of `prepare` compute with factors of its heads, in place, without the record in configs.
+    """Make a layer of `prepare` compute with factors of its heads, in place (`share`), without the record in configs.
 
-    A `GatedMultiheadAttention` is replaced by a `CollaborativeMultiheadAttention` wherever the model holds it. A layer
-    of transformers keeps its forward: its query and key become `SharedProjection`s, the module gets `mixing`, and the
-    attention function uses them. With `ragged`, entries of mixing that are 0 stay 0 in training, and cost nothing.
+    With `ragged`, entries of mixing that are 0 stay 0 in training, and cost nothing.
     """
     if isinstance(factors, RotaryFactors):
         places, slots = factors.places(layer.head_dim // 2)

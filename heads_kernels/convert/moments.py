@@ -20,16 +20,11 @@ _Own = TypeVar("_Own", bound="Sums")
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over query rows; `+` adds those of two batches.
+    """Sums over query rows; `+` adds those of two batches."""
 
-    Attributes:
-        count: query rows, a scalar.
-        query_outer, key_outer: sums of products of queries, and of the covariances of the keys that a row sees.
-    """
-
-    count: Tensor
-    query_outer: Tensor
-    key_outer: Tensor
+    count: Tensor  # query rows, a scalar
+    query_outer: Tensor  # of products of queries
+    key_outer: Tensor  # of the covariances of the keys that a row sees
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -47,8 +42,7 @@ class Sums:
 
     def __add__(self: _Own, other: _Own) -> _Own:
         if other.widths != self.widths:
-            was = f"are of widths {other.widths}"
-            refuse("moments", was, f"those that they are added to are of {self.widths}")
+            refuse("moments", f"are of widths {other.widths}", f"those that they are added to are of {self.widths}")
         names = [field.name for field in fields(self)]
         return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
 

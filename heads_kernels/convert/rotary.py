@@ -37,27 +37,16 @@ class RotaryHeads:
         query_hf(x) = W_Q^hf x + b_Q^hf, key_hf(y) = W_K^hf y + b_K^hf
 
     Keys that several heads share are repeated for each of them.
-
-    Attributes:
-        query: complex `[H, F, D_in + 1]`, the rows of the query weights by head and frequency, and the bias.
-        key: complex `[H, F, D_in_k + 1]`.
-        scale: the factor of the scores, which conversion keeps.
-        bias: whether queries or keys have biases, which otherwise are 0.
     """
 
-    query: Tensor
-    key: Tensor
-    scale: float
-    bias: bool = False
+    query: Tensor  # complex [H, F, D_in + 1], the rows of the query weights by head and frequency, and the bias
+    key: Tensor  # complex [H, F, D_in_k + 1]
+    scale: float  # the factor of the scores, which conversion keeps
+    bias: bool = False  # queries or keys have biases, which otherwise are 0
 
     @classmethod
     def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        scale: float,
-        query_bias: Tensor | None = None,
-        key_bias: Tensor | None = None,
+        cls, query: Tensor, key: Tensor, scale: float, query_bias: Tensor | None = None, key_bias: Tensor | None = None
     ) -> RotaryHeads:
         """Heads `[H, D, inputs]`, with biases `[H, D]`, whose pairs are features f and f + D/2."""
         found = parse_weights(query, key, scale, query_bias, key_bias)
@@ -139,11 +128,8 @@ class RotaryMoments(Sums):
     The keys' are within what a row sees, without the mean: scores that differ by one number per row give the same
     attention. The products of moments are the mean square of scores for phases that are spread evenly.
 
-    Attributes:
-        count: query rows.
-        query_outer: `[F, H, H]`, the sum of `q conj(q)^T`.
-        key_outer: `[F, H, H]`, the sum over rows of the covariance of the keys that a row sees.
-        widths: `(F, H, H)`.
+    `query_outer` `[F, H, H]` is the sum of `q conj(q)^T`, `key_outer` `[F, H, H]` that over rows of the covariance of
+    the keys that a row sees.
     """
 
     @classmethod
@@ -154,13 +140,7 @@ class RotaryMoments(Sums):
 
     @classmethod
     def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        *,
-        query_mask: Tensor,
-        key_mask: Tensor,
-        is_causal: bool = False,
+        cls, query: Tensor, key: Tensor, *, query_mask: Tensor, key_mask: Tensor, is_causal: bool = False
     ) -> RotaryMoments:
         """Of one batch: rotated queries `[B, H, T, D]` and keys `[B, Hk, S, D]`; masks bool `[B, T]` and `[B, S]`, True
         for real tokens. With `is_causal`, T is S, and a row sees the keys up to its own position."""

@@ -17,6 +17,7 @@ from heads_kernels.heads.layers import (
     attention_layers,
     calls_operators,
     choose_layers,
+    gates_of,
     heads_of_layers,
 )
 from heads_kernels.heads.layouts import HeadLayout, at_path, is_projection
@@ -26,11 +27,7 @@ from heads_kernels.snapshot import kept_on_error
 
 
 @torch.inference_mode(False)
-def gate(
-    model: nn.Module,
-    make: Callable[[int], HeadGate],
-    layers: Iterable[int | str] | None = None,
-) -> None:
+def gate(model: nn.Module, make: Callable[[int], HeadGate], layers: Iterable[int | str] | None = None) -> None:
     """Attach gates to the heads of a model: `module.head_gate = make(num_heads)` in every attention layer.
 
     The gates are submodules: their parameters are parameters of the model (create the optimiser afterwards) and their
@@ -52,18 +49,16 @@ def gate(
             transformers model ignores gates; `make` does not return a new `HeadGate` of that many heads each time.
     """
     if isinstance(make, nn.Module) or not callable(make):
-        instead = "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate"
-        refuse_type("make", make, instead)
+        refuse_type("make", make, "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate")
     chosen = choose_layers(attention_layers(model), layers)
     _check_reads_gates(model, chosen)
+    if is_fully_sharded(model):
+        refuse(str(chosen[0]), "is sharded over processes", "attach gates before fully_shard")
     holders = holders_of(model)
     made: dict[HeadGate, AttentionLayer] = {}
     for layer in chosen:
-        if is_fully_sharded(model):
-            refuse(str(layer), "is sharded over processes", "attach gates before fully_shard")
         if layer.gate is not None:
-            was = f"has a {type(layer.gate).__name__} already"
-            refuse(str(layer), was, "call hk.heads.ungate(model) first")
+            refuse(str(layer), f"has a {type(layer.gate).__name__} already", "call hk.heads.ungate(model) first")
         if layer.num_heads:
             head_gate = _made(make, layer, made)
             if any(parameter.requires_grad for parameter in head_gate.parameters()):
@@ -103,8 +98,7 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
     made: dict[nn.Module, HeadGate] = {}
     for layer, chosen in asked:
         if chosen:
-            all_open = torch.ones(layer.num_heads, device=layer.weight.device)
-            gates = all_open if layer.gate is None else layer.gate.export()
+            gates = gates_of(layer)
             gates[chosen] = 0.0
             made[layer.module] = FixedGate(gates)
     _attach(model, made)
@@ -156,9 +150,7 @@ def _only_closes(head_gate: HeadGate | None) -> bool:
 
 
 def _made(
-    make: Callable[[int], HeadGate],
-    layer: AttentionLayer,
-    others: Mapping[HeadGate, AttentionLayer],
+    make: Callable[[int], HeadGate], layer: AttentionLayer, others: Mapping[HeadGate, AttentionLayer]
 ) -> HeadGate:
     head_gate = make(layer.num_heads)
     if not isinstance(head_gate, HeadGate):
@@ -168,8 +160,7 @@ def _made(
         was = f"returned {head_gate.num_heads} gates for {layer}"
         refuse("make", was, f"return one for each of its {layer.num_heads} heads")
     if head_gate in others:
-        was = f"returned the same gate for {layer} as for {others[head_gate]}"
-        refuse("make", was, "return a new one each time")
+        refuse("make", f"returned the same gate for {layer} as for {others[head_gate]}", "return a new one each time")
     sharded: Any = next(filter(is_sharded, layer.module.parameters()), None)
     if sharded is not None and isinstance(head_gate, HardConcrete):  # tensor parallelism
         head_gate.meshes += (sharded.device_mesh,)

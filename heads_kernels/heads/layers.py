@@ -139,6 +139,14 @@ def kind_of(module: Any, name: str) -> str:
     return "decoder" if is_causal else "cross" if is_cross else "encoder"
 
 
+def gates_of(layer: AttentionLayer) -> Tensor:
+    """The gates of a layer at inference, `[H]`; ones without a gate."""
+    if layer.gate is not None:
+        return layer.gate.export()
+    dtype = torch.float64 if layer.weight.dtype == torch.float64 else torch.float32
+    return torch.ones(layer.num_heads, dtype=dtype, device=layer.weight.device)
+
+
 # ---------------------------------------------------------------------- layers and heads that are asked for
 def choose_layers(there: list[AttentionLayer], layers: Iterable[int | str] | None) -> list[AttentionLayer]:
     """The layers of these indices or names, in the given order; all for None."""
@@ -174,8 +182,7 @@ def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> A
     found = next((layer for layer in layers if number in (layer.index, layer.name)), None)
     if found is None:
         names = ", ".join(repr(layer.name) for layer in layers)
-        there = f"this model has layers 0 to {len(layers) - 1}: {names}"
-        refuse(argument, f"names layer {key!r}", there)
+        refuse(argument, f"names layer {key!r}", f"this model has layers 0 to {len(layers) - 1}: {names}")
     return found
 
 

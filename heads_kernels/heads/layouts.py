@@ -234,8 +234,7 @@ def check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:
     for path in (*layout.projections, layout.head_dim, layout.value_dim):
         found = at_path(holder, path) if path else 0
         if found is None:
-            was = f"is a {type(holder).__name__} without {path!r} of the layout {layout.name!r}"
-            refuse(name, was, instead)
+            refuse(name, f"is a {type(holder).__name__} without {path!r} of the layout {layout.name!r}", instead)
         if path in layout.projections and not is_projection(found):
             was = f"is projected by a {type(found).__name__} at {path!r}, which has no in_features"
             refuse(name, was, "call this before the projection is wrapped")

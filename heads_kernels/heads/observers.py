@@ -39,15 +39,11 @@ _LOCK: Final = threading.Lock()
 
 @contextmanager
 def observed(every: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver) -> Iterator[None]:
-    """In this block and thread, `observer` sees the calls of the chosen layers that have heads.
+    """In this block and thread, `observer` sees the calls of the chosen ones of all layers that have heads.
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
     gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size in the
     block, which is observed too.
-
-    Args:
-        every: all layers of the model.
-        chosen: some of them.
 
     Raises:
         ValueError: the attention function of a layer is not this package's, now or in a forward pass; its module has an
@@ -114,8 +110,8 @@ class _Slot:
         self._pass = _Pass()
         # Not methods, which a copy of the module would bind to a copy of this slot.
         self._hooks = (
-            layer.module.register_forward_pre_hook(_begin),
-            layer.module.register_forward_hook(_check_called),
+            layer.module.register_forward_pre_hook(partial(_of_slot, _Slot.begin)),
+            layer.module.register_forward_hook(partial(_of_slot, _Slot.check_called)),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -174,7 +170,7 @@ class _Slot:
             self._take_from(module)
         self._pass.called = self._pass.due = False  # the pass before may have ended in an error
 
-    def check_called(self) -> None:
+    def check_called(self, module: nn.Module) -> None:
         if not self._own():
             return
         check_runs_operators(self._layer)
@@ -187,16 +183,10 @@ class _Slot:
             refuse(str(self._layer), f"{is_a} change the outputs of its heads", instead)
 
 
-def _begin(module: nn.Module, *_: object) -> None:
-    """A forward pre-hook of the modules that have a slot."""
+def _of_slot(method: Callable[[_Slot, nn.Module], None], module: nn.Module, *_: object) -> None:
+    """A hook of the modules that have a slot: a method of the slot that the module has now."""
     if isinstance(slot := vars(module).get("observer"), _Slot):
-        slot.begin(module)
-
-
-def _check_called(module: nn.Module, *_: object) -> None:
-    """A forward hook of the modules that have a slot."""
-    if isinstance(slot := vars(module).get("observer"), _Slot):
-        slot.check_called()
+        method(slot, module)
 
 
 def _remove(*hooks: RemovableHandle) -> None:

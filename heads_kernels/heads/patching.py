@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import refuse, refuse_type
-from heads_kernels.heads.layers import (
-    AttentionLayer,
-    attention_layers,
-    choose_layers,
-    find_layer,
-    heads_of_layers,
-)
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers, find_layer, heads_of_layers
 from heads_kernels.heads.observers import observed
 from heads_kernels.nn.attention_call import AttentionCall
 
@@ -77,8 +71,7 @@ def patch(model: nn.Module, heads: ReplacementsByLayer, rows: slice | Tensor | N
         yield
     for index in edits:
         if index not in ran:
-            was = "did not run in the block"
-            refuse(str(there[index]), was, "run the model there, or leave it out")
+            refuse(str(there[index]), "did not run in the block", "run the model there, or leave it out")
 
 
 @contextmanager
@@ -127,10 +120,7 @@ def edited(there: list[AttentionLayer], edits: Mapping[int, Edit]) -> Iterator[N
 
 # ---------------------------------------------------------------------- replacements
 def _replacing(
-    layer: AttentionLayer,
-    chosen: dict[int, Replacement],
-    rows: slice | Tensor | None,
-    ran: set[int],
+    layer: AttentionLayer, chosen: dict[int, Replacement], rows: slice | Tensor | None, ran: set[int]
 ) -> Edit:
     """The edit of a layer, which adds its index to `ran`."""
     numbers = list(chosen)
@@ -155,8 +145,7 @@ def _values(name: str, replacement: Replacement, own: Tensor, call: AttentionCal
     """What replaces the output `own` `[B, T, Dv]`; broadcasts to it."""
     if isinstance(replacement, Tensor):
         if replacement.device != own.device:
-            was = f"is replaced by a tensor on {replacement.device}"
-            refuse(name, was, f"move it to {own.device}")
+            refuse(name, f"is replaced by a tensor on {replacement.device}", f"move it to {own.device}")
         sizes = zip(reversed(replacement.shape), reversed(own.shape), strict=False)
         if any(got not in (1, size) for got, size in sizes):
             was = f"is replaced by a tensor of shape {list(replacement.shape)}"
@@ -177,8 +166,7 @@ def _inside(rows: slice | Tensor, B: int, T: int, device: torch.device) -> Tenso
         return inside
     inside = rows if rows.dim() == 2 else rows[None]
     if inside.shape[1] != T or inside.shape[0] not in (1, B):
-        was = f"has shape {list(rows.shape)}"
-        refuse("rows", was, f"pass [{T}] or [{B}, {T}], a flag for each row of the pass")
+        refuse("rows", f"has shape {list(rows.shape)}", f"pass [{T}] or [{B}, {T}], a flag for each row of the pass")
     return inside.to(device)
 
 
@@ -189,5 +177,4 @@ def _check_replacement(name: str, replacement: Any) -> None:
         was = f"is a tensor of {replacement.dtype} with {replacement.dim()} dimensions"
         fits = replacement.is_floating_point() and replacement.dim() <= 3
     if not fits:
-        instead = 'pass a floating tensor that broadcasts to [B, T, Dv], "mean" or "zero"'
-        refuse(name, was, instead, TypeError)
+        refuse(name, was, 'pass a floating tensor that broadcasts to [B, T, Dv], "mean" or "zero"', TypeError)

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import is_int, refuse
-from heads_kernels.heads.configs import (
-    NAME,
-    attention_function,
-    names_attention_function,
-    with_attention_function,
-)
+from heads_kernels.heads.configs import NAME, attention_function, names_attention_function, with_attention_function
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, calls_operators
 from heads_kernels.heads.layouts import (
     HeadLayout,
@@ -34,13 +29,7 @@ from heads_kernels.heads.layouts import (
     stock_arguments,
 )
 from heads_kernels.heads.reshape import read_key_heads, shrink
-from heads_kernels.heads.weights import (
-    ProjectedLayer,
-    Projection,
-    as_converted,
-    existing,
-    layer_of,
-)
+from heads_kernels.heads.weights import ProjectedLayer, Projection, as_converted, existing, layer_of
 from heads_kernels.nn.gates import FixedGate
 
 #: Tokens of the random input: several rows that see different keys under a causal mask.
@@ -157,11 +146,7 @@ def _apart() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
-            torch.autocast("cpu", enabled=False),
-        ):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
             torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed GPUs too
             yield
     finally:

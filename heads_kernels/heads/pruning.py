@@ -59,7 +59,9 @@ def prune(model: nn.Module, heads: HeadsByLayer) -> dict[str, list[int]]:
     users = Counter(weight for layer in projected_layers(model) for weight in _weights(layer))
     for layer, _ in asked:
         check_projections(layer, "prune")
-        _check_untied(layer, users)
+        if any(users[weight] > 1 for weight in _weights(layer)):
+            instead = "give each its own copy; layers that are one module are pruned as one"
+            refuse(str(layer), "shares projections with other roles or layers", instead)
     gone = {layer.name: chosen for layer, chosen in asked}
     numbers = _alignment_heads(model, gone)
     with kept_on_error(model):
@@ -75,12 +77,8 @@ def prune(model: nn.Module, heads: HeadsByLayer) -> dict[str, list[int]]:
 
 
 def _alignment_heads(model: nn.Module, gone: Mapping[str, list[int]]) -> list[list[int]] | None:
-    """The heads `[layer, head]` from which Whisper reads when a token was spoken, as they are numbered after pruning;
-    None without such heads.
-
-    Raises:
-        ValueError: one of them would be removed.
-    """
+    """The heads `[layer, head]` from which Whisper reads when a token was spoken, as they are numbered after pruning,
+    which may remove none of them; None without such heads."""
     there = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
     if not there:
         return None
@@ -90,8 +88,7 @@ def _alignment_heads(model: nn.Module, gone: Mapping[str, list[int]]) -> list[li
         removed = next((each for name, each in gone.items() if name.endswith(place)), [])
         if head in removed:
             was = f"has head {head} of {place!r}, one of generation_config.alignment_heads"
-            instead = "keep it, or take it off that list, which gives timestamps of tokens"
-            refuse("heads", was, instead)
+            refuse("heads", was, "keep it, or take it off that list, which gives timestamps of tokens")
         numbers.append([layer, head - sum(each < head for each in removed)])
     return numbers
 
@@ -106,12 +103,6 @@ def _weights(layer: ProjectedLayer) -> list[tuple[int, int]]:
         if projection.heads
         for parameter in projection.linear.parameters(recurse=False)
     ]
-
-
-def _check_untied(layer: ProjectedLayer, users: Mapping[tuple[int, int], int]) -> None:
-    if any(users[weight] > 1 for weight in _weights(layer)):
-        instead = "give each its own copy; layers that are one module are pruned as one"
-        refuse(str(layer), "shares projections with other roles or layers", instead)
 
 
 def _fold_gate(layer: ProjectedLayer) -> None:

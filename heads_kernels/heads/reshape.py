@@ -14,13 +14,7 @@ from heads_kernels.checks import refuse
 from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
 from heads_kernels.heads.layouts import LAYOUTS, is_cache, stock_arguments
 from heads_kernels.heads.shared import FusedProjection, SharedProjection, check_runs_shared
-from heads_kernels.heads.weights import (
-    ProjectedLayer,
-    Projection,
-    check_projections,
-    existing,
-    is_transposed,
-)
+from heads_kernels.heads.weights import ProjectedLayer, Projection, check_projections, existing, is_transposed
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from heads_kernels.nn.attention import put
 
@@ -225,8 +219,7 @@ def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
         if module is model:
             refuse("model", f"{was} itself", "pass a module that holds it: nn.Sequential(model)")
         if module._forward_hooks or module._forward_pre_hooks:
-            instead = "remove them first: handle.remove()"
-            refuse(str(layer), "has forward hooks, which would be lost", instead)
+            refuse(str(layer), "has forward hooks, which would be lost", "remove them first: handle.remove()")
         return
     if not names_attention_function(getattr(module, "config", None)):
         instead = "layers of transformers and hk.nn.GatedMultiheadAttention can be converted"
@@ -307,11 +300,7 @@ def _collaborative(layer: ProjectedLayer, dim: int, ragged: bool) -> Collaborati
     ).train(old.training)
     made.computes_padded_rows = old.computes_padded_rows
     assert made.content_proj is not None
-    for linear, like in (
-        (made.q_proj, layer.query),
-        (made.k_proj, layer.key),
-        (made.content_proj, layer.key),
-    ):
+    for linear, like in ((made.q_proj, layer.query), (made.k_proj, layer.key), (made.content_proj, layer.key)):
         _as_empty(linear, like)
     made.mixing = _mixing(layer, dim)
     for name in ("v_proj", "out_proj", "gate_proj", "head_gate"):

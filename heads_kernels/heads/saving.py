@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -38,8 +39,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     path = Path(path)
     if not path.parent.is_dir():
-        was = f"is {str(path)!r}, but its folder does not exist"
-        refuse("path", was, "create the folder first")
+        refuse("path", f"is {str(path)!r}, but its folder does not exist", "create the folder first")
     every = {layer.name: shape(layer) for layer in projected_layers(model)}
     metadata = {RECORD: json.dumps({**record(model), "pruned": every})}
     write_whole(path, lambda new: save_model(model, str(new), metadata=metadata))
@@ -81,8 +81,7 @@ def _check_weights(model: nn.Module, sizes: Mapping[str, list[int]], path: str |
     weights = model.state_dict(keep_vars=True)
     if unknown := sorted(sizes.keys() - weights.keys()):
         was = f"is {str(path)!r}, which has {', '.join(unknown)}; the model has not"
-        instead = "attach gates with hk.heads.gate(model, ...) to the layers that had them"
-        refuse("path", was, instead)
+        refuse("path", was, "attach gates with hk.heads.gate(model, ...) to the layers that had them")
     there = {id(weights[name]) for name in sizes}
     if lacking := sorted(name for name, weight in weights.items() if id(weight) not in there):
         was = f"is {str(path)!r}, which lacks {', '.join(lacking)}"
@@ -179,6 +178,31 @@ def _kept_heads(layer: ProjectedLayer) -> list[int]:
 
 
 # ---------------------------------------------------------------------- configs of transformers
+class _Record(dict[str, Any]):
+    """The record in a config. A copy of the config, as transformers makes to save it, has that of the layers then."""
+
+    def __init__(self, found: Mapping[str, Any], model: nn.Module) -> None:
+        super().__init__(found)
+        self._model = weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        model = self._model()
+        if model is None:
+            return dict(self)
+        if id(model) in memo:  # the model is copied
+            return _Record(self, memo[id(model)])
+        return _updated(self, model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def _updated(earlier: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """An earlier record of a model with the layers that it has now; other entries are kept."""
+    others = {key: value for key, value in earlier.items() if key not in ("pruned", "converted")}
+    return others | record(model.base_model)
+
+
 def record_in_config(model: nn.Module) -> None:
     """Write `record` into the configs of transformers models, with the names that layers have in the base model.
 
@@ -194,9 +218,8 @@ def record_in_config(model: nn.Module) -> None:
             continue
         recorded.add(id(part.config))
         earlier = getattr(part.config, RECORD, {})
-        others = {key: value for key, value in earlier.items() if key not in ("pruned", "converted")}
-        if found := others | record(part.base_model):
-            setattr(part.config, RECORD, found)
+        if found := _updated(earlier, part):
+            setattr(part.config, RECORD, _Record(found, part))
         elif earlier:
             delattr(part.config, RECORD)
 
@@ -215,11 +238,7 @@ def restore_shape(model: nn.Module, record: Mapping[str, Any], *, partly: bool =
     """Convert and prune a model to the recorded shape; new parameters are uninitialised.
 
     Layers that are not in the record do not change. With `partly` the record may have layers that this model does not
-    have, as that of a larger model which contains it.
-
-    Raises:
-        TypeError, ValueError: a layer does not fit; the message names it and both shapes. A module of that name is no
-            known attention layer, or does not exist.
+    have, as that of a larger model which contains it. Other layers that do not exist, or do not fit, are refused.
     """
     pruned, converted = (record.get(word, {}) for word in ("pruned", "converted"))
     names = {*pruned, *converted}

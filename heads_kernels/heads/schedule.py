@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from heads_kernels.checks import check_size, is_int, is_real, refuse
 from heads_kernels.dtensor import whole
 from heads_kernels.heads.layers import attention_layers
-from heads_kernels.nn.gates import HardConcrete, hard_concrete_gates
+from heads_kernels.nn.gates import HardConcrete, hard_concrete_gates, sum_of_penalties
 
 
 class GateSchedule(nn.Module):
@@ -73,8 +73,8 @@ class GateSchedule(nn.Module):
         if not is_real(rate) or rate <= 0:
             refuse("rate", f"is {rate!r}", "pass a float above 0, such as 0.01")
         self._counts = _counts(model, open_heads)
-        for gates, k in self._counts:
-            most = sum(gate.num_heads for gate in gates)
+        heads = [sum(gate.num_heads for gate in gates) for gates, _ in self._counts]
+        for (_, k), most in zip(self._counts, heads, strict=True):
             if not is_int(k) or not 0 <= k <= most:
                 refuse("open_heads", f"is {k!r}", f"pass an int from 0 to {most}")
         self.open_heads = open_heads
@@ -83,7 +83,6 @@ class GateSchedule(nn.Module):
         self.rate = rate
         self.steps_done = 0
         device = self._counts[0][0][0].log_alpha.device
-        heads = [sum(gate.num_heads for gate in gates) for gates, _ in self._counts]
         self._heads = torch.tensor(heads, dtype=torch.float32, device=device)
         asked = torch.tensor([k for _, k in self._counts], dtype=torch.float32, device=device)
         self._surplus = self._heads - asked
@@ -137,8 +136,7 @@ class GateSchedule(nn.Module):
         self.steps_done = state
 
     def _excess(self) -> Tensor:
-        device = self._heads.device
-        expected = [torch.stack([gate.penalty().to(device) for gate in gates]).sum() for gates, _ in self._counts]
+        expected = [sum_of_penalties(gates).to(self._heads.device) for gates, _ in self._counts]
         return torch.stack(expected) - self.target
 
 
@@ -151,6 +149,5 @@ def _counts(model: nn.Module, open_heads: int | Mapping[str, int]) -> list[tuple
         if isinstance(layer.gate, HardConcrete):
             kinds.setdefault(layer.kind, []).append(layer.gate)
     if not open_heads or not set(open_heads) <= set(kinds):
-        instead = f"the kinds with HardConcrete gates are {sorted(kinds)}"
-        refuse("open_heads", f"is {dict(open_heads)!r}", instead)
+        refuse("open_heads", f"is {dict(open_heads)!r}", f"the kinds with HardConcrete gates are {sorted(kinds)}")
     return [(kinds[kind], k) for kind, k in open_heads.items()]

@@ -31,19 +31,14 @@ class SharedProjection(nn.Module):
     hold zeros. The attention function takes the features from their places (`split_rotary`), a cache keeps them alone.
 
     It is not a `nn.Linear`, so that tools that wrap or quantise those skip it.
-
-    Attributes:
-        weight: `[Ds, D_in]`; with places the two features of a pair one after the other.
-        bias: `[Ds]`, or None.
-        content: a `nn.Linear` with weight `[H, D_in]` from the key's input to the content biases; None in a query, and
-            with places.
-        places: int64 `[Ds]`, the output of each feature; a buffer, or None where they are the first ones.
-        head_dim, slots: of the module; slots is 0 without places.
     """
 
+    weight: nn.Parameter  # [Ds, D_in]; with places the two features of a pair one after the other
+    bias: nn.Parameter | None  # [Ds]
+    #: From the key's input to the content biases, [H, D_in]; None in a query, and with places.
     content: nn.Linear | None
-    bias: nn.Parameter | None
-    places: Tensor | None
+    places: Tensor | None  # int64 [Ds], the output of each feature; a buffer, or None where they are the first ones
+    slots: int  # 0 without places
 
     def __init__(
         self,
@@ -122,15 +117,10 @@ class FusedProjection(nn.Module):
 
 
 def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the outputs of `SharedProjection`s into operands of `hk.collaborative_attention`.
+    """Operands of `hk.collaborative_attention` from the outputs of `SharedProjection`s.
 
-    Args:
-        query: `[B, n, T, D]`.
-        key: `[B, m, S, D]`; from a cache `[B, 1, S, m * D]`, which is not copied.
-        mixing: `[H, Ds]`.
-
-    Returns:
-        The query `[B, T, Ds]`, the key `[B, S, Ds]` and the content bias `[B, H, S]`.
+    Of a query `[B, n, T, D]`, a key `[B, m, S, D]`, or from a cache `[B, 1, S, m * D]`, which is not copied, and mixing
+    `[H, Ds]` these are the query `[B, T, Ds]`, the key `[B, S, Ds]` and the content bias `[B, H, S]`.
     """
     H, Ds = mixing.shape
     query, key = (heads.transpose(1, 2).flatten(2) for heads in (query, key))
@@ -138,16 +128,10 @@ def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Te
 
 
 def split_rotary(query: Tensor, key: Tensor, mixing: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands of `hk.collaborative_attention` from rotated outputs of `SharedProjection`s with places.
+    """The same from rotated outputs of `SharedProjection`s with places `[Ds]`.
 
-    Args:
-        query: `[B, n, T, D]`.
-        key: `[B, n, S, D]`; from a cache `[B, 1, S, Ds]`, the features alone, which are not copied.
-        mixing: `[H, Ds / 2]`, a weight for each pair.
-        places: of the features, `[Ds]`.
-
-    Returns:
-        The query `[B, T, Ds]`, the key `[B, S, Ds]` and the mixing vectors `[H, Ds]`.
+    A cache gives the features of the key alone, `[B, 1, S, Ds]`, which are not copied; mixing is `[H, Ds / 2]`, a
+    weight for each pair. The operands are the query `[B, T, Ds]`, the key `[B, S, Ds]` and mixing vectors `[H, Ds]`.
     """
     query = query.transpose(1, 2).flatten(2)[..., places]
     # Projections have two slots or more where one would have as many features as the cache.
@@ -208,15 +192,9 @@ def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -
     """Let the cache of a converted layer store keys as one head, `[B, 1, S, n * head_dim]`.
 
     The module's own code splits the shared key into `n` heads, which a cache would store head by head: the operator
-    would need a copy of all of them in every step. A static cache then has room for as many heads of values as it gets.
-
-    Args:
-        past: a cache of transformers; of an encoder-decoder's pair of caches, one.
-        layer_idx: of the converted layer.
-        places: of the features in `n * head_dim`, of a `SharedProjection` that has them, which alone are stored.
-
-    Raises:
-        ValueError: the cache has room or keys for separate heads already.
+    would need a copy of all of them in every step. Of a `SharedProjection` with places, those features alone are
+    stored. A static cache then has room for as many heads of values as it gets; one that has keys of separate heads
+    already is refused.
     """
     if (made := getattr(past, "layer_class_to_replicate", None)) is not None:
         while len(past.layers) <= layer_idx:

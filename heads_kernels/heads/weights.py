@@ -138,11 +138,7 @@ def _roles(
     paths = [existing(holder, path) for path in (layout.query, layout.key, layout.value)]
     query, key, value = (at_path(holder, path) for path in paths)
     if layout.shared:
-        return (
-            Projection(query, 1, D),
-            Projection(key, 1, D),
-            Projection(value, size(value) // Dv, Dv),
-        )
+        return (Projection(query, 1, D), Projection(key, 1, D), Projection(value, size(value) // Dv, Dv))
     has_query, has_value = paths[0] == paths[1], paths[1] == paths[2]
     start = H * D if has_query else 0
     key_features = (size(key) - start) // (2 if has_value else 1)

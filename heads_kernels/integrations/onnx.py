@@ -70,12 +70,7 @@ def _attend(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _count_before(
-    ascending: Tensor,
-    values: Tensor,
-    *,
-    out_int32: bool = False,
-    right: bool = False,
-    **options: Any,
+    ascending: Tensor, values: Tensor, *, out_int32: bool = False, right: bool = False, **options: Any
 ) -> Tensor:
     """`torch.searchsorted` by comparing all pairs: the mask of packed documents."""
     if any(option is not None for option in options.values()):

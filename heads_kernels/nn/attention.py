@@ -96,8 +96,7 @@ class GatedMultiheadAttention(Multihead):
         `add_bias_kv` and `add_zero_attn` are refused.
         """
         if not isinstance(attention, nn.MultiheadAttention):
-            was = f"is a {type(attention).__name__}"
-            refuse("attention", was, "pass a torch.nn.MultiheadAttention", TypeError)
+            refuse("attention", f"is a {type(attention).__name__}", "pass a torch.nn.MultiheadAttention", TypeError)
         if attention.add_zero_attn:
             refuse("attention", "has add_zero_attn", "use a module without it")
         made = cls(
@@ -230,8 +229,7 @@ def _check_plain(name: str, module: nn.MultiheadAttention, holders: Mapping[int,
     if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
         no("has forward hooks, which would be lost", "remove them first: handle.remove()")
     if any(nn.utils.parametrize.is_parametrized(part) for part in parts):
-        instead = "make them permanent: torch.nn.utils.parametrize.remove_parametrizations"
-        no("has parametrised weights", instead)
+        no("has parametrised weights", "make them permanent: torch.nn.utils.parametrize.remove_parametrizations")
     parameters: dict[str, Tensor] = dict(module.named_parameters())
     before = "replace it before the model is quantised or sharded"
     if not isinstance(module.out_proj, nn.Linear):

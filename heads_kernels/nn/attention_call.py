@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from typing import Any, Final
@@ -70,6 +70,13 @@ class AttentionCall:
         raise AttributeError(name)
 
     # ------------------------------------------------------------------ tokens and padding
+    def up_to_last_seen(self) -> AttentionCall:
+        """The call with its last row at the last key that a row sees: a cache may have memory for more tokens."""
+        if self.call.T >= self.call.S:
+            return self
+        numbers = torch.arange(1, self.call.S + 1, device=self.query.device)
+        return replace(self, first=(numbers * self.real_keys.any(0)).amax() - self.call.T)
+
     @property
     def own_keys(self) -> Tensor:
         """int64 `[T]`: in self-attention, the number of the key at the position of each row."""
@@ -84,11 +91,9 @@ class AttentionCall:
             return self.rows
         if self.self_attention:
             return self._sees_itself
-        lo, hi, first = self._bounds
-        some = ((hi > lo) | (hi > 0) & (first > 0)).any(1)
-        if self._dense is not None:
-            some = some & self._dense.any(-1).any(1)
-        return some.expand(self.call.B, self.call.T)
+        visible = self.call.intervals._replace(dense_mask=self._dense)
+        keys = visible.visible_keys(self.call.B, self.call.T, self.call.S, self.query.device)
+        return (keys > 0).any(1).expand(self.call.B, self.call.T)
 
     @property
     def real_keys(self) -> Tensor:
@@ -98,11 +103,11 @@ class AttentionCall:
             return self._sees_itself
         lo, hi, first = self._bounds
         j = torch.arange(self.call.S, device=lo.device)
-        some = hi > lo
-        begin = torch.where(some, lo, self.call.S).amin(2, keepdim=True)
-        end = torch.where(some, hi, 0).amax(2, keepdim=True)
+        some = (hi > lo).long()
+        # How many more rows see a key than the one before it: a range adds 1 where it begins, and takes 1 at its end.
+        more = some.new_zeros(*some.shape[:2], self.call.S + 1).scatter_add(2, lo, some).scatter_add(2, hi, -some)
         in_front = torch.minimum(hi, first).amax(2, keepdim=True)
-        seen = ((j >= begin) & (j < end) | (j < in_front)).any(1)
+        seen = ((more.cumsum(2)[..., :-1] > 0) | (j < in_front)).any(1)
         if self.call.key_visible is not None:
             seen = seen & self.call.key_visible
         if self._dense is not None:

@@ -77,8 +77,7 @@ class KeyValueCache:
 
     def reorder(self, beams: Tensor) -> None:
         """For beam search: row b continues with the cache of row `beams[b]`; integers, one per new row."""
-        instead = "pass an int64 or int32 tensor of one dimension"
-        check_tensor("beams", beams, instead, (1,), (torch.int64, torch.int32))
+        check_tensor("beams", beams, "pass an int64 or int32 tensor of one dimension", (1,), (torch.int64, torch.int32))
         self._stored = tuple(stored.index_select(0, beams) for stored in self._stored)
         if self.running is not None:
             self.running = self.running.index_select(0, beams)

@@ -69,8 +69,7 @@ class CollaborativeMultiheadAttention(Multihead):
         Dv = head_width("value_dim", E, H, value_dim)
         Hv = H if num_value_heads is None else check_size("num_value_heads", num_value_heads)
         if H % Hv:
-            was = f"is {Hv}, but num_heads is {H}"
-            refuse("num_value_heads", was, f"pass a divisor of {H}")
+            refuse("num_value_heads", f"is {Hv}, but num_heads is {H}", f"pass a divisor of {H}")
         check_flag("qk_bias", qk_bias)
         check_flag("content_bias", content_bias)
         check_flag("ragged", ragged)

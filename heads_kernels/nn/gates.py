@@ -288,8 +288,7 @@ def check_one_noise(head_gate: HeadGate) -> None:
     """Refuse gates that would differ between the processes of tensor parallelism, which all have them."""
     if isinstance(head_gate, HardConcrete) and head_gate.training and not head_gate.meshes:
         was = "draws noise of its own in each process of tensor parallelism"
-        instead = "put their mesh into head_gate.meshes: head_gate.meshes = (mesh,)"
-        refuse("head_gate", was, instead)
+        refuse("head_gate", was, "put their mesh into head_gate.meshes: head_gate.meshes = (mesh,)")
 
 
 def hard_concrete_gates(model: nn.Module) -> list[HardConcrete]:
@@ -314,9 +313,14 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
     """
     check_choice("reduce", reduce, _REDUCE)
     gates = hard_concrete_gates(model)
-    device = gates[0].log_alpha.device
-    total = torch.stack([gate.penalty().to(device) for gate in gates]).sum()
+    total = sum_of_penalties(gates)
     return total / len(gates) if reduce == "mean_layers" else total
+
+
+def sum_of_penalties(gates: Sequence[HardConcrete]) -> Tensor:
+    """The expected number of open heads, on the device of the first gate."""
+    device = gates[0].log_alpha.device
+    return torch.stack([gate.penalty().to(device) for gate in gates]).sum()
 
 
 def expected_open(model: nn.Module) -> Tensor:

@@ -40,14 +40,12 @@ def mask_and_bias(
     H, T, S), S with cached keys; `kept_heads` are the original numbers of the heads of a pruned layer.
     """
     if mask is not None and not isinstance(mask, Mask):
-        instead = "pass a hk.Mask, or a tensor as key_padding_mask or attn_mask, True = hidden"
-        refuse_type("mask", mask, instead)
+        refuse_type("mask", mask, "pass a hk.Mask, or a tensor as key_padding_mask or attn_mask, True = hidden")
     *batch, H, T, S = sizes
     terms: tuple[Term, ...] = ()
     if is_causal:
         if isinstance(attn_mask, Tensor) and attn_mask.requires_grad:
-            was = "requires a gradient, but is not read with is_causal"
-            refuse("attn_mask", was, "pass it as bias")
+            refuse("attn_mask", "requires a gradient, but is not read with is_causal", "pass it as bias")
         terms += (Causal("lower_right" if self_attention else "upper_left"),)
     elif attn_mask is not None:
         pairs = _pairs(attn_mask, sizes)
@@ -108,8 +106,7 @@ def _check_hides(argument: str, hidden: object, layout: str, ranks: tuple[int, .
     """Refuse what is no bool or floating tensor of these ranks."""
     if isinstance(hidden, Mask):
         refuse(argument, "is a Mask", "pass a hk.Mask as mask=", TypeError)
-    instead = f"pass a bool tensor {layout}, True = hidden"
-    check_tensor(argument, hidden, instead, ranks, (torch.bool, *DTYPES))
+    check_tensor(argument, hidden, f"pass a bool tensor {layout}, True = hidden", ranks, (torch.bool, *DTYPES))
 
 
 def _visible(argument: str, hidden: Tensor) -> Tensor:

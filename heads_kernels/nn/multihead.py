@@ -215,8 +215,7 @@ class Multihead(nn.Module, ABC):
             T, S = self.context.whole_length(T), self.context.whole_length(S)
         if cache is not None:
             if not isinstance(cache, KeyValueCache):
-                was = f"is a {type(cache).__name__}"
-                refuse("cache", was, "pass a hk.nn.KeyValueCache", TypeError)
+                refuse("cache", f"is a {type(cache).__name__}", "pass a hk.nn.KeyValueCache", TypeError)
             S = cache.length_after(S, alone)
         visible, bias = mask_and_bias(
             query,
@@ -315,8 +314,7 @@ class Multihead(nn.Module, ABC):
         projected: Tensor = self.get_submodule(projection)(inputs)
         if projected.shape[-1] != heads * width:
             was = f"gives {projected.shape[-1]} features, but {heads} heads have {heads * width}"
-            instead = "for tensor parallelism use hk.integrations.distributed.tensor_parallel_plan"
-            refuse(projection, was, instead)
+            refuse(projection, was, "for tensor parallelism use hk.integrations.distributed.tensor_parallel_plan")
         return projected.view(*projected.shape[:-1], heads, width)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -331,13 +329,11 @@ class Multihead(nn.Module, ABC):
                 refuse(name, "is nested", f"pass {layout} {instead}")
             fits = tensor.dim() == 3 or (tensor.dim() > 3 and self.batch_first)
             if not fits or tensor.shape[-1] != width:
-                instead = f"pass {layout}, with batch_first={self.batch_first}"
-                refuse(name, f"has shape {list(tensor.shape)}", instead)
+                refuse(name, f"has shape {list(tensor.shape)}", f"pass {layout}, with batch_first={self.batch_first}")
         # Batch dimensions are those before the length, or the second.
         found, wanted = (each.shape[:-2] if self.batch_first else each.shape[1:2] for each in (key, query))
         if found != wanted:
-            was = f"has batch {list(found)}, but query has batch {list(wanted)}"
-            refuse("key", was, "make them equal")
+            refuse("key", f"has batch {list(found)}, but query has batch {list(wanted)}", "make them equal")
         if value.shape[:-1] != key.shape[:-1]:
             was = f"has shape {list(value.shape)}, but key has {list(key.shape)}"
             refuse("value", was, "make batch and length equal")

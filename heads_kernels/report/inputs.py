@@ -30,27 +30,16 @@ class BadOption(argparse.ArgumentTypeError):
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The model and the text.
+    """The model and the text."""
 
-    Attributes:
-        path: the folder of the model.
-        model: a transformers model whose output has `last_hidden_state`.
-        tokenizer: the model's, of transformers.
-        layers: the model's attention layers.
-        ids: the tokens of each line.
-        batches: all lines, short ones first, padded on the right.
-        sentence: the tokens whose attention maps are drawn.
-        fast: whether panels are made with fewer passes over the text.
-    """
-
-    path: Path
-    model: Any
+    path: Path  # the folder of the model
+    model: Any  # of transformers, whose output has `last_hidden_state`
     tokenizer: Any
     layers: list[hk.heads.AttentionLayer]
-    ids: list[list[int]]
-    batches: list[Batch]
-    sentence: list[int]
-    fast: bool
+    ids: list[list[int]]  # the tokens of each line
+    batches: list[Batch]  # all lines, short ones first, padded on the right
+    sentence: list[int]  # the tokens whose attention maps are drawn
+    fast: bool  # panels are made with fewer passes over the text
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """Tokens as text."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import heads_kernels as hk
@@ -63,6 +64,27 @@ def test_rows_before_the_first_key_are_no_tokens(dense: bool) -> None:
     mask = torch.ones(5, 3, dtype=torch.bool) if dense else None
     call = AttentionCall.of(hk.gated_attention, query, key, key, mask)
     assert call.real_queries.tolist() == [[False, False, True, True, True]]
+
+
+@pytest.mark.parametrize("how", ["mask", "bias"])
+def test_rows_that_see_a_hole_alone_are_no_tokens(how: str) -> None:
+    """Of encoder-decoder attention, in which row and key of a number are different tokens."""
+    x, keys = torch.randn(1, 2, 4, 4), torch.tensor([[True, False, True, True]])
+    mask, bias = hk.Mask(window=(0, 0)), None
+    if how == "mask":
+        mask = mask & hk.Mask(key_mask=keys)
+    else:
+        bias = torch.where(keys, 0.0, -torch.inf)
+    call = AttentionCall.of(hk.gated_attention, x, x, x, mask, bias=bias, self_attention=False)
+    assert torch.equal(call.real_queries, keys)
+
+
+def test_keys_between_those_that_rows_see_are_no_tokens() -> None:
+    """Of packed encoder-decoder attention, in which a document has keys and no rows."""
+    query, keys = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    mask = hk.Mask(document_ids=(torch.tensor([0, 2, 2]), torch.tensor([0, 1, 1, 2, 3])))
+    call = AttentionCall.of(hk.gated_attention, query, keys, keys, mask, self_attention=False)
+    assert call.real_keys.tolist() == [[True, False, False, True, False]]
 
 
 @pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf, None])
@@ -143,6 +165,18 @@ def test_a_cache_with_room_for_more_tokens(name: str) -> None:
         for each, same in zip((rows, keys, own), other, strict=False):
             assert torch.equal(each, same)
         assert_alike(other[3], share)
+
+
+def test_a_cache_with_room_for_more_tokens_and_a_mask_of_pairs() -> None:
+    """Of a prompt and a step after it; the caller's mask says where the rows are."""
+    model = hk.integrations.transformers.use(tiny_models.build("llama"))
+    cache = transformers.StaticCache(model.config, max_cache_len=8)
+    visible = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
+    positions = torch.arange(5)[None]
+    for rows in (slice(4), slice(4, 5)):
+        own = {"attention_mask": visible[:, :, rows], "position_ids": positions[:, rows], "past_key_values": cache}
+        calls = calls_of(model, positions[:, rows], **own)
+        assert all(torch.equal(call.own_keys, positions[0, rows]) and call.real_queries.all() for _, call in calls)
 
 
 def test_blocks_are_nested_and_act_on_their_own_thread() -> None:

@@ -128,6 +128,16 @@ def test_a_mask_of_pairs_makes_mpt_run_its_own_attention() -> None:
         model(ids, attention_mask=pairs)
 
 
+def test_a_setting_that_makes_bloom_run_its_own_attention() -> None:
+    """As for MPT; the words are about the setting."""
+    model = use(build("bloom", pretraining_tp=2, slow_but_exact=True))
+    hk.heads.close(model, {0: [1]})
+    with pytest.raises(
+        ValueError, match=r"slow_but_exact makes stock BloomAttention run, .*; load the model without it"
+    ):
+        model(**batch(model))
+
+
 def test_sub_configs() -> None:
     config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
         *(build(name).config for name in ("vit", "bert"))

@@ -80,8 +80,7 @@ def context_parallel(
 
         layers = split_attention(module, context)
     elif not layers:
-        was = f"is a {type(module).__name__} without attention of hk.nn"
-        refuse("module", was, "pass the model that contains it")
+        refuse("module", f"is a {type(module).__name__} without attention of hk.nn", "pass the model that contains it")
     for layer in layers:
         layer.context = context
         head_gate: Any = getattr(layer, "head_gate", None)
@@ -128,43 +127,40 @@ class ContextParallel:
     def join(self, part: Tensor, dim: int) -> Tensor:
         """The whole sequence, of which every process has a part. Its gradients on all processes are summed."""
         length = self.whole_length(part.shape[dim])
-        split = self._placements_of_heads(part)
+        split: list[Placement] = [Replicate()] * (self.mesh.ndim - 1)
+        if isinstance(part, DTensor):  # by tensor parallelism
+            split = list(part.placements)
         local = (part.to_local() if isinstance(part, DTensor) else part).contiguous()
         shards = [*split, Shard(dim % part.dim())]
         sharded = DTensor.from_local(local, self.mesh, shards, run_check=False)
         whole = sharded.redistribute(placements=[*split, Replicate()])
         joined = whole.to_local(grad_placements=[*split, Partial()])
         if self.balanced:
-            joined = joined.index_select(dim, self._order(length, part.device).argsort())
+            joined = joined.index_select(dim, self._by_rank(length, part.device).flatten().argsort())
         if not isinstance(part, DTensor):
             return joined
         return DTensor.from_local(joined, part.device_mesh, split, run_check=False)
 
     def positions(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """The positions of this process's tokens in a sequence of `length`: int64, in the order of its part."""
-        return self._positions_of(self._rank, length, device)
+        return self._by_rank(length, device)[self._rank]
 
-    def _positions_of(self, rank: int, length: int, device: torch.device | str) -> Tensor:
-        """Those of the tokens of process `rank`."""
+    def _by_rank(self, length: int, device: torch.device | str) -> Tensor:
+        """The positions of each process's tokens, `[W, length / W]`."""
         blocks = 2 * self._count if self.balanced else self._count
         if length % blocks:
             was = f"has {length} tokens, which {self._count} processes cannot share evenly"
             refuse("sequence", was, f"pad it to a multiple of {blocks}")
-        step = length // self._count
-        return self._order(length, device)[rank * step : (rank + 1) * step]
+        positions = torch.arange(length, device=device)
+        if self.balanced:
+            head, tail = positions.view(2, self._count, length // blocks)
+            positions = torch.stack([head, tail.flip(0)], 1)
+        return positions.view(self._count, length // self._count)
 
     def whole_length(self, part: int) -> int:
         """Tokens of a sequence of which this process has `part`."""
         self.positions(part * self._count)
         return part * self._count
-
-    def _order(self, length: int, device: torch.device | str) -> Tensor:
-        """All positions in the order of the processes."""
-        positions = torch.arange(length, device=device)
-        if not self.balanced:
-            return positions
-        head, tail = positions.view(2, self._count, -1)
-        return torch.stack([head, tail.flip(0)], 1).flatten()
 
     # ------------------------------------------------------------------ operator calls
     def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor:
@@ -181,8 +177,7 @@ class ContextParallel:
         """
         if operator not in _OPERATORS:
             was = f"is {getattr(operator, '__name__', operator)}"
-            instead = "pass hk.gated_attention or hk.collaborative_attention"
-            refuse("operator", was, instead)
+            refuse("operator", was, "pass hk.gated_attention or hk.collaborative_attention")
         given = {name: each for name, each in arguments.items() if each is not None}
         self._check(given)
         mask = self._mask_of_rows(given)
@@ -213,8 +208,7 @@ class ContextParallel:
     def _check(self, given: dict[str, Any]) -> None:
         """Refuse what a call on parts cannot serve."""
         if isinstance(given.get("bias"), Tensor):
-            instead = "pass an OffsetBias, or call the operator with DTensors"
-            refuse("bias", "is a tensor, which is not split", instead)
+            refuse("bias", "is a tensor, which is not split", "pass an OffsetBias, or call the operator with DTensors")
         for name, each in given.items():
             if is_sharded(each) and each.device_mesh != self._heads:
                 was = f"is a DTensor on the mesh {each.device_mesh}, but the context has {self.mesh}"
@@ -239,15 +233,8 @@ class ContextParallel:
 
     def _ring(self, call: Call, S: int) -> Ring:
         """The processes, and the positions of the keys of each among S."""
-        device = call.query.device
-        positions = [self._positions_of(rank, S, device) for rank in range(self._count)]
+        positions = list(self._by_rank(S, call.query.device))
         if call.dropout_p and self._count > 1 and len(positions[0]) % 4:
             was = f"is {call.dropout_p}, and {self._count} processes have {len(positions[0])} tokens each"
             refuse("dropout_p", was, "pad sequences so that they have a multiple of 4")
         return Ring(self.mesh.get_group(self.mesh.ndim - 1), positions)
-
-    def _placements_of_heads(self, operand: Tensor) -> list[Placement]:
-        """How an operand is split by tensor parallelism; empty if the mesh has no dimension for it."""
-        if isinstance(operand, DTensor):
-            return list(operand.placements)
-        return [Replicate()] * (self.mesh.ndim - 1)

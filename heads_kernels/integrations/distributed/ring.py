@@ -42,10 +42,7 @@ class Ring(NamedTuple):
         received = {name: torch.empty_like(tensor) for name, tensor in sent.items()}
         transfers = [
             distributed.P2POp(operation, tensor, peer, self.group)
-            for operation, parts, peer in (
-                (distributed.isend, sent, after),
-                (distributed.irecv, received, before),
-            )
+            for operation, parts, peer in ((distributed.isend, sent, after), (distributed.irecv, received, before))
             for tensor in parts.values()
             if tensor.numel()
         ]

@@ -9,10 +9,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.projected import projected_layers
+from heads_kernels.heads.layers import find_layers
+from heads_kernels.heads.projected import with_projections
 from heads_kernels.heads.shared import FusedProjection
 from heads_kernels.heads.weights import ProjectedLayer
-from heads_kernels.nn import CollaborativeMultiheadAttention, HardConcrete
+from heads_kernels.nn import HardConcrete
 from heads_kernels.nn.multihead import Multihead
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ def gather(model: nn.Module, into: Module) -> Module:
     for name, weight in own.items():
         if weight.shape != state[name].shape:
             was = f"has {name} of shape {list(weight.shape)}, model {list(state[name].shape)}"
-            instead = "make it as model was made; hk.heads.apply_shapes prunes and converts it"
-            refuse("into", was, instead)
+            refuse("into", was, "make it as model was made; hk.heads.apply_shapes prunes and converts it")
     into.load_state_dict(state)
     return into
 
@@ -89,23 +89,43 @@ def tensor_parallel_plan(module: nn.Module, mesh: DeviceMesh) -> dict[str, Paral
         ValueError: `module` has no such layers; a layer's heads cannot be split evenly (the message says how many to
             keep); its values come from a projection with other roles.
     """
-    layers = {name: each for name, each in module.named_modules() if isinstance(each, Multihead)}
-    mixing = [part for part in module.modules() if hasattr(part, "mixing")]
-    converted = [
-        layer
-        for layer in (projected_layers(module) if set(mixing) - set(layers.values()) else [])
-        if layer.layout.shared and layer.name not in layers
-    ]
-    if not layers and not converted:
-        was = f"is a {type(module).__name__} without attention of hk.nn"
-        refuse("module", was, "pass the model that contains it")
-    plan: dict[str, ParallelStyle] = {}
+    found = find_layers(module)
+    layers = [each for each in found if isinstance(each.module, Multihead) or hasattr(each.module, "mixing")]
+    if not layers:
+        refuse("module", f"is a {type(module).__name__} without attention of hk.nn", "pass the model that contains it")
     names = {part: name for name, part in module.named_modules()}
-    for each in converted:
-        plan |= _converted_styles(each, names, mesh.size())
-    for name, layer in layers.items():
-        styles = _styles(name or type(layer).__name__, layer, mesh.size())
-        plan |= {f"{name}.{part}" if name else part: style for part, style in styles.items()}
+    plan: dict[str, ParallelStyle] = {}
+    for layer in with_projections(module, layers):
+        plan |= _styles(layer, names, mesh.size())
+    return plan
+
+
+def _styles(layer: ProjectedLayer, names: dict[nn.Module, str], processes: int) -> dict[str, ParallelStyle]:
+    """The plan of a layer. A module of transformers gets the values of the heads of its process as plain tensors."""
+    name, H = str(layer), layer.num_heads
+    shared, is_ours = layer.layout.shared, isinstance(layer.module, Multihead)
+    _check_even(name, H, layer.value.heads if shared else H, processes)
+    if getattr(layer.module, "alpha_logits", None) is not None:
+        refuse(name, "has entmax, which serves no DTensors", "leave the layer out of the plan")
+    fused = [part for part in layer.module.modules() if isinstance(part, FusedProjection)]
+    if any(layer.value.linear in part.children() for part in fused):
+        was = "projects values together with other roles, which cannot be split by heads"
+        refuse(name, was, "leave the layer whole")
+    split = [layer.value, *layer.beside] if is_ours else [layer.value]
+    if not shared:
+        split += [layer.query, layer.key]
+        Hk = layer.num_key_heads
+        if Hk % processes:
+            if processes % Hk:
+                was = f"has {Hk} heads of keys, which {processes} processes cannot share evenly"
+                refuse(name, was, f"use {Hk} processes, or a multiple or divisor of it")
+            split = [layer.query, *layer.beside]
+    plan: dict[str, ParallelStyle] = {
+        names[each.linear]: ColwiseParallel(use_local_output=not is_ours) for each in split
+    }
+    plan[names[layer.output.linear]] = RowwiseParallel()
+    if isinstance(layer.gate, HardConcrete):
+        plan[names[layer.gate]] = SharedNoise()
     return plan
 
 
@@ -114,51 +134,9 @@ def _check_even(name: str, H: int, Hv: int, processes: int) -> None:
     fewer = H - H % processes
     fewer_heads = f"keep {fewer} heads" if fewer else "leave the layer out of the plan"
     fewer_processes = f"use a number of processes that divides {Hv}"
-    for count, heads, instead in (
-        (H, "heads", fewer_heads),
-        (Hv, "heads of values", fewer_processes),
-    ):
+    for count, heads, instead in ((H, "heads", fewer_heads), (Hv, "heads of values", fewer_processes)):
         if count % processes:
-            was = f"has {count} {heads}, which {processes} processes cannot share evenly"
-            refuse(name, was, instead)
-
-
-def _converted_styles(layer: ProjectedLayer, names: dict[nn.Module, str], processes: int) -> dict[str, ParallelStyle]:
-    """Of a converted layer of transformers: its module gets the values of the heads of its process."""
-    _check_even(str(layer), layer.num_heads, layer.value.heads, processes)
-    value, output = (names[each.linear] for each in (layer.value, layer.output))
-    fused = [part for part in layer.module.modules() if isinstance(part, FusedProjection)]
-    if any(layer.value.linear in part.children() for part in fused):
-        was = "projects values together with other roles, which cannot be split by heads"
-        refuse(str(layer), was, "leave the layer whole")
-    plan: dict[str, ParallelStyle] = {value: ColwiseParallel(), output: RowwiseParallel()}
-    if isinstance(layer.gate, HardConcrete):
-        plan[names[layer.gate]] = SharedNoise()
-    return plan
-
-
-def _styles(name: str, layer: Multihead, processes: int) -> dict[str, ParallelStyle]:
-    H = layer.num_heads
-    shared = layer if isinstance(layer, CollaborativeMultiheadAttention) else None
-    _check_even(name, H, H if shared is None else shared.num_value_heads, processes)
-    if getattr(layer, "alpha_logits", None) is not None:
-        refuse(name, "has entmax, which serves no DTensors", "leave the layer out of the plan")
-    split = ["v_proj", "content_proj", "gate_proj"]
-    if shared is None:
-        split += ["q_proj", "k_proj"]
-        Hk = getattr(layer, "num_key_heads", H)
-        if Hk % processes:
-            if processes % Hk:
-                was = f"has {Hk} heads of keys, which {processes} processes cannot share evenly"
-                refuse(name, was, f"use {Hk} processes, or a multiple or divisor of it")
-            split = ["q_proj", "gate_proj"]
-    plan: dict[str, ParallelStyle] = {
-        part: ColwiseParallel(use_local_output=False) for part in split if getattr(layer, part, None) is not None
-    }
-    plan["out_proj"] = RowwiseParallel()
-    if isinstance(layer.head_gate, HardConcrete):
-        plan["head_gate"] = SharedNoise()
-    return plan
+            refuse(name, f"has {count} {heads}, which {processes} processes cannot share evenly", instead)
 
 
 class SharedNoise(ParallelStyle):
@@ -166,7 +144,6 @@ class SharedNoise(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, HardConcrete):
-            was = f"is a {type(module).__name__}"
-            refuse("module", was, "apply it to HardConcrete gates", TypeError)
+            refuse("module", f"is a {type(module).__name__}", "apply it to HardConcrete gates", TypeError)
         module.meshes += (device_mesh,)
         return module

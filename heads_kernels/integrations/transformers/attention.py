@@ -11,23 +11,10 @@ from transformers.utils.generic import TransformersKwargs
 
 from heads_kernels.checks import GateActivation, refuse
 from heads_kernels.dtensor import is_sharded, local_part, summed_gradient
-from heads_kernels.functional import (
-    attention_statistics,
-    collaborative_attention,
-    gated_attention,
-)
+from heads_kernels.functional import attention_statistics, collaborative_attention, gated_attention
 from heads_kernels.heads.shared import rotary_places, split_rotary, split_shared
-from heads_kernels.integrations.transformers.head_masks import (
-    given_head_mask,
-    head_mask_row,
-    requests_statistics,
-)
-from heads_kernels.integrations.transformers.masks import (
-    PreparedMask,
-    RelativeBias,
-    computes_with_masks,
-    whole_mask,
-)
+from heads_kernels.integrations.transformers.head_masks import given_head_mask, head_mask_row, requests_statistics
+from heads_kernels.integrations.transformers.masks import PreparedMask, RelativeBias, computes_with_masks, whole_mask
 from heads_kernels.mask import Mask
 from heads_kernels.nn import HeadGate
 from heads_kernels.nn.attention_call import AttentionCall
@@ -108,11 +95,9 @@ def attention_forward(
 
     S = operands["key"].shape[-2]
     context = getattr(module, "context", None)
-    if context is None:
-        mask = _mask(module, (T, S), attention_mask, is_causal, sliding_window)
-    elif attention_mask is None:
-        T_whole, S_whole = context.whole_length(T), context.whole_length(S)
-        mask = _mask(module, (T_whole, S_whole), None, is_causal, sliding_window)
+    if context is None or attention_mask is None:
+        sizes = (T, S) if context is None else (context.whole_length(T), context.whole_length(S))
+        mask = _mask(module, sizes, attention_mask, is_causal, sliding_window)
     else:
         mask = whole_mask(module, context, attention_mask)
     scores: dict[str, Any] = {
@@ -128,7 +113,8 @@ def attention_forward(
         refuse(name, "is asked of parts of sequences", "set context to None, and pass whole ones")
     if observer is not None:
         first = attention_mask.first if isinstance(attention_mask, PreparedMask) else None
-        change = observer(AttentionCall.of(operator, **operands, **scores, attn_mask=mask, first=first))
+        call = AttentionCall.of(operator, **operands, **scores, attn_mask=mask, first=first)
+        change = observer(call.up_to_last_seen() if isinstance(attention_mask, Tensor) else call)
     if context is not None:
         operator = partial(context, operator)
     heads = operator(
@@ -185,8 +171,7 @@ def _operands(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> d
             content_bias = None if content_bias is None else local_part(content_bias, 1, mesh)
             if value.shape[1] * group != len(mixing):
                 was = f"has {value.shape[1]} heads of values in a process that mixes {len(mixing)}"
-                instead = "keep a number of heads that the processes share evenly"
-                refuse(type(module).__name__, was, instead)
+                refuse(type(module).__name__, was, "keep a number of heads that the processes share evenly")
         value = value[:, :Hv]  # fused projections pad it
         operands = {"query": query, "key": key, "value": value, "mixing": mixing}
         return operands if content_bias is None else {**operands, "content_bias": content_bias}

@@ -31,19 +31,14 @@ class Biased(Replacement):
     calls_operator = True
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
-        """Whether the mask is a tensor.
+        """Whether the mask is a tensor."""
+        return self.is_reason("attention_mask", isinstance(given.get("attention_mask"), Tensor), "pass it as [B, S]")
 
-        Raises:
-            ValueError: the heads have gates, which the stock forward ignores.
-        """
-        return self.is_reason("attention_mask", isinstance(given.get("attention_mask"), Tensor))
-
-    def is_reason(self, argument: str, holds: bool) -> bool:
+    def is_reason(self, argument: str, holds: bool, instead: str) -> bool:
         """Return `holds`: whether this argument makes the stock forward run, which heads with gates refuse."""
         if holds and getattr(self, "head_gate", None) is not None:
             was = f"makes stock {type(self).__name__} run, which ignores the gates of its heads"
-            instead = "pass padding as [B, S], or remove the gates: hk.heads.ungate(model)"
-            refuse(argument, was, instead)
+            refuse(argument, was, f"{instead}, or remove the gates: hk.heads.ungate(model)")
         return holds
 
     def by_heads(self, hidden_states: Tensor, *projections: Any) -> list[Tensor]:
@@ -130,9 +125,8 @@ class MPNet(Biased):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> Any:
-        query, key, value = self.by_heads(hidden_states, self.q, self.k, self.v)
-        terms = {"position_bias": position_bias, "dropout": self.dropout.p}
-        out, statistics = self.attend(query, key, value, attention_mask, **terms)
+        heads = self.by_heads(hidden_states, self.q, self.k, self.v)
+        out, statistics = self.attend(*heads, attention_mask, position_bias=position_bias, dropout=self.dropout.p)
         return (self.o(out), statistics) if output_attentions else (self.o(out),)
 
 
@@ -145,7 +139,7 @@ class Bloom(Biased):
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
         slow = self.pretraining_tp > 1 and self.slow_but_exact  # it omits the bias of `dense`
-        return super().runs_stock(given) or self.is_reason("slow_but_exact", slow)
+        return super().runs_stock(given) or self.is_reason("slow_but_exact", slow, "load the model without it")
 
     def fused(
         self,
@@ -205,10 +199,7 @@ class Swinv2(Biased):
         return False
 
     def fused(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        output_attentions: bool | None = False,
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
     ) -> Any:
         query, key, value = self.by_heads(hidden_states, self.query, self.key, self.value)
         scale = self.logit_scale.clamp(max=math.log(100)).exp()  # [H, 1, 1]

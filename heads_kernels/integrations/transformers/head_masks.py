@@ -18,22 +18,14 @@ from heads_kernels.heads.layouts import calls_interface
 
 @dataclass(eq=False)
 class HeadMaskPlace:
-    """An attention module of a model, and which head mask belongs to it.
-
-    Attributes:
-        module: the attention module.
-        holder: what has its config: the module, or else the inmost model that contains it.
-        argument: the argument of `model(...)` that is its head mask.
-        known: the names of all head masks that its model uses.
-        layer, layers: its row of a mask `[L, H]`, and L; L is 0 in ALBERT, whose layers run several times.
-    """
+    """An attention module of a model, and which head mask belongs to it."""
 
     module: Any
-    holder: Any
-    argument: str
-    known: tuple[str, ...]
-    layer: int = 0
-    layers: int = 0
+    holder: Any  # what has its config: the module, or else the inmost model that contains it
+    argument: str  # of `model(...)` that is its head mask
+    known: tuple[str, ...]  # the names of all head masks that its model uses
+    layer: int = 0  # its row of a mask [L, H]
+    layers: int = 0  # L; 0 in ALBERT, whose layers run several times
 
     @property
     def runs(self) -> str:
@@ -45,43 +37,27 @@ class HeadMaskPlace:
 PLACE: Final = "_head_mask_place"
 
 #: Names of submodules of a decoder that attend to the encoder.
-_CROSS: Final = {
-    "crossattention",
-    "cross_attn",
-    "cross_attention",
-    "encoder_attn",
-    "EncDecAttention",
-}
+_CROSS: Final = {"crossattention", "cross_attn", "cross_attention", "encoder_attn", "EncDecAttention"}
 
 
 # ---------------------------------------------------------------------- the pass in progress
 @dataclass(eq=False)
 class PassState:
-    """What one forward pass of a model gives to its attention modules.
+    """What one forward pass of a model gives to its attention modules."""
 
-    Attributes:
-        owner: the hooks of the model whose pass it is.
-        outer: the pass within which it runs.
-        masks: the names of its head masks.
-        asks: whether it requests statistics.
-        collects: the outputs that it is asked for, such as `output_hidden_states`.
-        given: the head masks by place; one that a module is called with takes precedence.
-        statistics: the places of the modules that return statistics.
-        read: the places whose head mask was read; passes within a pass share it.
-        runs_again: whether gradient checkpointing runs its layers again, when the pass is over.
-        has_begun: whether a layer that can be packed has run.
-    """
-
-    owner: Any
-    outer: PassState | None = None
-    masks: tuple[str, ...] = ()
-    asks: bool = False
-    collects: frozenset[str] = frozenset()
+    owner: Any  # the hooks of the model whose pass it is
+    outer: PassState | None = None  # the pass within which it runs
+    masks: tuple[str, ...] = ()  # the names of its head masks
+    asks: bool = False  # for statistics
+    collects: frozenset[str] = frozenset()  # the outputs that it is asked for, such as `output_hidden_states`
+    #: The head masks; one that a module is called with takes precedence.
     given: dict[HeadMaskPlace, Tensor] = field(default_factory=dict)
+    #: The modules that return statistics.
     statistics: dict[HeadMaskPlace, bool] = field(default_factory=dict)
+    #: The modules whose head mask was read; passes within a pass share it.
     read: dict[HeadMaskPlace, bool] = field(default_factory=dict)
-    runs_again: bool = False
-    has_begun: bool = False
+    runs_again: bool = False  # gradient checkpointing runs its layers again, when the pass is over
+    has_begun: bool = False  # a layer that can be packed has run
 
 
 #: Its `state` is the pass in progress in a thread. `torch.compile` traces it, but no context variable.
@@ -113,11 +89,8 @@ def masks_among(arguments: dict[str, Any]) -> dict[str, Any]:
 def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | None:
     """The head mask of the model's pass that reaches this attention module, or None.
 
-    It is taken from the `arguments` of the attention function, or else from the pass in progress.
-
-    Raises:
-        ValueError: a mask that the model does not use, or that a layer would lose when it runs again; a module without
-            a place.
+    It is taken from the `arguments` of the attention function, or else from the pass in progress. A mask is refused
+    that the model does not use, or that a layer would lose when it runs again.
     """
     masks = masks_among(arguments)
     place: HeadMaskPlace | None = getattr(module, PLACE, None)
@@ -141,11 +114,7 @@ def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | No
 
 
 def head_mask_row(module: nn.Module, H: int, given: Tensor) -> Tensor:
-    """The gates `[H]` that a head mask has for an attention module of H heads, which has a place.
-
-    Raises:
-        ValueError: a mask that does not fit.
-    """
+    """The gates `[H]` that a head mask has for an attention module of H heads, which has a place."""
     place: HeadMaskPlace = getattr(module, PLACE)
     state = pass_state()
     if state is not None and place not in state.read:

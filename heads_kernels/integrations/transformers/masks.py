@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from heads_kernels.checks import refuse
 from heads_kernels.mask import Mask
@@ -59,32 +55,19 @@ class PreparedMask(BlockMask):
     As a `BlockMask` it passes in transformers for a mask that is already prepared. Model code may read its shape, dtype
     and device and pass it on. Any other use is refused: code that computes attention itself would add True and
     False to its scores, which hides nothing.
-
-    Args:
-        mask: the visible pairs; a bool tensor `[B, 1, T, S]` where `hk.Mask` cannot express them.
-        shape: (B, 1, T, S) of the call.
-        device: of the tensors of the call.
-        first: that of `AttentionCall`, if known.
-
-    Attributes:
-        derived: what layers compute from it (`once`).
     """
 
     dtype = torch.bool
     ndim = 4
 
     def __init__(
-        self,
-        mask: Mask | Tensor,
-        shape: Shape,
-        device: torch.device | str,
-        first: int | Tensor | None = None,
+        self, mask: Mask | Tensor, shape: Shape, device: torch.device | str, first: int | Tensor | None = None
     ) -> None:
-        self.mask = mask
-        self.first = first
-        self.sizes = shape
-        self.device = device
-        self.derived: dict[Any, Any] = {}
+        self.mask = mask  # the visible pairs; a bool tensor [B, 1, T, S] where `hk.Mask` cannot express them
+        self.first = first  # that of `AttentionCall`, if known
+        self.sizes = shape  # (B, 1, T, S) of the call
+        self.device = device  # of the tensors of the call
+        self.derived: dict[Any, Any] = {}  # what layers compute from it (`once`)
 
     @property
     def shape(self) -> Shape:
@@ -253,10 +236,7 @@ def _neighbours(sizes: tuple[int, int, int], device: torch.device | str) -> tupl
 
 
 def _has_blocks(
-    mask_function: MaskFunction,
-    sizes: tuple[int, int, int],
-    device: torch.device | str,
-    chunked: bool,
+    mask_function: MaskFunction, sizes: tuple[int, int, int], device: torch.device | str, chunked: bool
 ) -> bool:
     """Whether a key is visible to the row before it: in blocks of tokens that see one another.
 
@@ -320,17 +300,13 @@ class RelativeBias:
     """The `position_bias` that layers hand on, in place of a tensor `[1, H, T, S]`.
 
     It keeps the module that has the embedding rather than its values: a layer that is checkpointed runs again in the
-    backward pass, and has to look them up again for the embedding to get its gradient.
-
-    Args:
-        module: the module that has the embedding, whose `offset_table(T, S, start)` is the table of a call's
-            `OffsetBias`; None: nothing is added, as in cross-attention.
-        start: position of the first query row.
+    backward pass, and has to look them up again for the embedding to get its gradient. The module's
+    `offset_table(T, S, start)` is the table of a call's `OffsetBias`.
     """
 
     def __init__(self, module: Any, start: int = 0) -> None:
-        self.module = module
-        self.start = start
+        self.module = module  # None: nothing is added, as in cross-attention
+        self.start = start  # position of the first query row
         self.found: OffsetBias
         self.call: tuple[Any, ...] | None = None  # the call that `found` is for, without gradients
 

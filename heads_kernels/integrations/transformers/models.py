@@ -14,24 +14,11 @@ from heads_kernels.checks import check_flag, refuse, refuse_type
 from heads_kernels.heads.configs import NAME, own_configs
 from heads_kernels.heads.layouts import calls_interface
 from heads_kernels.heads.reshape import adds_bias_of_all_heads
-from heads_kernels.heads.saving import (
-    RECORD,
-    number_heads,
-    record_in_config,
-    restore_shape,
-)
-from heads_kernels.integrations.transformers.passes import BEFORE, unwatch, watch
-from heads_kernels.integrations.transformers.support import (
-    check_model,
-    configs_of,
-    replace_forwards,
-    restore_forward,
-)
-from heads_kernels.integrations.transformers.unpadding import (
-    pad_layers,
-    unpad_layers,
-    unpaddable_layers,
-)
+from heads_kernels.heads.saving import RECORD, number_heads, record_in_config, restore_shape
+from heads_kernels.integrations.transformers.head_masks import PLACE
+from heads_kernels.integrations.transformers.passes import BEFORE, PASS, watch
+from heads_kernels.integrations.transformers.support import check_model, configs_of, replace_forwards, restore_forward
+from heads_kernels.integrations.transformers.unpadding import CHECKED, UNPADDED, unpad_layers, unpaddable_layers
 from heads_kernels.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,8 +32,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
     `[H]`, or `[L, H]` with a row per layer of the stack, 0 to close a head. The model gets its own copies of its
     configs. Submodels that are in use already become parts of the whole.
 
-    Call it again after layers were moved, removed or added: rows of head masks, and the record of pruned heads that
-    `save_pretrained` writes, are those of the layers that it found.
+    Call it again after layers were moved, removed or added: rows of head masks are those of the layers that it found.
 
     Args:
         model: a `PreTrainedModel`, in train or eval mode. If it is wrapped (`PeftModel`, `SentenceTransformer`, a
@@ -82,10 +68,10 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             for config in configs_of(module):
                 config._attn_implementation = NAME
         replace_forwards(model)
+        _unhook(model)
         watch(model)
-        pad_layers(model)
         unpad_layers(model, layers)
-        record_in_config(model)  # by the names that layers have now
+        record_in_config(model)
     return model
 
 
@@ -112,9 +98,16 @@ def release(model: Model) -> Model:
             for config, implementation in zip(configs_of(module), before, strict=False):
                 config._attn_implementation = {"": implementation}  # not of those nested in it
             restore_forward(module)
-        unwatch(model)
-        pad_layers(model)
+        _unhook(model)
     return model
+
+
+def _unhook(model: nn.Module) -> None:
+    """Undo `watch` and `unpad_layers`."""
+    for module in model.modules():
+        for name in (PLACE, PASS, UNPADDED, CHECKED):
+            for handle in getattr(vars(module).pop(name, None), "handles", ()):
+                handle.remove()
 
 
 # ---------------------------------------------------------------------- from a checkpoint
@@ -149,6 +142,7 @@ def from_pretrained(path: str | os.PathLike[str], cls: Any = None, **kwargs: Any
         instead = "keep such models by hk.heads.save and load, or fold the gates in first by hk.heads.prune"
         refuse("path", f"is a checkpoint with learned gates, {gates[0]} the first", instead)
     number_heads(model.base_model, getattr(model.config, RECORD, {}))
+    record_in_config(model)
     return (model, info) if with_info else model
 
 

@@ -23,16 +23,12 @@ class OutputGated(Replacement):
     """`o_proj(act(logits) * attention)`, gate and attention in one op, with logits from `gate_proj`.
 
     Where the config names another attention function, the stock forward runs.
-
-    Attributes:
-        gate_activation: of the logits.
-        rotary: the name of the function in the stock class's file that applies rotary positions to query and key.
-        rotate: that function.
     """
 
     gate_activation: GateActivation = "sigmoid"
+    #: The name of the function in the stock class's file that applies rotary positions to query and key.
     rotary = "apply_rotary_pos_emb"
-    rotate: Callable[..., Positions]
+    rotate: Callable[..., Positions]  # that function
 
     @classmethod
     def members(cls, stock: Any) -> dict[str, Any]:

@@ -21,43 +21,26 @@ from heads_kernels.nn.unpadding import Packing
 
 @dataclass(eq=False)
 class UnpaddedLayer:
-    """What is known of a layer whose calls are packed.
+    """What is known of a layer whose calls are packed."""
 
-    Attributes:
-        name: of the layer in its model.
-        attention: its attention modules.
-        distances: whether its scores have a bias by the distance of tokens.
-        adds_zeros: whether its cross-attention adds zeros of all pairs to the scores.
-        by_batch: whether something in it looks at a batch as a whole, or at its rows, in training.
-        probed: the kinds of calls that were checked against a padded one.
-        handles: of the hooks.
-    """
-
-    name: str
-    attention: list[nn.Module]
-    distances: bool
-    adds_zeros: bool
-    by_batch: bool
-    probed: set[tuple[Any, ...]] = field(default_factory=set)
-    handles: list[Any] = field(default_factory=list)
+    name: str  # in its model
+    attention: list[nn.Module]  # its attention modules
+    distances: bool  # its scores have a bias by the distance of tokens
+    adds_zeros: bool  # its cross-attention adds zeros of all pairs to the scores
+    by_batch: bool  # something in it looks at a batch as a whole, or at its rows, in training
+    probed: set[tuple[Any, ...]] = field(default_factory=set)  # kinds of calls that were checked against a padded one
+    handles: list[Any] = field(default_factory=list)  # of the hooks
 
 
 # ---------------------------------------------------------------------- where the real tokens are
 class Padding(NamedTuple):
-    """The real tokens of the rows, or of the keys, of a mask.
+    """The real tokens of the rows, or of the keys, of a mask."""
 
-    Attributes:
-        packing: where they are.
-        moves: whether packing moves any; of one row that is padded on the right it moves none.
-        has_holes: whether padding is between real tokens of a row.
-        first, last: whether the first token of every row is real, and the last.
-    """
-
-    packing: Packing
-    moves: bool
-    has_holes: bool
-    first: bool = True
-    last: bool = True
+    packing: Packing  # where they are
+    moves: bool  # packing moves some; of one row that is padded on the right it moves none
+    has_holes: bool  # padding is between real tokens of a row
+    first: bool = True  # the first token of every row is real
+    last: bool = True  # the last one is
 
     @classmethod
     def of(cls, real: Tensor) -> Padding:
@@ -73,19 +56,13 @@ class Padding(NamedTuple):
 
 
 class PackedMask(PreparedMask):
-    """The mask of a packed row, and what was packed for the layers that share it.
-
-    Args:
-        mask: of the packed row.
-        padding: what was packed.
-        padded: the mask of the rows as they were, of keys that the rows are.
-    """
+    """The mask of a packed row, and what was packed for the layers that share it."""
 
     def __init__(self, mask: Mask, padding: Padding, padded: PreparedMask) -> None:
         N = len(padding.packing.index)
         super().__init__(mask, (1, 1, N, N), padded.device)
-        self.padding = padding
-        self.padded = padded
+        self.padding = padding  # what was packed
+        self.padded = padded  # the mask of the rows as they were, of keys that the rows are
 
     def pack(self, packing: Packing, padded: Tensor) -> Tensor:
         """A tensor packed, once for all layers unless it has a gradient."""
@@ -100,8 +77,7 @@ class PackedMask(PreparedMask):
         rows, ids = self.padding.packing.rows, keys.packing.rows
         sizes = 1, 1, len(rows), len(ids)
         cross: PreparedMask = self.once(
-            id(keys),
-            lambda: (keys, PreparedMask(Mask(document_ids=(rows, ids)), sizes, self.device)),
+            id(keys), lambda: (keys, PreparedMask(Mask(document_ids=(rows, ids)), sizes, self.device))
         )[1]
         return cross
 
@@ -233,7 +209,8 @@ def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> Pa
     as it is although there may be padding.
     """
     masks = [value for name, value in arguments.items() if isinstance(value, PreparedMask) and not _is_of_keys(name)]
-    if not masks and _is_dense(arguments.get("attention_mask")):
+    pairs = arguments.get("attention_mask")
+    if not masks and isinstance(pairs, Tensor) and pairs.dim() == 4 and pairs.shape[-1] > 1:
         return "attention_mask is a tensor for pairs of tokens"
     if len(masks) != 1 or masks[0].sizes[2] == 1 or _is_of_padded_rows(layer, own, arguments):
         return None
@@ -250,10 +227,6 @@ def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> Pa
     if why := _why_not(own, mask, keys, arguments):
         return why
     return PackedCall(mask, keys)
-
-
-def _is_dense(mask: Any) -> bool:
-    return isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] > 1
 
 
 def _keys(states: Tensor, mask: Any) -> Padding | str:

@@ -30,15 +30,11 @@ _EQUAL: Final = 8
 
 
 class Filling:
-    """What packed layers give for padding, instead of zeros, while the outputs of their model are checked.
-
-    Attributes:
-        scale: of numbers from -1 to 1 along the features.
-        real: by the sizes (B, T) of sequences, which of their tokens are real in all of them.
-    """
+    """What packed layers give for padding, instead of zeros, while the outputs of their model are checked."""
 
     def __init__(self, scale: float) -> None:
-        self.scale = scale
+        self.scale = scale  # of numbers from -1 to 1 along the features
+        #: By the sizes (B, T) of sequences, which of their tokens are real in all of them.
         self.real: dict[tuple[int, int], Tensor] = {}
 
     def fill(self, padded: Tensor, packing: Packing) -> Tensor:
@@ -58,13 +54,10 @@ filling: ContextVar[Filling | None] = ContextVar("filling", default=None)
 
 
 def check_packed(layer: nn.Module, name: str, rows: Packing, padded: Arguments, packed: Arguments) -> None:
-    """Compare the outputs of a layer for packed arguments with those for padded ones, on real tokens.
+    """Refuse a layer whose outputs for packed arguments differ from those for padded ones, on real tokens.
 
     Both are computed in evaluation mode without gradients, in float32 or better. The numbers of a token may
     differ by (512 + K) eps of their norm, K the longest sum in the layer.
-
-    Raises:
-        ValueError: they differ by more.
     """
     expected, found = outputs_of(layer, rows.index.device, padded, packed)
     expected = [rows.pack(each) if each.shape[:2] == rows.sizes else each for each in expected]
@@ -76,13 +69,10 @@ def check_packed(layer: nn.Module, name: str, rows: Packing, padded: Arguments, 
 
 
 def check_outputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that the outputs of a model for real tokens do not depend on what its layers give for padding.
+    """Refuse a model whose outputs for real tokens depend on what its layers give for padding.
 
     Padded tokens are 0 after packed layers, and something else in a padded pass: an output pooled at one of them, or a
     loss of it, would differ. Two passes with other numbers there are compared, in evaluation mode without gradients.
-
-    Raises:
-        ValueError: an output differs.
     """
     kwargs = uncached(model, kwargs)
     found: list[list[Tensor]] = []

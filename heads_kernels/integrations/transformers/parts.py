@@ -35,16 +35,13 @@ _TRIAL: Final = 8
 def split_attention(model: PreTrainedModel, context: Context) -> list[nn.Module]:
     """The attention modules of a model that `context` may be given to; checks the calls of the model from now on.
 
-    The model is tried, in evaluation mode: its outputs for parts must be those for whole sequences.
-
-    Raises:
-        ValueError: the model cannot be given parts; it is left as it was.
+    The model is tried, in evaluation mode: its outputs for parts must be those for whole sequences, else it is refused
+    and left as it was.
     """
     attention = _attention(model)
     if context.mesh.ndim != 1 or any(map(is_sharded, model.parameters())):
         was = f"is a {family(model)} with DTensors, or mesh has two dimensions"
-        instead = "pass mesh['cp'], without tensor parallelism and before fully_shard"
-        refuse("module", was, instead)
+        refuse("module", was, "pass mesh['cp'], without tensor parallelism and before fully_shard")
     with _under(attention, context):
         _try(model, attention, context)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
@@ -57,8 +54,7 @@ def _attention(model: PreTrainedModel) -> list[nn.Module]:
     if model.config.is_encoder_decoder:
         refuse("module", f"is a {name}, an encoder-decoder", "split a decoder or an encoder alone")
     if any(hasattr(module, UNPADDED) for module in model.modules()):
-        was = f"is a {name} in use with unpad=True"
-        refuse("module", was, "call use(model, unpad=False) first")
+        refuse("module", f"is a {name} in use with unpad=True", "call use(model, unpad=False) first")
     attention = [module for module in model.modules() if hasattr(module, PLACE)]
     if not attention or model.config._attn_implementation != NAME:
         was = f"is a {name} whose attention is not that of heads_kernels"
@@ -133,8 +129,7 @@ def _check_call(
             refuse(name, "is given with a part of a sequence", instead)
     for name, each in given.items():
         if isinstance(each, Cache):
-            was = f"is a {type(each).__name__}, with a part of a sequence"
-            refuse(name, was, "decode without context parallelism")
+            refuse(name, f"is a {type(each).__name__}, with a part of a sequence", "decode without context parallelism")
     if "position_ids" not in given:
         instead = "pass context.split(positions, 1) of the positions [1, T] of whole sequences"
         refuse("position_ids", "is not given", instead)

@@ -42,32 +42,22 @@ BEFORE: Final = "_attn_implementations_before"
 
 @dataclass(eq=False)
 class Pass:
-    """The hooks of a model.
+    """The hooks of a model."""
 
-    Attributes:
-        arguments: for the name of each head mask, the layers that it applies to.
-        layers: all of these layers, by the name of their module in the model.
-        stacks: the number of modules of each list that has such layers, by its name.
-        is_one_stack: for each of these names, and "" for all layers, whether the layers form one stack. An image
-            tower and a text tower are two stacks: the submodels that receive the mask set it for their own.
-        takes_any: whether the model's forward takes arguments of any name.
-        parts: the hooks of the models that this one contains.
-        handles: of the hooks.
-    """
-
-    arguments: dict[str, list[HeadMaskPlace]]
-    layers: dict[str, HeadMaskPlace]
-    stacks: dict[str, int]
+    arguments: dict[str, list[HeadMaskPlace]]  # for the name of each head mask, the layers that it applies to
+    layers: dict[str, HeadMaskPlace]  # all of these layers, by the name of their module in the model
+    stacks: dict[str, int]  # the number of modules of each list that has such layers, by its name
+    #: By the name of a head mask, and "" for all layers, whether its layers form one stack. An image tower and a text
+    #: tower are two stacks: the submodels that receive the mask set it for their own.
     is_one_stack: dict[str, bool]
-    takes_any: bool
-    parts: list[Pass] = field(default_factory=list)
+    takes_any: bool  # whether the model's forward takes arguments of any name
+    parts: list[Pass] = field(default_factory=list)  # the hooks of the models that this one contains
     handles: list[Any] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------- hooks on and off
 def watch(model: nn.Module) -> None:
     """Install the hooks on a model and on every model inside it."""
-    unwatch(model)
     for place in places(model):
         setattr(place.module, PLACE, place)
     passes: dict[str, Pass] = {}
@@ -83,15 +73,6 @@ def watch(model: nn.Module) -> None:
                 part.register_forward_hook(_end, always_call=True),
             ]
             setattr(part, PASS, own)
-
-
-def unwatch(model: nn.Module) -> None:
-    """Remove what `watch` installed."""
-    module: Any
-    for module in model.modules():
-        vars(module).pop(PLACE, None)
-        for handle in getattr(vars(module).pop(PASS, None), "handles", ()):
-            handle.remove()
 
 
 def _pass_of(model: PreTrainedModel) -> Pass:
@@ -228,11 +209,7 @@ def _check_runs(model: Any, own: Pass, masks: dict[str, Any], asks: bool) -> Non
     layers = list(own.layers.values())
     if asks and layers and hasattr(model, BEFORE) and not any(each.runs == NAME for each in layers):
         was = f"is True, but the layers of the {type(model).__name__} in use run the attention function"
-        refuse(
-            "output_attentions",
-            f"{was} {layers[0].runs!r}",
-            f"{use}, or release(model) for maps",
-        )
+        refuse("output_attentions", f"{was} {layers[0].runs!r}", f"{use}, or release(model) for maps")
 
 
 def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -248,12 +225,10 @@ def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
     for name in state.masks:
         if not any(layer in state.read for layer in own.arguments[name]):
             was = f"was read by no layer of the {type(model).__name__}"
-            instead = "pass it to the part of the model that has attention, or call hk.heads.close"
-            refuse(name, was, instead)
+            refuse(name, was, "pass it to the part of the model that has attention, or call hk.heads.close")
     if state.asks and not _has_statistics(output):
         was = f"is True, but a {type(model).__name__} does not return statistics of its layers"
-        instead = "call hk.analysis.statistics, or use attn_implementation='eager' for maps"
-        refuse("output_attentions", was, instead)
+        refuse("output_attentions", was, "call hk.analysis.statistics, or use attn_implementation='eager' for maps")
 
 
 def _has_statistics(output: Any) -> bool:

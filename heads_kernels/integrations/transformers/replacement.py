@@ -20,22 +20,15 @@ class Replacement(nn.Module):
 
     A subclass that repeats the stock forward defines `fused`, whose arguments have the names of the stock ones, but for
     `cache`. The others add to stock methods, which they call by `stock`.
-
-    Attributes:
-        calls_operator: whether it calls the operator and the stock class computes attention itself.
-        unread: the arguments of the stock forward that `fused` need not read.
-        kind, before: the two classes that the subclass is made of, this one and the stock class.
-        names: the arguments of the stock forward.
-        cache_name: the one that is a cache; releases name it differently.
     """
 
-    calls_operator = False
+    calls_operator = False  # True: it does, and the stock class computes attention itself
     fused: Callable[..., Any] | None = None
-    unread: frozenset[str] = frozenset()
-    kind: type[Replacement]
-    before: Any
-    names: tuple[str, ...]
-    cache_name: str
+    unread: frozenset[str] = frozenset()  # the arguments of the stock forward that `fused` need not read
+    kind: type[Replacement]  # of the two classes that the subclass is made of this one
+    before: Any  # and the stock class
+    names: tuple[str, ...]  # the arguments of the stock forward
+    cache_name: str  # the one that is a cache; releases name it differently
 
     if TYPE_CHECKING:  # the attributes of the stock class
 
@@ -62,12 +55,9 @@ class Replacement(nn.Module):
         return getattr(super(), method)(*args, **kwargs)
 
     def attend(self, *operands: Any, dropout: float, **options: Any) -> tuple[Tensor, AttentionStatistics | None]:
-        """The attention output `[B, T, H * Dv]`, and its statistics where they are requested.
+        """The attention output `[B, T, H * Dv]` of query, key, value and mask, and statistics where they are requested.
 
-        Args:
-            *operands: query, key, value and mask.
-            dropout: the probability in training; there is none in evaluation mode.
-            **options: other arguments of `attention_forward`.
+        `dropout` is the probability in training; options are those of `attention_forward`.
         """
         dropout = dropout if self.training else 0.0
         out, statistics = attention_forward(self, *operands, dropout=dropout, **options)

@@ -97,11 +97,7 @@ def configs_of(module: nn.Module) -> list[Any]:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model that the attention function cannot serve.
-
-    Raises:
-        ValueError: the model, or a model inside it, is not supported; or it has no attention.
-    """
+    """Refuse a model that the attention function cannot serve, or that has none."""
     instead = "it cannot be used; docs/transformers.md lists the tested families"
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and _computes_itself(_unsharded(type(part))):
@@ -114,8 +110,7 @@ def check_model(model: PreTrainedModel) -> None:
             other = "use 'eager' or 'sdpa', if necessary for this part of the model alone"
             refuse(unknown[0], was, other)
         if (what := computes_with_masks(type(module))) is not None:
-            was = f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}"
-            refuse("model", was, instead)
+            refuse("model", f"is a {family(model)}, in which {name!r}, a {type(module).__name__}, {what}", instead)
     if not any(calls_interface(each) or replacement(type(each)) for each in model.modules()):
         has_attention = any("Attention" in type(module).__name__ for module in model.modules())
         why = _ITSELF if has_attention else "has no attention"

@@ -21,10 +21,7 @@ from transformers import PreTrainedModel
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.layouts import calls_interface, stock_arguments
-from heads_kernels.integrations.transformers.biased import (
-    OwnRelativePositions,
-    RelativePositions,
-)
+from heads_kernels.integrations.transformers.biased import OwnRelativePositions, RelativePositions
 from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
@@ -33,44 +30,29 @@ from heads_kernels.integrations.transformers.packed_calls import (
     packed_call,
     without_cache,
 )
-from heads_kernels.integrations.transformers.packed_check import (
-    Arguments,
-    check_outputs,
-    check_packed,
-    filling,
-)
+from heads_kernels.integrations.transformers.packed_check import Arguments, check_outputs, check_packed, filling
 from heads_kernels.integrations.transformers.support import family, replacement
 
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
 UNPADDED: Final = "_heads_kernels_unpadded"
 #: The attribute of every model with such layers that holds its `CheckedModel`.
-_CHECKED: Final = "_heads_kernels_checked"
+CHECKED: Final = "_heads_kernels_checked"
 #: Arguments of a model that have its tokens, a row for each example.
 _TOKENS: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
 @dataclass(eq=False)
 class CheckedModel:
-    """A model whose outputs are checked after its first packed pass of each kind.
+    """A model whose outputs are checked after its first packed pass of each kind."""
 
-    Attributes:
-        layers: its layers whose calls are packed.
-        handles: of the hook.
-        checked: the number of kinds of calls of the layers in passes that were checked.
-    """
-
-    layers: list[UnpaddedLayer]
-    handles: list[Any]
-    checked: int = 0
+    layers: list[UnpaddedLayer]  # whose calls are packed
+    handles: list[Any]  # of the hook
+    checked: int = 0  # the number of kinds of calls of the layers in passes that were checked
 
 
 # ---------------------------------------------------------------------- hooks on and off
 def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The layers of a model that a padding mask reaches, by name.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The layers of a model that a padding mask reaches, by name; a model without any is refused."""
     layers = dict(_layers(model))
     if not layers:
         was = f"is True for a {family(model)}, none of whose layers takes a mask of padded tokens"
@@ -101,15 +83,7 @@ def unpad_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
         if inside and isinstance(part, PreTrainedModel):
             # Before the hooks of `passes`, which end the pass that hands head masks on.
             handle = part.register_forward_hook(_check, with_kwargs=True, prepend=True)
-            setattr(part, _CHECKED, CheckedModel(inside, [handle]))
-
-
-def pad_layers(model: nn.Module) -> None:
-    """Undo `unpad_layers`."""
-    for module in model.modules():
-        for name in (UNPADDED, _CHECKED):
-            for handle in getattr(vars(module).pop(name, None), "handles", ()):
-                handle.remove()
+            setattr(part, CHECKED, CheckedModel(inside, [handle]))
 
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -217,7 +191,7 @@ def _check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _checked(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    own: CheckedModel = getattr(model, _CHECKED)
+    own: CheckedModel = getattr(model, CHECKED)
     probed = sum(len(layer.probed) for layer in own.layers)
     if probed == own.checked or filling.get() is not None:
         return
