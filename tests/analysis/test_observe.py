@@ -20,6 +20,7 @@ from heads_kernels.nn import attention_call
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import HOUSE, House
+from tests.support.refusals import assert_refused
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 
@@ -46,12 +47,15 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
     assert call.sinks is terms["sinks"]
     assert call.flops() == call.call.flops() > 0
     assert copy.deepcopy(call).call.sizes == (2, 4, 6, 6)
-    with pytest.raises(ValueError, match="key has"):
-        AttentionCall.of(hk.gated_attention, query, key[..., :4], key)
-    with pytest.raises(ValueError, match=r"rows is slice\(0, 6, 2\); pass a slice without a step"):
-        call.probabilities(slice(0, 6, 2))
-    with pytest.raises(TypeError, match=r"heads has tensor\(True\); pass integers"):
-        call.probabilities(heads=torch.tensor([True, False]))  # type: ignore[arg-type]
+    assert_refused(
+        (lambda: AttentionCall.of(hk.gated_attention, query, key[..., :4], key), "key has"),
+        (lambda: call.probabilities(slice(0, 6, 2)), r"rows is slice\(0, 6, 2\); pass a slice without a step"),
+        (
+            lambda: call.probabilities(heads=torch.tensor([True, False])),
+            TypeError,
+            r"heads has tensor\(True\); pass int",
+        ),
+    )
     monkeypatch.setattr(attention_call, "parse", None)
     for keys, statistics in zip(excluded, expected, strict=True):
         for found, each in zip(call.statistics(keys)[:-1], statistics[:-1], strict=True):
@@ -128,10 +132,7 @@ def test_rows_of_cross_attention_are_never_the_encoders() -> None:
     model, arguments = translation()
     layers = hk.heads.attention_layers(model)
     hk.heads.prune(model, {layer.index: range(4) for layer in layers if layer.kind == "decoder"})
-    rows: dict[str, list[Tensor]] = {
-        "encoder": [],
-        "cross": [],
-    }  # others have no heads to be called
+    rows: dict[str, list[Tensor]] = {"encoder": [], "cross": []}  # others have no heads to be called
     for layer, call in calls_of(model, **arguments):
         rows[layer.kind].append(call.real_queries)
     assert all(each.all() for each in rows["cross"])
@@ -196,12 +197,9 @@ def test_blocks_are_nested_and_act_on_their_own_thread() -> None:
 
 def test_bad_use_is_refused() -> None:
     layer = hk.nn.GatedMultiheadAttention(16, 4)
+    assert_refused((hk.analysis.observe(layer, print, [3]).__enter__, "names layer 3"), unchanged=[layer])
     layer.observer = print
-    with pytest.raises(ValueError, match="observed already"), hk.analysis.observe(layer, print):
-        pass
-    layer.observer = None
-    with pytest.raises(ValueError, match="names layer 3"), hk.analysis.observe(layer, print, [3]):
-        pass
+    assert_refused((hk.analysis.observe(layer, print).__enter__, "observed already"), unchanged=[layer])
 
 
 def test_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +213,7 @@ def test_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(hk.nn.GatedMultiheadAttention(16, 4)), torch.randn(1, 5, 16)
     with hk.analysis.observe(model, print):
         replica = replicating.replicate(model, [0])[0]
-        with pytest.raises(ValueError, match="runs as a replica of nn"):
-            replica(x)
+        assert_refused((lambda: replica(x), "runs as a replica of nn"))
     assert_alike(replicating.replicate(model, [0])[0](x)[0], model(x)[0])
 
 
@@ -277,5 +274,4 @@ def test_a_module_of_ones_own_calls_its_observer(monkeypatch: pytest.MonkeyPatch
     assert (layer.name, call.H, call.T) == ("0", 4, 6)
     model(x)  # nobody looks on any more
     model[0].calls_observer = False
-    with pytest.raises(ValueError, match=r"layer 0 \('0'\) is a Observed, which does not call"):
-        calls_of(model, x)
+    assert_refused((lambda: calls_of(model, x), r"layer 0 \('0'\) is a Observed, which does not call"))

@@ -229,14 +229,11 @@ def test_bad_options(assert_refused: Refused, tmp_path: Path, monkeypatch: pytes
         ("sentence", " ", "pass some words"),
     ):
         assert_refused(f"argument --{option}: ", said, **{option: value})
+    roberta = saved(tmp_path / "roberta", "roberta")  # whose positions begin after the padding index
+    limit = 64 - 1 - transformers.AutoConfig.from_pretrained(roberta).pad_token_id
+    assert_refused(f"at most {limit}", model=roberta, sentence="cat " * 80)
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert_refused("pip install 'heads_kernels[report]'")
-
-
-def test_positions_after_the_padding_index(assert_refused: Refused, tmp_path: Path) -> None:
-    model = saved(tmp_path / "roberta", "roberta")
-    limit = 64 - 1 - transformers.AutoConfig.from_pretrained(model).pad_token_id
-    assert_refused(f"at most {limit}", model=model, sentence="cat " * 80)
 
 
 def truncated_weights(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import heads_kernels as hk
 from heads_kernels.analysis import Role
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
+from tests.support.refusals import assert_refused
 
 use = hk.integrations.transformers.use
 roles: Any = hk.analysis.roles
@@ -58,11 +60,7 @@ def batch(tokens: Tensor, *targets: Tensor, padding: Tensor | None = None) -> di
     """Targets of the 4 heads, `[T]` or `[B, T]`; those that are not given look at themselves."""
     B, T = tokens.shape
     heads = [*targets, *[torch.arange(T)] * (4 - len(targets))]
-    return {
-        "input_ids": tokens,
-        "targets": torch.stack([each.expand(B, T) for each in heads], 1),
-        "padding": padding,
-    }
+    return {"input_ids": tokens, "targets": torch.stack([each.expand(B, T) for each in heads], 1), "padding": padding}
 
 
 # ---------------------------------------------------------------------- one offset
@@ -163,43 +161,44 @@ def test_a_translation_model_reads_sentences_with_its_encoder() -> None:
     assert set(found.relations[0].accuracy.kinds) == {"encoder"}
     assert len(found.offset) == 6
     hk.heads.prune(model, {0: range(4), 1: range(4)})
-    for options in ({"relations": [{}, {}, {}]}, {"counts": {3: 1}}):
-        with pytest.raises(ValueError, match=r"no layer that reads the sentences has a head left"):
-            roles(model, data, **options)
-
-
-#: For two sentences of 6 and 4 tokens.
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"relations": [{}]}, "relations has 1 entries, but data has more examples"),
-    ({"relations": [{}, {}, {}]}, "relations has 3 entries, but data has 2 examples"),
-    ({"relations": [{}, {"x": [(0, 5)]}]}, "relations names a token beyond the 4 of example 1"),
-    ({"relations": [{"x": [(0, -1)]}, {}]}, r"relations\[0\]\['x'\] has \(0, -1\)"),
-    ({"relations": [[(0, 1)], {}]}, r"relations\[0\] is a list"),
-    ({"relations": [{"x": [3]}, {}]}, r"relations\[0\]\['x'\] has 3"),
-    ({"relations": [{"x": 3}, {}]}, r"relations\[0\]\['x'\] is 3"),
-    ({"relations": 5}, "relations is a int"),
-    ({"counts": {}}, "counts is empty"),
-    ({"counts": {"word": 3}}, "counts holds something else than ints"),
-    ({"counts": {-1: 4}}, "counts has a negative token id"),
-    ({"counts": {3: -4}}, "counts has the count -4"),
-    ({"counts": torch.ones(3)}, r"counts is torch.float32 \[3\]"),
-    ({"counts": [1, 2]}, "counts is a list"),
-    ({"common": -1}, "common is -1"),
-    ({"special": "[CLS]"}, "special is a str; pass a list of token ids"),
-]
+    words = ".*no layer that reads the sentences has a head left"
+    assert_refused(({"relations": [{}, {}, {}]}, words), ({"counts": {3: 1}}, words), of=partial(roles, model, data))
 
 
 def test_bad_arguments() -> None:
+    """For two sentences of 6 and 4 tokens."""
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     data = batch(ids([3] * 6, [4] * 6), padding=padding)
-    for options, words in BAD:
-        with pytest.raises((TypeError, ValueError), match=f"^{words}"):
-            planted([data], **options)
-    with pytest.raises(ValueError, match="counts is given, but a batch has no 'input_ids'"):
-        planted([tuple(data.values())], counts={10: 1})
-    data["padding"] = torch.ones(2, 6, dtype=torch.bool)
-    with pytest.raises(ValueError, match="data has no word that reaches layer 0"):
-        planted([data])
+    assert_refused(
+        ({"relations": [{}]}, "relations has 1 entries, but data has more examples"),
+        ({"relations": [{}, {}, {}]}, "relations has 3 entries, but data has 2 examples"),
+        ({"relations": [{}, {"x": [(0, 5)]}]}, "relations names a token beyond the 4 of example 1"),
+        ({"relations": [{"x": [(0, -1)]}, {}]}, r"relations\[0\]\['x'\] has \(0, -1\)"),
+        ({"relations": [[(0, 1)], {}]}, r"relations\[0\] is a list"),
+        ({"relations": [{"x": [3]}, {}]}, r"relations\[0\]\['x'\] has 3"),
+        ({"relations": [{"x": 3}, {}]}, r"relations\[0\]\['x'\] is 3"),
+        ({"relations": 5}, "relations is a int"),
+        ({"counts": {}}, "counts is empty"),
+        ({"counts": {"word": 3}}, "counts holds something else than ints"),
+        ({"counts": {-1: 4}}, "counts has a negative token id"),
+        ({"counts": {3: -4}}, "counts has the count -4"),
+        ({"counts": torch.ones(3)}, r"counts is torch.float32 \[3\]"),
+        ({"counts": [1, 2]}, "counts is a list"),
+        ({"common": -1}, "common is -1"),
+        ({"special": "[CLS]"}, "special is a str; pass a list of token ids"),
+        of=partial(planted, [data]),
+    )
+    unnamed, alone = tuple(data.values()), data | {"padding": torch.ones(2, 6, dtype=torch.bool)}
+    twice, plain = batch(ids([1, 2, 1])) | {"times": 2}, (torch.randn(1, 4, 16), hk.nn.GatedMultiheadAttention(16, 4))
+    longer = r"data has 'input_ids' .*, but layer 0 .* runs on"
+    assert_refused(
+        (lambda: planted([unnamed], counts={10: 1}), "counts is given, but a batch has no 'input_ids'"),
+        (lambda: planted([alone]), "data has no word that reaches layer 0"),
+        (lambda: planted([batch(ids([1, 2, 3]))], repeats=True), "repeats is True, but no token of the data comes tw"),
+        (lambda: planted([twice], repeats=True), longer),
+        (lambda: planted([twice], counts={1: 2}), longer),
+        (lambda: roles(plain[1], [plain[0]], repeats=True), "repeats is given, but a batch has no 'input_ids'"),
+    )
 
 
 # ---------------------------------------------------------------------- repeated tokens
@@ -248,14 +247,3 @@ def test_repeats_are_sums_of_maps(family: str) -> None:
     assert found.rows == tuple(rows)
     for kind, scores in enumerate((found.previous_token, found.duplicate_token, found.induction)):
         assert_alike(torch.stack(scores.scores), sums[kind] / rows[kind], dtype=torch.float32)
-
-
-def test_repeats_that_can_not_be_scored() -> None:
-    with pytest.raises(ValueError, match="repeats is True, but no token of the data comes twice"):
-        planted([batch(ids([1, 2, 3]))], repeats=True)
-    for options in ({"repeats": True}, {"counts": {1: 2}}):
-        with pytest.raises(ValueError, match=r"data has 'input_ids' .*, but layer 0 .* runs on"):
-            planted([batch(ids([1, 2, 1])) | {"times": 2}], **options)
-    layer = hk.nn.GatedMultiheadAttention(16, 4)
-    with pytest.raises(ValueError, match="repeats is given, but a batch has no 'input_ids'"):
-        roles(layer, [torch.randn(1, 4, 16)], repeats=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from heads_kernels.analysis.statistics import MEASURES
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers, spread
+from tests.support.refusals import assert_refused
 
 use = hk.integrations.transformers.use
 
@@ -74,10 +76,7 @@ def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:
     """By kind of layer, from a transformers model of eager attention."""
     with torch.no_grad():
         out = model(**arguments, output_attentions=True)
-    rows = {
-        "encoder": arguments.get("attention_mask"),
-        "decoder": arguments.get("decoder_attention_mask"),
-    }
+    rows = {"encoder": arguments.get("attention_mask"), "decoder": arguments.get("decoder_attention_mask")}
     if not model.config.is_encoder_decoder:
         maps = torch.stack([each for each in out.attentions if each is not None])
         mask = rows["encoder"]
@@ -275,8 +274,11 @@ class Steps(Layers):
 def test_rows_behind_a_cache() -> None:
     model, x = Steps(layers().layers[0]), torch.randn(2, 9, 16, dtype=torch.float64)
     assert_same(read(model, (x, [4, 1, 3, 1])), read(model, (x, [9])))
-    with pytest.raises(ValueError, match=r"data has a pass in which .* runs on different tokens"):
-        hk.analysis.received(model, [(x, [6, 3])])
+    assert_refused(
+        ({"data": [(x, [6, 3])]}, "data has a pass in which .* runs on different tokens"),
+        ({"data": [], "last_rows": 0}, "last_rows is 0; pass an int of at least 1"),
+        of=partial(hk.analysis.received, model),
+    )
 
 
 def test_places_are_exact_in_half_precision() -> None:
@@ -289,33 +291,25 @@ def test_places_are_exact_in_half_precision() -> None:
     assert_alike(found, distance.expand(1, 4), dtype=torch.float32)
 
 
-def test_last_rows_are_some() -> None:
-    with pytest.raises(ValueError, match="last_rows is 0; pass an int of at least 1"):
-        hk.analysis.received(layers(), [], last_rows=0)
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"token_sets": [5]}, "token_sets is a list"),
-    ({"token_sets": {"x": lambda b: b["input_ids"][:, :2] == 5}}, r"token_sets\['x'\] is torch.b"),
-    ({"token_sets": {"x": "five"}}, r"token_sets\['x'\] is a str"),
-    ({"exclude_keys": lambda b: b["input_ids"][:, :2] == 5}, r"has shape \[3, 2\]; .* = \[9\]"),
-    ({"exclude_keys": lambda b: b["input_ids"]}, "exclude_keys has dtype torch.int64"),
-    ({"exclude_keys": lambda b: None}, "exclude_keys gave a NoneType; give a bool tensor"),
-    ({"exclude_keys": lambda b: {"encoder": None}}, "exclude_keys gave a NoneType"),
-    ({"exclude_keys": lambda b: {"self": b["input_ids"] == 5}}, "gave the kind 'self'"),
-    ({"token_sets": {"x": lambda b: [True]}}, r"token_sets\['x'\] gave a list"),
-]
-
-
 @pytest.mark.parametrize("name", ["bert", "t5"])  # whose position bias goes another way
 def test_bad_sets(name: str) -> None:
     model = use(tiny_models.build(name))
     arguments = tiny_models.batch(model)
-    for options, words in BAD:
-        with pytest.raises((TypeError, ValueError), match=words):
-            read(model, arguments, **options)
-    with pytest.raises(ValueError, match=r"token_sets\['x'\] .* a batch has no '\w*input_ids'"):
-        read(model, arguments["input_ids"], token_sets={"x": [5]})
+    assert_refused(
+        ({"token_sets": [5]}, "token_sets is a list"),
+        ({"token_sets": {"x": lambda b: b["input_ids"][:, :2] == 5}}, r"token_sets\['x'\] is torch.b"),
+        ({"token_sets": {"x": "five"}}, r"token_sets\['x'\] is a str"),
+        ({"exclude_keys": lambda b: b["input_ids"][:, :2] == 5}, r"exclude_keys .*has shape \[3, 2\]; .* = \[9\]"),
+        ({"exclude_keys": lambda b: b["input_ids"]}, "exclude_keys has dtype torch.int64"),
+        ({"exclude_keys": lambda b: None}, "exclude_keys gave a NoneType; give a bool tensor"),
+        ({"exclude_keys": lambda b: {"encoder": None}}, "exclude_keys gave a NoneType"),
+        ({"exclude_keys": lambda b: {"self": b["input_ids"] == 5}}, "exclude_keys gave the kind 'self'"),
+        ({"token_sets": {"x": lambda b: [True]}}, r"token_sets\['x'\] gave a list"),
+        of=partial(read, model, arguments),
+        unchanged=[model],
+    )
+    without = partial(read, model, arguments["input_ids"], token_sets={"x": [5]})
+    assert_refused((without, r"token_sets\['x'\] .* a batch has no '\w*input_ids'"))
     last = torch.arange(9) == 8
     for keys in (last, last[None], last.expand(3, 9)):
         read(model, arguments, exclude_keys=lambda batch, keys=keys: {"encoder": keys})

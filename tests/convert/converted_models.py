@@ -14,7 +14,7 @@ from heads_kernels.convert.install import install, read_heads
 from heads_kernels.heads import projected_layers
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.saving import record_in_config
-from tests.support.nn_layers import E, H, spread
+from tests.support.nn_layers import torch_encoder
 from tests.support.tiny_models import TINY, WITH_HEADS, build
 
 _CONVERTED = {
@@ -31,10 +31,9 @@ _OTHERS = ("beit", "layoutlmv3", "swin")
 TURNED = [name for name in WITH_HEADS if name not in (*_CONVERTED, *_OTHERS)]
 
 
-def torch_encoder(layers: int = 2, **options: Any) -> Any:
-    made = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, **options)
-    model = spread(nn.TransformerEncoder(made, layers, enable_nested_tensor=False))
-    return hk.nn.replace_attention_(model)
+def encoder(*sizes: int) -> Any:
+    """`torch_encoder` on the modules of the package."""
+    return hk.nn.replace_attention_(torch_encoder(*sizes))
 
 
 def in_use(name: str, **changes: Any) -> Any:

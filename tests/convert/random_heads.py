@@ -58,10 +58,7 @@ def whitened(moments: Moments, tensor: Any) -> Any:
     """`C_q^1/2 T_h C_k^1/2` with symmetric roots, of covariances as NumPy has them."""
     count = float(moments.count)
     mean = moments.query_sum.numpy() / count
-    covariances = (
-        moments.query_outer.numpy() / count - np.outer(mean, mean),
-        moments.key_outer.numpy() / count,
-    )
+    covariances = (moments.query_outer.numpy() / count - np.outer(mean, mean), moments.key_outer.numpy() / count)
     roots = []
     for covariance in covariances:
         values, vectors = np.linalg.eigh(covariance)

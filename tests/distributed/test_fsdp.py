@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes, mesh_of
+from tests.support.processes import mesh_of
+from tests.support.refusals import assert_refused
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
@@ -60,7 +61,9 @@ def output(model: nn.Module, x: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- in every rank
-def check_training(shape: tuple[int, ...]) -> None:
+@pytest.mark.processes("shape")
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_training(shape: tuple[int, ...]) -> None:
     """Steps with both penalties, and `finish`: the gates and the weights are those of one process."""
     mesh = mesh_of(*shape, names=("dp", "tp")[: len(shape)])
     plain, model = (made(lambda H: hk.nn.HardConcrete(H, log_alpha="voita")) for _ in range(2))
@@ -89,7 +92,9 @@ def check_training(shape: tuple[int, ...]) -> None:
         assert_alike(own.full_tensor(), want, name=name)
 
 
-def check_pruning(how: str) -> None:
+@pytest.mark.processes(2)
+@pytest.mark.parametrize("how", ["FSDP", "tensor parallel", "DDP"])
+def test_pruning(how: str) -> None:
     mesh = mesh_of(2)
     x = torch.randn(2, 5, E)
     plain = settled()
@@ -103,7 +108,8 @@ def check_pruning(how: str) -> None:
     assert_alike(output(sharded(whole, mesh, how), x).detach(), expected)
 
 
-def check_checkpoint(folder: str) -> None:
+@pytest.mark.processes(2)
+def test_checkpoint(tmp_path: Path) -> None:
     """Saved by two processes of FSDP, loaded by two of tensor parallelism."""
     mesh = mesh_of(2)
     x = torch.randn(2, 5, E)
@@ -112,51 +118,31 @@ def check_checkpoint(folder: str) -> None:
     expected = output(model, x).detach()
     sharded(model, mesh, "FSDP")
     shapes = json.dumps(hk.heads.shapes(model))
-    checkpoint.save({"model": model.state_dict(), "heads": shapes}, checkpoint_id=folder)
+    checkpoint.save({"model": model.state_dict(), "heads": shapes}, checkpoint_id=tmp_path)
     loaded = made(None)
     heads = {"heads": ""}
-    checkpoint.load(heads, checkpoint_id=folder)
+    checkpoint.load(heads, checkpoint_id=tmp_path)
     hk.heads.apply_shapes(loaded, json.loads(heads["heads"]))
     sharded(loaded, mesh, "tensor parallel")
     for weight in loaded.parameters():
         weight.data.zero_()
     state = {"model": loaded.state_dict()}
-    checkpoint.load(state, checkpoint_id=folder)
+    checkpoint.load(state, checkpoint_id=tmp_path)
     assert_alike(output(loaded, x).detach(), expected)
 
 
-def check_refusals() -> None:
+@pytest.mark.processes(2)
+def test_refusals() -> None:
     mesh = mesh_of(2)
     model = sharded(made(), mesh, "FSDP")
     wide = nn.Sequential(hk.nn.GatedMultiheadAttention(E, H, head_dim=8), made()[1])
     hk.heads.gate(wide[:1], hk.nn.HardConcrete)
     alone = sharded(made(None), mesh, "FSDP")
     of_processes = r"layer 0 .*is sharded over processes"
-    for call, words in (
+    assert_refused(
         (lambda: distributed.gather(model, made(None)), r"into has other weights than model: 0\.head_gate\.log_al"),
         (lambda: distributed.gather(model, wide), r"into has 0\.q_proj\.weight of shape \[48, 16\], model"),
         (lambda: hk.heads.gate(alone, hk.nn.HardConcrete), r"layer 0 .*is sharded .*before fully_shard"),
         (lambda: hk.heads.prune(alone, {0: [1]}), of_processes),
         (lambda: hk.convert.collaborate(alone, 8), of_processes),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
-            call()
-
-
-# ---------------------------------------------------------------------- tests
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_training(shape: tuple[int, ...], ranks: Callable[[int], Processes]) -> None:
-    ranks(torch.Size(shape).numel()).run(check_training, shape)
-
-
-@pytest.mark.parametrize("how", ["FSDP", "tensor parallel", "DDP"])
-def test_pruning(how: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_pruning, how)
-
-
-def test_checkpoint(tmp_path: Path, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_checkpoint, str(tmp_path))
-
-
-def test_refusals(ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_refusals)
+    )

@@ -13,7 +13,8 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.testing import CASES, Inputs
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes, mesh_of, whole
+from tests.support.processes import mesh_of, whole
+from tests.support.refusals import assert_refused
 
 tensor = pytest.importorskip("torch.distributed.tensor", reason="PyTorch without distributed")
 
@@ -22,6 +23,14 @@ HEADS = {"value": "BHT_", "sinks": "H"}
 GATED = {"query": "BHT_", "key": "BHT_", **HEADS}
 SHARED = {"query": "BT_", "key": "BT_", "mixing": "H_", "content_bias": "BHT", **HEADS}
 SMALL = [case for case in CASES if "nasty" in case.tags and case.T <= 200]
+#: Each with every third case, and before a release with the others.
+SPLITS = [
+    pytest.param(splits, third, marks=[pytest.mark.processes(2 ** len(splits)), *marks])
+    for number, splits in enumerate(("B", "H", "T", "BH", "HB", "HH", "HT"))
+    for third in range(3)
+    for marks in ([] if third == number % 3 else [pytest.mark.release],)
+]
+OPERATORS = pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 
 
 # ---------------------------------------------------------------------- in every rank
@@ -50,8 +59,10 @@ def distributed(inputs: Inputs, mesh: Any, splits: str, plain: bool) -> dict[str
     return result
 
 
-def check_cases(operator: str, shape: tuple[int, ...], splits: str, third: int) -> None:
-    mesh = mesh_of(*shape)
+@OPERATORS
+@pytest.mark.parametrize(("splits", "third"), SPLITS)
+def test_cases(operator: str, splits: str, third: int) -> None:
+    mesh = mesh_of(*[2] * len(splits))
     numbered = list(enumerate(case for case in SMALL if case.operator == operator))
     for number, case in numbered[third::3]:
         inputs = case.make(torch.float32)
@@ -75,7 +86,9 @@ def operands(operator: str, B: int = 4, H: int = 4, Hk: int = 4) -> dict[str, Te
     return {**shared, "value": torch.randn(B, H, 6, 8), "mixing": torch.randn(H, 8)}
 
 
-def check_compiled(operator: str) -> None:
+@OPERATORS
+@pytest.mark.processes(2)
+def test_compile(operator: str) -> None:
     mesh = mesh_of(2)
     given = operands(operator)
     expected = getattr(hk, operator)(**given, gate=torch.ones(4))
@@ -97,7 +110,8 @@ def check_compiled(operator: str) -> None:
     assert_alike(gate.grad, 2 * expected.sum((0, 2, 3)))
 
 
-def check_partial() -> None:
+@pytest.mark.processes(2)
+def test_partial_sums() -> None:
     """A sum that no process has yet is reduced."""
     mesh = mesh_of(2)
     given = operands("gated_attention")
@@ -127,7 +141,8 @@ def check_call(call: Callable[..., Any], given: dict[str, Tensor], dim: int) -> 
     assert_alike(results[1], results[0])
 
 
-def check_other_calls() -> None:
+@pytest.mark.processes(2)
+def test_other_calls() -> None:
     """One head is computed, and counted, once by every process; all draw the dropout of the first."""
     given, one_head = operands("gated_attention"), operands("gated_attention", H=1, Hk=1)
     shared = {"query": torch.randn(3, 4, 6, 8), "key": torch.randn(3, 2, 9, 8)}
@@ -137,13 +152,12 @@ def check_other_calls() -> None:
     for dim in (0, 1):
         check_call(partial(hk.gated_attention, return_lse=True), given, dim)
         check_call(partial(hk.attention_statistics, attn_mask=mask, received=True), shared, dim)
-    check_received()
 
 
-def check_received() -> None:
+@pytest.mark.processes(2)
+def test_received() -> None:
     """Of query rows that processes share, each adds what its rows give; weights are split with them."""
     mesh = mesh_of(2)
-    torch.manual_seed(7)
     query, key = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 9, 8)
     weights = torch.rand(2, 1, 7)
     expected = hk.attention_statistics(query, key, is_causal=True, received=weights)
@@ -155,32 +169,7 @@ def check_received() -> None:
             assert_alike(one.full_tensor(), other)
 
 
-# ---------------------------------------------------------------------- tests
-#: Each with every third case, and before a release with the others.
-SPLITS = [
-    pytest.param(splits, third, marks=[] if third == number % 3 else pytest.mark.release)
-    for number, splits in enumerate(("B", "H", "T", "BH", "HB", "HH", "HT"))
-    for third in range(3)
-]
-
-
-@pytest.mark.parametrize(("splits", "third"), SPLITS)
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
-def test_cases(operator: str, splits: str, third: int, ranks: Callable[[int], Processes]) -> None:
-    shape = (2,) * len(splits)
-    ranks(2 ** len(splits)).run(check_cases, operator, shape, splits, third)
-
-
-@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
-def test_compile(operator: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_compiled, operator)
-
-
-@pytest.mark.parametrize("check", [check_partial, check_other_calls])
-def test_two_processes(check: Callable[[], None], ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check)
-
-
+# ---------------------------------------------------------------------- what is refused
 def part(sizes: tuple[int, ...], mesh: Any, *placements: Any) -> Tensor:
     """A DTensor with parts of these sizes."""
     return tensor.DTensor.from_local(torch.randn(sizes), mesh, placements, run_check=False)
@@ -192,34 +181,20 @@ def test_refusals(fake_mesh: Callable[..., Any]) -> None:
     query = part((2, 4, 3, 8), mesh, shard(0), all_)
     other = torch.distributed.init_device_mesh("cpu", (4,))
     groups = shared, shared, torch.randn(2, 3, 6, 8), part((3, 8), mesh, shard(0), all_)
-    of_query = hk.gated_attention, part((2, 4, 3, 8), mesh, all_, all_)
-    for (call, *operands), words in (
-        (
-            (hk.gated_attention, part((2, 4, 3, 4), mesh, shard(3), all_), key, key),
-            r"query is sharded along D .*batch, heads or sequence",
-        ),
-        (
-            (hk.gated_attention, query, *[part((4, 2, 6, 8), mesh, shard(1), all_)] * 2),
-            "key is sharded along H, but query along B",
-        ),
-        (
-            (hk.gated_attention, part((2, 3, 3, 8), mesh, shard(1), all_), key[:, :3], key[:, :3]),
-            r"query has 6 heads, .* 0 to 2; .* groups? of 2",
-        ),
-        (
-            (hk.collaborative_attention, *groups),
-            r"mixing has 6 heads, .* 0 to 2; .* groups? of 2 .* value head",
-        ),
-        (
-            (*of_query, *[part((2, 4, 6, 8), other, all_)] * 2),
-            r"key is on the mesh .* but query is on",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call(*operands)
+    whole_query, by_head = part((2, 4, 3, 8), mesh, all_, all_), part((2, 3, 3, 8), mesh, shard(1), all_)
+    assert_refused(
+        ((part((2, 4, 3, 4), mesh, shard(3), all_), key, key), r"query is sharded along D .*batch, heads or sequence"),
+        ((query, *[part((4, 2, 6, 8), mesh, shard(1), all_)] * 2), "key is sharded along H, but query along B"),
+        ((by_head, key[:, :3], key[:, :3]), r"query has 6 heads, .* 0 to 2; .* groups? of 2"),
+        ((whole_query, *[part((2, 4, 6, 8), other, all_)] * 2), r"key is on the mesh .* but query is on"),
+        of=hk.gated_attention,
+    )
     real = tensor.DTensor.from_local(torch.ones(2, 3, dtype=torch.bool), mesh, (all_, all_))
-    call, query = of_query
-    for make in (lambda: real[:, None, None], lambda: hk.Mask(key_mask=real)):
-        with pytest.raises(TypeError, match=r"is a DTensor; pass full_tensor\(\)"):
-            call(query, query, query, attn_mask=make())
-    assert hk.explain(call, query, query, query).backend == "cpu"
+    call, refused = partial(hk.gated_attention, *[whole_query] * 3), r"is a DTensor; pass full_tensor\(\)"
+    by_group = r"^mixing has 6 heads, .* 0 to 2; .* groups? of 2 .* value head"
+    assert_refused(
+        (lambda: hk.collaborative_attention(*groups), by_group),
+        (lambda: call(attn_mask=real[:, None, None]), TypeError, refused),
+        (lambda: call(attn_mask=hk.Mask(key_mask=real)), TypeError, refused),
+    )
+    assert hk.explain(hk.gated_attention, *[whole_query] * 3).backend == "cpu"

@@ -12,7 +12,8 @@ from torch import nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes, mesh_of, whole
+from tests.support.processes import mesh_of, whole
+from tests.support.refusals import assert_refused
 
 parallel = pytest.importorskip("torch.distributed.tensor.parallel")
 distributed = pytest.importorskip("heads_kernels.integrations.distributed")
@@ -32,7 +33,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 # ---------------------------------------------------------------------- in every rank
-def check_layer(name: str, gates: str | None) -> None:
+@pytest.mark.processes(2)
+@pytest.mark.parametrize("gates", [None, "shared", "per sample"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str, gates: str | None) -> None:
     mesh = mesh_of(2)
     plain = nn.Sequential(LAYERS[name]())
     if gates:
@@ -54,7 +58,9 @@ def check_layer(name: str, gates: str | None) -> None:
     assert_alike(results[1], results[0])
 
 
-def check_decoding(name: str) -> None:
+@pytest.mark.processes(2)
+@pytest.mark.parametrize("name", ["gated", "multi_query", "collaborative"])
+def test_decoding(name: str) -> None:
     mesh = mesh_of(2)
     layer = LAYERS[name]().eval()
     x = torch.randn(B, T, E)
@@ -66,24 +72,12 @@ def check_decoding(name: str) -> None:
     assert_alike(torch.cat(found, 1), expected)
 
 
-# ---------------------------------------------------------------------- tests
-@pytest.mark.parametrize("gates", [None, "shared", "per sample"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers(name: str, gates: str | None, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_layer, name, gates)
-
-
-@pytest.mark.parametrize("name", ["gated", "multi_query", "collaborative"])
-def test_decoding(name: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_decoding, name)
-
-
+# ---------------------------------------------------------------------- in this process
 @pytest.mark.parametrize("name", ["gated", "collaborative"])
 def test_projections_that_give_local_heads(name: str, fake_mesh: Callable[..., Any]) -> None:
     layer = LAYERS[name]()
     parallel.parallelize_module(layer, fake_mesh(2), {"v_proj": parallel.ColwiseParallel()})
-    with pytest.raises(ValueError, match=r"v_proj gives 8 features, .*tensor_parallel_plan"):
-        layer(torch.randn(2, T, E))
+    assert_refused((lambda: layer(torch.randn(2, T, E)), r"v_proj gives 8 features, .*tensor_parallel_plan"))
 
 
 def test_converted_layers_that_are_split_by_another_plan(fake_mesh: Callable[..., Any]) -> None:
@@ -96,8 +90,7 @@ def test_converted_layers_that_are_split_by_another_plan(fake_mesh: Callable[...
     plan = {"key.content": parallel.ColwiseParallel()}
     parallel.parallelize_module(attention, fake_mesh(1), plan)
     assert attention.key.content is content
-    with pytest.raises(ValueError, match=r"key\.content\.weight is a DTensor"):
-        outputs(model)
+    assert_refused((lambda: outputs(model), r"key\.content\.weight is a DTensor"))
 
 
 def test_noise_of_gates(fake_mesh: Callable[..., Any]) -> None:
@@ -109,9 +102,7 @@ def test_noise_of_gates(fake_mesh: Callable[..., Any]) -> None:
     layer.head_gate = hk.nn.FixedGate(torch.tensor([1.0, 0.0, 1.0, 0.5]))
     layer(x)
     layer.head_gate = hk.nn.HardConcrete(H)
-    refusal = r"head_gate draws noise .*; put their mesh into head_gate\.meshes"
-    with pytest.raises(ValueError, match=refusal):
-        layer(x)
+    assert_refused((lambda: layer(x), r"head_gate draws noise .*; put their mesh into head_gate\.meshes"))
     layer.eval()(x)
     layer.train().head_gate.meshes = (mesh,)
     layer(x)
@@ -132,22 +123,16 @@ def model_of(name: str, convert: bool = False) -> Any:
     return model
 
 
-REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
-    (lambda: nn.Sequential(nn.Linear(E, E), hk.nn.GatedMultiheadAttention(12, 6)),
-        r"layer 0 \('1'\) has 6 heads, which 4 processes .*; keep 4 heads"),
-    (lambda: shared_key(3), r"has 3 heads, .*; leave the layer out"),
-    (lambda: hk.nn.GatedMultiheadAttention(24, 12, num_key_heads=3), r"has 3 heads of keys, .*; use 3 processes"),
-    (lambda: shared_key(12, num_value_heads=3), r"has 3 heads of values, .*; use .* that divides 3"),
-    (lambda: hk.nn.GatedMultiheadAttention(12, 4, entmax=True), r"has entmax, which serves no DTensors"),
-    (lambda: nn.Linear(3, 3), r"module is a Linear without attention"),
-    (lambda: model_of("bert"), r"without attention of hk\.nn"),
-    (lambda: model_of("gpt2", convert=True), r"layer 0 .*values together with other roles"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "words"), REFUSED)
-def test_plans_of_what_cannot_be_split(
-    make: Callable[[], nn.Module], words: str, fake_mesh: Callable[..., Any]
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        distributed.tensor_parallel_plan(make(), fake_mesh(4))
+def test_plans_of_what_cannot_be_split(fake_mesh: Callable[..., Any]) -> None:
+    mesh, gated = fake_mesh(4), hk.nn.GatedMultiheadAttention
+    assert_refused(
+        ((nn.Sequential(nn.Linear(E, E), gated(12, 6)), mesh), r"layer 0 \('1'\) has 6 heads, which 4 processes .*; keep 4 heads"),
+        ((shared_key(3), mesh), r".* has 3 heads, .*; leave the layer out"),
+        ((gated(24, 12, num_key_heads=3), mesh), r".* has 3 heads of keys, .*; use 3 processes"),
+        ((shared_key(12, num_value_heads=3), mesh), r".* has 3 heads of values, .*; use .* that divides 3"),
+        ((gated(12, 4, entmax=True), mesh), r".* has entmax, which serves no DTensors"),
+        ((nn.Linear(3, 3), mesh), r"module is a Linear without attention"),
+        ((model_of("bert"), mesh), r"module .* without attention of hk\.nn"),
+        ((model_of("gpt2", convert=True), mesh), r".*layer 0 .*values together with other roles"),
+        of=distributed.tensor_parallel_plan,
+    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.support.processes import Processes, mesh_of
+from tests.support.processes import mesh_of
 
 debug = pytest.importorskip("torch.distributed.tensor.debug")
 fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -94,14 +94,10 @@ def received(do: Callable[[], object], W: int) -> int:
     return gathered * (W - 1) // W + transferred
 
 
-def check_traffic() -> None:
-    W = torch.distributed.get_world_size()
+@pytest.mark.processes("W")
+@pytest.mark.parametrize("W", [2, 4])
+def test_bytes_received(W: int) -> None:
     mesh = mesh_of(W)
     for how, numbers in NUMBERS.items():
         make = pass_of_call if "," in how else pass_of_layer
         assert received(make(how, mesh), W) == 4 * numbers * (W - 1) // W, how
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_bytes_received(world: int, ranks: Callable[[int], Processes]) -> None:
-    ranks(world).run(check_traffic)

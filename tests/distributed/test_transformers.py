@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes, mesh_of, whole
+from tests.support.processes import mesh_of, whole
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import build, packed_layers, small
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -41,7 +42,16 @@ def set_gates(model: Any, gates: str) -> dict[str, Tensor]:
     return {}
 
 
-def check(family: str, gates: str, order: str) -> None:
+GATES = ("one sample", "per sample", "head mask")
+CHECKS = [
+    *(("llama", gates, order) for gates in GATES for order in ("gates first", "split first")),
+    *((family, gates, "converted") for family in ("llama", "bert") for gates in GATES[::2]),
+]
+
+
+@pytest.mark.processes(2)
+@pytest.mark.parametrize(("family", "gates", "order"), CHECKS)
+def test_gates(family: str, gates: str, order: str) -> None:
     """Converted layers are split by the plan of the package, which hands the mesh to gates."""
     mesh = mesh_of(2)
     tokens = torch.arange(12).view(2, 6)
@@ -61,8 +71,7 @@ def check(family: str, gates: str, order: str) -> None:
         if parts and order == "gates first":
             split(model, mesh)
             if gates != "head mask":
-                with pytest.raises(ValueError, match="head_gate draws noise of its own"):
-                    model.train()(tokens)
+                assert_refused((lambda model=model: model.train()(tokens), "head_gate draws noise of its own"))
             for module in model.modules():
                 if isinstance(module, hk.nn.HardConcrete):
                     module.meshes = (mesh,)
@@ -75,18 +84,6 @@ def check(family: str, gates: str, order: str) -> None:
         grads = {name: whole(p.grad) for name, p in model.named_parameters()}
         results.append({"out": out.detach(), **grads})
     assert_alike(results[1], results[0])
-
-
-GATES = ("one sample", "per sample", "head mask")
-CHECKS = [
-    *(("llama", gates, order) for gates in GATES for order in ("gates first", "split first")),
-    *((family, gates, "converted") for family in ("llama", "bert") for gates in GATES[::2]),
-]
-
-
-@pytest.mark.parametrize(("family", "gates", "order"), CHECKS)
-def test_gates(family: str, gates: str, order: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check, family, gates, order)
 
 
 # ---------------------------------------------------------------------- a part of every sequence
@@ -118,8 +115,29 @@ def inputs(padding: str, length: int = T) -> dict[str, Tensor]:
     return given if padding == "none" else {**given, "attention_mask": real}
 
 
-def check_parts(family: str, padding: str, how: dict[str, Any], gates: bool, length: int) -> None:
-    mesh = mesh_of(torch.distributed.get_world_size())
+#: Family, padding, method, gates, tokens and processes.
+CASES: list[tuple[str, str, dict[str, Any], bool, int, int]] = [
+    *(
+        (family, padding, {"method": "all_gather"}, False, T, 2)
+        for family in ("llama", "mistral", "gpt2", "bert")
+        for padding in ("ones", "left")
+    ),
+    *((family, "none", {"method": "ring"}, False, T, 4) for family in ("llama", "bert")),
+    *(("llama", "right", how, True, T, 2) for how in ({"method": "ring"}, {"balanced": True})),
+    *(
+        (family, padding, {"method": method}, True, 2, 2)
+        for family, padding in (("llama", "none"), ("bert", "ones"))
+        for method in ("all_gather", "ring")
+    ),
+]
+
+
+@pytest.mark.processes("world")
+@pytest.mark.parametrize(("family", "padding", "how", "gates", "length", "world"), CASES)
+def test_parts_are_parts_of_the_whole(
+    family: str, padding: str, how: dict[str, Any], gates: bool, length: int, world: int
+) -> None:
+    mesh = mesh_of(world)
     results: list[dict[str, Tensor]] = []
     whole = inputs(padding, length)
     real = whole.get("attention_mask", torch.ones(2, length))[..., None]
@@ -142,71 +160,37 @@ def check_parts(family: str, padding: str, how: dict[str, Any], gates: bool, len
     assert_alike(results[1], results[0])
 
 
-#: Family, padding, method, gates, tokens and processes.
-CASES: list[tuple[str, str, dict[str, Any], bool, int, int]] = [
-    *(
-        (family, padding, {"method": "all_gather"}, False, T, 2)
-        for family in ("llama", "mistral", "gpt2", "bert")
-        for padding in ("ones", "left")
-    ),
-    *((family, "none", {"method": "ring"}, False, T, 4) for family in ("llama", "bert")),
-    *(("llama", "right", how, True, T, 2) for how in ({"method": "ring"}, {"balanced": True})),
-    *(
-        (family, padding, {"method": method}, True, 2, 2)
-        for family, padding in (("llama", "none"), ("bert", "ones"))
-        for method in ("all_gather", "ring")
-    ),
-]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_parts_are_parts_of_the_whole(case: Any, ranks: Callable[[int], Processes]) -> None:
-    *arguments, world = case
-    ranks(world).run(check_parts, *arguments)
-
-
-def check_refusals() -> None:
-    mesh = mesh_of(2)
-    use = hk.integrations.transformers.use
-    split = distributed.context_parallel
-    for model, words in (
-        (small("llama", "sdpa"), "call hk.integrations.transformers.use"),
-        (use(small("llama", "heads_kernels"), unpad=True), "unpad=True"),
-        (use(small("t5", "heads_kernels")), "encoder-decoder"),
-        (use(small("bert", "heads_kernels")), "not one for each token"),
-        (use(small("qwen3_next", "heads_kernels")), "are not those for whole sequences"),
+@pytest.mark.processes(2)
+def test_models_and_arguments_that_are_refused() -> None:
+    use, mesh = hk.integrations.transformers.use, mesh_of(2)
+    model, both = model_of("llama"), mesh_of(1, 2, names=("tp", "cp"))
+    for each, of_mesh, words in (
+        (small("llama", "sdpa"), mesh, "call hk.integrations.transformers.use"),
+        (use(small("llama", "heads_kernels"), unpad=True), mesh, "unpad=True"),
+        (use(small("t5", "heads_kernels")), mesh, "encoder-decoder"),
+        (use(small("bert", "heads_kernels")), mesh, "not one for each token"),
+        (use(small("qwen3_next", "heads_kernels")), mesh, "are not those for whole sequences"),
+        (model, both, "two dimensions"),
     ):
-        with pytest.raises(ValueError, match=words):
-            split(model, mesh)
-        assert not any(getattr(each, "context", None) for each in model.modules())
-    model = model_of("llama")
-    both = mesh_of(1, 2, names=("tp", "cp"))
-    with pytest.raises(ValueError, match="two dimensions"):
-        split(model, both)
-    split(model, mesh)
+        assert_refused(((each, of_mesh), f".*{words}"), of=distributed.context_parallel)
+        assert not any(getattr(module, "context", None) for module in each.modules())
+    distributed.context_parallel(model, mesh)
     context = distributed.ContextParallel(mesh)
     given = {name: context.split(each, 1) for name, each in inputs("left").items()}
-    for wrong, words in (
+    assert_refused(
         ({"position_ids": None}, "position_ids is not given"),
         ({"attention_mask": inputs("left")["attention_mask"]}, "attention_mask has shape"),
         ({"labels": given["input_ids"]}, "labels is given"),
         ({"use_cache": True}, "use_cache"),
         ({"output_attentions": True}, "output_attentions"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            model(**{**given, **wrong})
+        (
+            {"attention_mask": None, "position_ids": torch.arange(T // 2).expand(2, -1) % 3},
+            "attention_mask .* packed sequences and chunks",
+        ),
+        of=partial(model, **given),
+    )
     model.layers[1].self_attn.context = None
-    with pytest.raises(ValueError, match="in which a LlamaAttention has no context; set"):
-        model(**given)
-    model.layers[1].self_attn.context = context
-    packed = {**given, "position_ids": torch.arange(T // 2).expand(2, -1) % 3}
-    del packed["attention_mask"]
-    with pytest.raises(ValueError, match="packed sequences and chunks"):
-        model(**packed)
-
-
-def test_models_and_arguments_that_are_refused(ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_refusals)
+    assert_refused((lambda: model(**given), "in which a LlamaAttention has no context; set"))
 
 
 TASKS = {"bert": "BertForMaskedLM", "llama": "LlamaForCausalLM"}
@@ -223,7 +207,10 @@ def gradients(model: Any, rows: slice, passes: int) -> dict[str, Tensor]:
     return {n.removeprefix("module."): p.grad for n, p in named if p.grad is not None}
 
 
-def check_unpadded(name: str, checkpointing: bool) -> None:
+@pytest.mark.processes(2)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", TASKS)
+def test_data_parallel(name: str, checkpointing: bool) -> None:
     rank = torch.distributed.get_rank()
     expected = gradients(build(name, model=TASKS[name]), slice(0, 4), 2)
     model = hk.integrations.transformers.use(build(name, model=TASKS[name]), unpad=True)
@@ -235,14 +222,11 @@ def check_unpadded(name: str, checkpointing: bool) -> None:
     assert all(packed_layers(model)) == (rank == 1)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", TASKS)
-def test_data_parallel(name: str, checkpointing: bool, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_unpadded, name, checkpointing)
-
-
 # ---------------------------------------------------------------------- sharded weights
-def check_sharded(family: str, first: str) -> None:
+@pytest.mark.processes(2)
+@pytest.mark.parametrize("first", ["use", "fully_shard"])
+@pytest.mark.parametrize("family", ["afmoe", "bloom"])
+def test_fully_sharded_attention(family: str, first: str) -> None:
     """Attention modules are sharded by themselves, which changes their classes."""
     mesh = mesh_of(2)
     use, release = hk.integrations.transformers.use, hk.integrations.transformers.release
@@ -263,9 +247,3 @@ def check_sharded(family: str, first: str) -> None:
         assert type(own).__bases__ == type(before).__bases__
     assert len(set(map(type, model.modules()))) == len(set(map(type, stock.modules())))
     assert torch.equal(model(tokens)[0], stock(tokens)[0])
-
-
-@pytest.mark.parametrize("first", ["use", "fully_shard"])
-@pytest.mark.parametrize("family", ["afmoe", "bloom"])
-def test_fully_sharded_attention(family: str, first: str, ranks: Callable[[int], Processes]) -> None:
-    ranks(2).run(check_sharded, family, first)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.convert import calibrate, collaborate, curves
 from heads_kernels.integrations.transformers import release, use
+from tests.convert.converted_models import encoder
 from tests.support.model_state import state
-from tests.support.nn_layers import B, E, H, S, spread
+from tests.support.nn_layers import B, E, S, torch_encoder
 from tests.support.tiny_models import batch, build, outputs, unpooled
 
 HEADS = {0: [1], 1: [2, 3]}
@@ -52,15 +53,6 @@ def pruned() -> Any:
 
 def unpadded() -> Any:
     return use(biased(), unpad=True)
-
-
-def torch_encoder() -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
-    return spread(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
-
-
-def encoder() -> Any:
-    return hk.nn.replace_attention_(torch_encoder())
 
 
 def data_of(model: Any) -> Any:

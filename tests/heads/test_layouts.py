@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
 from tests.support.model_state import state
 from tests.support.nn_layers import HOUSE, House
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import TINY, WITH_HEADS, build, small
 
 OWN = {"GatedMultiheadAttention", "CollaborativeMultiheadAttention"}
@@ -78,35 +80,26 @@ def test_layers_of_the_packages_own_modules() -> None:
     assert [beside.width for beside in cross.beside] == [1]
 
 
-def test_a_model_without_attention_of_the_table_is_refused() -> None:
+def test_attention_that_is_not_that_of_the_table_is_refused() -> None:
     class OddAttention(nn.Module):
         pass
 
-    message = r"but OddAttention; known are those of hk.nn, .*register_layout adds"
-    with pytest.raises(ValueError, match=message):
-        hk.heads.attention_layers(nn.Sequential(OddAttention()))
-    with pytest.raises(ValueError, match=r"no attention layer that is known, but others; known"):
-        hk.heads.attention_layers(nn.Linear(2, 2))
-    assert find_layers(nn.Linear(2, 2)) == []
-
-
-def test_another_class_of_a_known_name_is_refused() -> None:
     class BartAttention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.q_proj = nn.Linear(8, 8)
 
-    message = r"module '0' is a BartAttention without 'k_proj' of the layout 'q_proj'; register"
-    with pytest.raises(ValueError, match=message):
-        hk.heads.attention_layers(nn.Sequential(BartAttention()))
-
-
-def test_projections_that_hide_their_sizes_are_refused() -> None:
-    model = build("bert")
-    model.encoder.layer[1].attention.output.dense = nn.Sequential(nn.Linear(32, 32))
-    message = r"module 'encoder.layer.1.attention' is projected by a Sequential at 'output.dense'"
-    with pytest.raises(ValueError, match=message):
-        hk.heads.projected_layers(model)
+    bert, find = build("bert"), hk.heads.attention_layers
+    bert.encoder.layer[1].attention.output.dense = nn.Sequential(nn.Linear(32, 32))
+    hidden = r"module 'encoder.layer.1.attention' is projected by a Sequential at 'output.dense'"
+    another = r"module '0' is a BartAttention without 'k_proj' of the layout 'q_proj'; register"
+    assert_refused(
+        (lambda: find(nn.Sequential(OddAttention())), r"but OddAttention; known are .* hk.nn, .*register_layout adds"),
+        (lambda: find(nn.Linear(2, 2)), "no attention layer that is known, but others; known"),
+        (lambda: find(nn.Sequential(BartAttention())), another),
+        (lambda: hk.heads.projected_layers(bert), hidden),
+    )
+    assert find_layers(nn.Linear(2, 2)) == []
 
 
 # ---------------------------------------------------------------------- layouts that a user gives
@@ -162,39 +155,30 @@ class Normed(House):
 def test_a_layout_that_does_not_fit_is_refused(example: House, why: str) -> None:
     name = type(example).__name__
     hk.heads.register_layout(name, HOUSE)
+    model, words = nn.Sequential(example), f"module '0' is a {name}, .* 'house': it {why}"
     # A gate that the layer ignores would close nothing.
-    for change in (hk.heads.prune, hk.heads.close):
-        with pytest.raises(ValueError, match=f"module '0' is a {name}, .* 'house': it {why}"):
-            change(nn.Sequential(example), {0: [0]})
+    assert_refused(*((partial(change, model, {0: [0]}), words) for change in (hk.heads.prune, hk.heads.close)))
 
 
 def test_a_norm_of_another_size_is_another_shape() -> None:
     hk.heads.register_layout("Normed", HOUSE)
     assert hk.heads.projected_layers(nn.Sequential(Normed(8)))
-    with pytest.raises(ValueError, match="it cannot run with a head pruned"):
-        hk.heads.projected_layers(nn.Sequential(Normed(32)))
+    assert_refused((lambda: hk.heads.projected_layers(nn.Sequential(Normed(32))), "it cannot run with a head pruned"))
 
 
 @pytest.mark.parametrize(
     ("name", "family", "layout"),
-    [
-        ("gpt_neox", "GPTNeoX", NEOX),
-        ("persimmon", "Persimmon", PERSIMMON),
-        ("olmo2", "Olmo2", HeadLayout("O")),
-    ],
+    [("gpt_neox", "GPTNeoX", NEOX), ("persimmon", "Persimmon", PERSIMMON), ("olmo2", "Olmo2", HeadLayout("O"))],
 )
 def test_families_that_do_not_fit(name: str, family: str, layout: HeadLayout) -> None:
     """Fused with the roles of a head side by side; a norm over all heads."""
     model = small(name)
     assert len(hk.heads.attention_layers(model)) == 2
     assert hk.heads.projected_layers(model) == []
-    message = rf"layer 0 .* is a {family}Attention, (which|whose) .*; close heads instead"
-    with pytest.raises(ValueError, match=message):
-        hk.heads.prune(model, {0: [1]})
-    before = copy.deepcopy(model.state_dict())
+    prune, before = partial(hk.heads.prune, model, {0: [1]}), copy.deepcopy(model.state_dict())
+    assert_refused((prune, rf"layer 0 .* is a {family}Attention, (which|whose) .*; close heads instead"))
     hk.heads.register_layout(f"{family}Attention", layout)
-    with pytest.raises(ValueError, match=rf"module .* is a {family}Attention, which does not have"):
-        hk.heads.prune(model, {0: [1]})
+    assert_refused((prune, rf"module .* is a {family}Attention, which does not have"))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

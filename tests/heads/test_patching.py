@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import combinations, repeat
 from typing import Any
 
@@ -17,6 +18,7 @@ from heads_kernels.analysis import AttentionCall
 from heads_kernels.heads.layouts import LAYOUTS
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import HOUSE, House, model_and_run
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import batch, build, outputs
 
 #: Two stacks, a layer that runs twice, fused projections, grouped heads, relative biases, output gates.
@@ -229,56 +231,44 @@ def test_a_pass_after_one_that_failed(own: Any) -> None:
         own(x)
 
 
-def test_a_module_that_changes_no_outputs_is_refused(own: Any) -> None:
-    own[0].deaf = True
-    message = "is a Own, which does not change the outputs of its heads"
-    with pytest.raises(ValueError, match=message), hk.heads.patch(own, {0: {0: "zero"}}):
-        own(torch.randn(2, 5, 32))
-
-
-def test_a_layer_that_did_not_run_is_an_error() -> None:
-    model, _ = model_and_run()
-    with (
-        pytest.raises(ValueError, match=r"layer 1 \('layers.1'\) did not run in the block"),
-        hk.heads.patch(model, {0: {0: "zero"}, 1: {0: "zero"}}),
-    ):
-        model.layers[0](torch.randn(2, 5, 16))
-    assert all(module.__dict__.get("observer") is None for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("heads", "rows", "message"),
-    [
-        ({0: {4: "zero"}}, None, "heads of layer 0 .* has head 4; it has heads 0 to 3"),
-        ({2: {0: "zero"}}, None, r"heads names layer 2"),
-        ({0: {0: "median"}}, None, r"heads\[0\]\[0\] is 'median'"),
-        ({0: {0: 1.0}}, None, r"heads\[0\]\[0\] is 1.0"),
-        ({0: {0: torch.ones(4).int()}}, None, r"heads\[0\]\[0\] is a tensor of torch.int32"),
-        ({0: [0]}, None, r"heads\[0\] is a list"),
-        ([0], None, "heads is a list"),
-        ({0: {0: torch.ones(5)}}, None, r"head 0 is replaced by a tensor of shape \[5\]"),
-        ({0: {0: "zero"}}, [0, 1], "rows is a list"),
-        ({0: {0: "zero"}}, torch.ones(4, dtype=torch.bool), r"rows has shape \[4\]"),
-    ],
-)
-def test_what_is_refused(heads: Any, rows: Any, message: str) -> None:
-    model, run = model_and_run()
-    with pytest.raises((TypeError, ValueError), match=message), hk.heads.patch(model, heads, rows):
+def patched(model: Any, run: Callable[[], Any], heads: Any, rows: Any = None) -> None:
+    with hk.heads.patch(model, heads, rows):
         run()
-    assert all(module.__dict__.get("observer") is None for module in model.modules())
+
+
+def test_what_is_refused(own: Any) -> None:
+    model, run = model_and_run()
+    x, zero = torch.randn(2, 5, 16), {0: "zero"}
+    assert_refused(
+        (({0: {4: "zero"}},), "heads of layer 0 .* has head 4; it has heads 0 to 3"),
+        (({2: zero},), "heads names layer 2"),
+        (({0: {0: "median"}},), r"heads\[0\]\[0\] is 'median'"),
+        (({0: {0: 1.0}},), r"heads\[0\]\[0\] is 1.0"),
+        (({0: {0: torch.ones(4).int()}},), r"heads\[0\]\[0\] is a tensor of torch.int32"),
+        (({0: [0]},), r"heads\[0\] is a list"),
+        (([0],), "heads is a list"),
+        (({0: {0: torch.ones(5)}},), r".*head 0 is replaced by a tensor of shape \[5\]"),
+        (({0: zero}, [0, 1]), "rows is a list"),
+        (({0: zero}, torch.ones(4, dtype=torch.bool)), r"rows has shape \[4\]"),
+        of=partial(patched, model, run),
+        unchanged=[model],
+    )
+    stock, own[0].deaf = build("bert"), True
+    assert_refused(
+        ((model, lambda: model.layers[0](x), {0: zero, 1: zero}), r".*layer 1 \('layers.1'\) did not run in the block"),
+        ((own, lambda: own(x.repeat(1, 1, 2)), {0: zero}), ".*is a Own, which does not change the outputs"),
+        ((stock, lambda: outputs(stock), {0: zero}), r".*call .*use\(model\) first"),
+        of=patched,
+        unchanged=[model, stock],
+    )
 
 
 def test_checkpointed_activations_are_refused() -> None:
-    model = hk.integrations.transformers.use(build("bert")).train()
+    model, heads = hk.integrations.transformers.use(build("bert")).train(), {0: {0: "zero"}}
     model.gradient_checkpointing_enable()
-    for block in (hk.heads.patch(model, {0: {0: "zero"}}), hk.heads.outputs(model)):
-        with pytest.raises(ValueError, match="checkpoints activations"), block:
-            pass
-    model.eval()
-    with hk.heads.patch(model, {0: {0: "zero"}}):
-        outputs(model)
-
-
-def test_stock_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="use"), hk.heads.patch(build("bert"), {0: {0: "zero"}}):
-        pass
+    assert_refused(
+        (hk.heads.patch(model, heads).__enter__, "checkpoints activations"),
+        (hk.heads.outputs(model).__enter__, "checkpoints activations"),
+        unchanged=[model],
+    )
+    patched(model.eval(), lambda: outputs(model), heads)

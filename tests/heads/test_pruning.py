@@ -1,20 +1,26 @@
-"""Pruned models compute what they computed with those heads closed: key heads, sizes, what is refused.
+"""Pruned models compute what they computed with those heads closed; what has no heads to prune, or more, is refused.
 
 tests/transformers/test_families.py has every family, tests/nn/test_modules.py the package's own modules.
 """
 
 from __future__ import annotations
 
+import copy
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import heads_kernels as hk
+from heads_kernels.convert import collaborate
+from heads_kernels.heads import projected_layers
 from tests.support.alike import assert_alike
-from tests.support.model_state import state
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import as_linear, build, outputs
 
 
@@ -86,40 +92,27 @@ def test_pruning_twice_adds_up_and_numbers_heads_anew() -> None:
     assert_alike(outputs(once), outputs(twice))
     attention = twice.encoder.layer[1].attention.self
     assert attention.kept_heads.tolist() == [1, 3]
-    with pytest.raises(ValueError, match="has head 2; it has heads 0 to 1, 2 in all"):
-        hk.heads.prune(twice, {1: [2]})
+    assert_refused((partial(hk.heads.prune, twice, {1: [2]}), "has head 2; it has heads 0 to 1, 2 in all"))
     hk.heads.prune(twice, {1: [0, 1]})
-    with pytest.raises(ValueError, match="it has no head left"):
-        hk.heads.prune(twice, {1: [0]})
-
-
-NAME = "encoder.layer.0.attention.self"
-BAD: list[tuple[Any, str]] = [
-    ({0: [1], 5: [0]}, "names layer 5; this model has layers 0 to 1: 'encoder"),
-    ({0: [1], "attention": [0]}, "names layer 'attention'"),
-    ({0: [1], 1: [4]}, r"layer 1 \('encoder.* has head 4; it has heads 0 to 3, 4 in all"),
-    ({NAME: [-1]}, "has head -1"),
-    ({True: [1]}, "names layer True"),
-    ({torch.tensor(True): [1]}, r"names layer tensor\(True\)"),
-    *((heads, "heads") for heads in ({0: 1}, {0: [True]}, {0: [0.5]}, {0: "01"}, [0])),
-    # A mask is no list of numbers: as one, these would be heads 0 and 1.
-    *(
-        (
-            {0: torch.tensor(heads)},
-            r"heads of layer 0 \(.*pass (integers|a list of heads); it has heads 0",
-        )
-        for heads in ([True, False, False, True], [0.0], [[0, 1]], 1)
-    ),
-]
+    assert_refused((partial(hk.heads.prune, twice, {1: [0]}), "it has no head left"))
 
 
 def test_bad_input() -> None:
-    model = build("bert")
-    before = state(model)
-    for heads, refusal in BAD:
-        with pytest.raises((TypeError, ValueError), match=refusal):
-            hk.heads.prune(model, heads)
-    assert state(model) == before
+    model, name = build("bert"), "encoder.layer.0.attention.self"
+    a_mask = r"heads of layer 0 \(.*pass (integers|a list of heads); it has heads 0"
+    assert_refused(
+        (({0: [1], 5: [0]},), "heads names layer 5; this model has layers 0 to 1: 'encoder"),
+        (({0: [1], "attention": [0]},), "heads names layer 'attention'"),
+        (({0: [1], 1: [4]},), r"heads of layer 1 \('encoder.* has head 4; it has heads 0 to 3, 4 in all"),
+        (({name: [-1]},), "heads .* has head -1"),
+        (({True: [1]},), "heads names layer True"),
+        (({torch.tensor(True): [1]},), r"heads names layer tensor\(True\)"),
+        *(((heads,), "heads") for heads in ({0: 1}, {0: [True]}, {0: [0.5]}, {0: "01"}, [0])),
+        # As a list of numbers these would be heads 0 and 1.
+        *((({0: torch.tensor(heads)},), a_mask) for heads in ([True, False, False, True], [0.0], [[0, 1]], 1)),
+        of=partial(hk.heads.prune, model),
+        unchanged=[model],
+    )
 
 
 @pytest.mark.parametrize("tied", ["query and key", "modules", "parameters"])
@@ -135,8 +128,124 @@ def test_tied_projections_are_refused(tied: str) -> None:
         second.self.value.weight = first.self.value.weight
     layers = hk.heads.projected_layers(model)
     assert [(layer.num_heads, layer.num_key_heads) for layer in layers] == [(4, 4)] * 2
-    before = state(model)
-    message = r"layer 1 .*shares projections with other roles or layers"
-    with pytest.raises(ValueError, match=message):
-        hk.heads.prune(model, {1: [0]})
-    assert state(model) == before
+    words = r"layer 1 .*shares projections with other roles or layers"
+    assert_refused((partial(hk.heads.prune, model, {1: [0]}), words), unchanged=[model])
+
+
+class Lora(nn.Module):
+    """As peft's layers are made: the projection, and something beside it."""
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+        self.lora = nn.Linear(self.in_features, self.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora(x)
+
+
+def packed(linear: nn.Linear) -> nn.Linear:
+    """A weight of 4 bits, two to a byte, in a column, as bitsandbytes has it."""
+    bytes_ = torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8)
+    linear.weight = nn.Parameter(bytes_, requires_grad=False)
+    return linear
+
+
+class Slow(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def slow(linear: nn.Linear) -> nn.Linear:
+    linear.__class__ = Slow
+    return linear
+
+
+def hooked(linear: nn.Linear) -> nn.Linear:
+    linear.register_forward_hook(lambda module, inputs, out: out * 2)
+    return linear
+
+
+def patched(linear: nn.Linear) -> nn.Linear:
+    linear.forward = lambda x: x  # type: ignore[method-assign]
+    return linear
+
+
+def offloaded(linear: Any) -> Any:
+    """As accelerate does: a hook with the weights, and a forward that asks it for them."""
+    linear._hf_hook = types.SimpleNamespace(offload=True)
+    return patched(linear)
+
+
+def masked(linear: nn.Linear) -> nn.Linear:
+    linear.register_buffer("weight_mask", torch.ones_like(linear.weight))
+    return linear
+
+
+REFUSED = {
+    Lora: r"has an adapter, .*Lora; merge .*merge_and_unload",
+    packed: r"has a Parameter of dtype torch.uint8 as its weight; {} the model before it is quantised",
+    slow: r"is a .*Slow; {} a model of nn\.Linear or Conv1D, before it is quantised or wrapped",
+    hooked: r"has forward hooks; remove them first",
+    patched: r"has a replaced forward; restore its forward",
+    offloaded: r"is offloaded; load the model whole",
+    masked: r"has weight_mask beside its weight; fold them into the weight",
+    nn.utils.parametrizations.spectral_norm: r"is parametrised; .*remove_parametrizations",
+}
+
+
+@pytest.mark.parametrize("wrap", REFUSED)
+def test_what_no_surgery_serves(wrap: Any) -> None:
+    words = r"layer 0 .*: its key projection " + REFUSED[wrap]
+    model = hk.integrations.transformers.use(build("bert"))
+    for layer in model.encoder.layer:
+        layer.attention.self.key = wrap(layer.attention.self.key)
+    assert_refused(
+        (lambda: hk.heads.prune(model, {1: [0], 0: [1]}), words.format("prune")),
+        (lambda: collaborate(model, 8), words.format("convert")),
+        unchanged=[model],
+    )
+
+
+def test_quantised_models() -> None:
+    model = hk.integrations.transformers.use(build("bert"))
+    hk.heads.close(model, {0: [1]})
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
+    closed_before = outputs(quantised)
+    hk.heads.reopen(quantised)
+    hk.heads.close(quantised, {0: [1]})  # or afterwards
+    assert_alike(outputs(quantised), closed_before)
+    hk.heads.reopen(quantised)
+    words = r"projection 'query' passes no gradient .*quantised: Linear\); train gates before"
+    assert_refused(
+        (lambda: hk.heads.gate(quantised, hk.nn.HardConcrete), words),
+        (lambda: hk.heads.prune(quantised, {0: [1]}), r"query projection is a .*quantized"),
+        unchanged=[quantised],
+    )
+
+
+def test_adapters_on_converted_layers() -> None:
+    """Parts of a projection are run, not read."""
+    model = hk.integrations.transformers.use(build("bert"))
+    collaborate(model, [20, 20], progress=False)
+    without = outputs(model)
+    for layer in projected_layers(model):
+        layer.key.linear.content = Lora(layer.key.linear.content)
+    out = outputs(model)
+    assert not torch.allclose(out, without)
+    out.sum().backward()
+    for layer in projected_layers(model):
+        assert layer.key.linear.content.lora.weight.grad.any()
+
+
+def test_replaced_modules_may_not_have_hooks() -> None:
+    model = nn.Sequential(hk.nn.GatedMultiheadAttention(8, 2))
+    handle = model[0].register_forward_hook(lambda *call: None)
+    assert_refused((lambda: collaborate(model, 4), r"layer 0 .*has forward hooks, which would be lost"))
+    handle.remove()
+    collaborate(model, 4, progress=False)

@@ -1,14 +1,15 @@
-"""Attention modules against their formulas in float64, and a module made of `torch.nn.MultiheadAttention`."""
+"""Attention modules against their formulas in float64, with entmax and merged too; made of torch's own modules."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
@@ -25,8 +26,10 @@ from tests.support.nn_layers import (
     gradients,
     layer_of,
     shared_layer_of,
+    spread,
     torch_attention,
 )
+from tests.support.refusals import assert_refused
 
 
 # ---------------------------------------------------------------------- torch.nn.MultiheadAttention
@@ -38,6 +41,7 @@ def test_from_torch_keeps_what_the_module_was() -> None:
     assert ours.training
     assert ours.dropout == 0.1
     assert ours.q_proj.weight.dtype == torch.float64
+    assert type(hk.nn.MergedAttention.from_torch(theirs)) is hk.nn.MergedAttention
     asked = {name for name, each in ours.named_parameters() if not each.requires_grad}
     assert asked == {"q_proj.weight", "k_proj.weight", "v_proj.weight"}
     ours.out_proj.weight.data.zero_()
@@ -46,19 +50,6 @@ def test_from_torch_keeps_what_the_module_was() -> None:
     ours.load_state_dict(theirs.state_dict(), assign=True)
     storages = {parameter.untyped_storage().data_ptr() for parameter in ours.parameters()}
     assert len(storages) == 8  # the parts of a packed projection are apart
-
-
-@pytest.mark.parametrize(
-    ("attention", "match"),
-    [
-        (nn.Linear(2, 2), "attention is a Linear; pass a torch.nn.MultiheadAttention"),
-        (nn.MultiheadAttention(E, H, add_zero_attn=True), "attention has add_zero_attn"),
-        (nn.MultiheadAttention(E, H, add_bias_kv=True), "bias_k is in the state"),
-    ],
-)
-def test_from_torch_refuses(attention: Any, match: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=match):
-        hk.nn.GatedMultiheadAttention.from_torch(attention)
 
 
 # ---------------------------------------------------------------------- masks
@@ -162,3 +153,151 @@ def test_zeros_of_mixing_train_unless_ragged(ragged: bool, gated: bool) -> None:
     assert layer.mixing.grad is not None
     assert layer.mixing.grad[~zeros].any()
     assert layer.mixing.grad[zeros].any() != ragged
+
+
+# ---------------------------------------------------------------------- entmax
+def entmax_layer(*logits: float, dtype: torch.dtype = torch.float32) -> hk.nn.GatedMultiheadAttention:
+    """Of sharp attention, with these `alpha_logits`."""
+    made = hk.nn.GatedMultiheadAttention(E, H, entmax=True, dtype=dtype)
+    assert made.alpha_logits is not None
+    with torch.no_grad():
+        made.alpha_logits.copy_(torch.tensor(logits))
+        made.q_proj.weight.mul_(4)
+    return made
+
+
+def test_alpha_is_learned() -> None:
+    made = hk.nn.GatedMultiheadAttention(E, H, entmax=True)
+    assert torch.equal(made.alpha, torch.full((H,), 1.5))  # type: ignore[arg-type]
+    made(torch.randn(B, S, E))[0].square().sum().backward()
+    assert made.alpha_logits is not None
+    assert made.alpha_logits.grad is not None
+    assert made.alpha_logits.grad.all()
+    assert "entmax=True" in repr(made)
+    assert hk.nn.GatedMultiheadAttention(E, H).alpha is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_alpha_stays_where_entmax_is_defined(dtype: torch.dtype) -> None:
+    made = entmax_layer(-1000.0, -30.0, 30.0, 1000.0, dtype=dtype)
+    assert made.alpha is not None
+    assert ((made.alpha > 1) & (made.alpha <= 2)).all()
+    assert made(torch.randn(B, S, E, dtype=dtype))[0].isfinite().all()
+
+
+def test_support_sizes_and_probabilities() -> None:
+    torch.manual_seed(0)
+    made, calls = nn.Sequential(entmax_layer(-2.0, 0.0, 1.0, 3.0)), list[Any]()
+    with hk.analysis.observe(made, lambda layer, call: calls.append(call)):
+        made[0](torch.randn(B, S, E), is_causal=True)
+    (call,) = calls
+    every_key = torch.eye(S).expand(B, H, S, S)
+    options = {"alpha": call.alpha, "scale": call.scale, "is_causal": True}
+    p = hk.entmax_attention(call.query, call.key, every_key, **options)
+    assert_alike(call.probabilities(slice(0, S)), p)
+    assert torch.equal(call.support_sizes(), (call.probabilities(slice(0, S)) > 0).sum(-1))
+    assert (call.support_sizes()[:, -1] < call.support_sizes()[:, 0]).any()  # alpha 1.95 and 1.1
+    assert_refused((call.statistics, "statistics is that of softmax"))
+
+
+def test_what_is_of_softmax_is_refused() -> None:
+    model, x = nn.Sequential(entmax_layer(0.0, 0.0, 0.0, 0.0)), torch.randn(B, S, E)
+    mesh: Any = SimpleNamespace(size=lambda: 2)
+    plan = hk.integrations.distributed.tensor_parallel_plan
+    assert_refused(
+        (lambda: hk.convert.collaborate(model, 8, progress=False), "has entmax, which collabor"),
+        (lambda: plan(model, mesh), "has entmax, .* no DTensors"),
+        (lambda: hk.analysis.relevance(model, [x]), "has entmax|of softmax"),
+        unchanged=[model],
+    )
+    model[0].context = object()
+    assert_refused((lambda: model[0](x), "context is set, but entmax"))
+
+
+# ---------------------------------------------------------------------- merged attention
+ROWS = torch.tensor([[False] * T, [True, False, True, False, False]])  # [B, T]: padded at the left, and a hole
+
+
+def merged(**options: Any) -> hk.nn.MergedAttention:
+    return spread(hk.nn.MergedAttention(E, H, **{"dtype": torch.float64, **options}))
+
+
+def rows_and_memory() -> tuple[Tensor, Tensor]:
+    return torch.randn(B, T, E).double().requires_grad_(), torch.randn(B, S, E).double()
+
+
+def averages(layer: hk.nn.MergedAttention, x: Tensor, real: Tensor) -> Tensor:
+    """What the average gives each head, `[B, H, T, Dv]`; row by row."""
+    heads = torch.zeros(B, H, T, layer.value_dim, dtype=x.dtype)
+    for b in range(B):
+        for t in range(T):
+            if real[b, t]:
+                mean = x[b, : t + 1][real[b, : t + 1]].mean(0)
+                value = layer.v_proj(mean).unflatten(0, (layer.num_key_heads, layer.value_dim))
+                heads[b, :, t] = value.repeat_interleave(H // layer.num_key_heads, 0)
+    return heads
+
+
+def merged_formula(
+    layer: hk.nn.MergedAttention, x: Tensor, y: Tensor, real: Tensor | None = None, gates: Tensor | None = None
+) -> Tensor:
+    """The formula: attention to `y`, and what W_O makes of the averages."""
+    real = torch.ones(B, T, dtype=torch.bool) if real is None else real
+    visible = (real[:, None, :, None] & ~PADDED[:, None, None, :]).expand(B, H, T, S)
+    beside = averages(layer, x, real)
+    beside = beside if gates is None else beside * gates
+    summed = beside.transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
+    return formula(layer, x, y, visible, gates) + summed
+
+
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [
+        ({}, {}),
+        ({"num_key_heads": 2, "bias": False}, {"mask": hk.Mask(query_mask=~ROWS)}),
+        ({"value_dim": 3}, {"mask": hk.Mask(query_lengths=[5, 2])}),
+    ],
+)
+def test_merged_attention(options: dict[str, Any], hidden: dict[str, Any]) -> None:
+    """Output and the gradients of input and weights."""
+    layer, (x, y) = merged(**options), rows_and_memory()
+    mask = hidden.get("mask", hk.Mask())
+    out = layer(x, y, key_padding_mask=PADDED, **hidden)[0]
+    wanted = merged_formula(layer, x, y, mask.to_dense(B, 1, T, 1).expand(B, 1, T, 1)[:, 0, :, 0])
+    assert_alike(out, wanted)
+    leaves = [x, *layer.parameters()]
+    assert_alike(gradients(out, *leaves), gradients(wanted, *leaves))
+
+
+@pytest.mark.parametrize("output_gate", [None, "head", "element"])
+def test_gates_multiply_both_parts(output_gate: str | None) -> None:
+    layer, (x, y) = merged(output_gate=output_gate), rows_and_memory()
+    if output_gate is None:
+        layer.head_gate = Gates([0.5, 0.0, 2.0, -1.0])
+        gates = layer.head_gate.gates.double()[None, :, None, None]
+    else:
+        assert layer.gate_proj is not None
+        gates = layer.gate_proj(x).unflatten(2, (H, -1)).transpose(1, 2).sigmoid()
+    out = layer(x, y, key_padding_mask=PADDED)[0]
+    assert_alike(out, merged_formula(layer, x, y, gates=gates))
+
+
+def test_the_average_of_bfloat16_is_summed_in_float32() -> None:
+    """The mean of 4,096 equal rows; sums in bfloat16 would stop growing at 256."""
+    layer = hk.nn.MergedAttention(8, 1, bias=False, dtype=torch.bfloat16)
+    for part in (layer.v_proj, layer.out_proj):
+        nn.init.eye_(part.weight)
+    x = torch.ones(1, 4096, 8, dtype=torch.bfloat16)
+    out = layer(x, torch.zeros(1, 1, 8, dtype=torch.bfloat16))[0]
+    assert torch.equal(out, x)
+
+
+def test_what_merged_attention_refuses() -> None:
+    layer, (x, y) = merged(), rows_and_memory()
+    ids = torch.arange(T) // 2, torch.arange(S) // 3
+    assert_refused(
+        *((lambda source=source: layer(x, source), "^key is None or query; pass the out") for source in (None, x)),
+        (lambda: layer(x, y, mask=hk.Mask(document_ids=ids)), "^mask has document_ids"),
+        (lambda: hk.nn.MergedAttention(E, H, vdim=12), "^vdim is 12, but embed_dim is 24"),
+        (lambda: hk.convert.collaborate(nn.Sequential(layer), 12), TypeError, "what its class adds would be lost"),
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heads_kernels as hk
+from tests.support.refusals import assert_refused
 
 
 @given(H=st.integers(1, 20), extra=st.integers(0, 40))
@@ -61,24 +61,21 @@ def test_variance_falls_with_depth(kdim: int | None) -> None:
                     assert matrix.abs().max() <= math.sqrt(3 * variance) * (1 + 1e-6)
 
 
-BAD: list[tuple[Callable[[], object], str]] = [
-    (lambda: hk.nn.mixing_init_(torch.zeros(4, 3)), "4 heads share 3 features; use Ds of 4"),
-    (lambda: hk.nn.mixing_init_(torch.zeros(4, 8), "uniform"), "kind is 'uniform'"),
-    (lambda: hk.nn.mixing_init_(torch.zeros(4), "ones"), r"tensor has shape \[4\]"),
-    (lambda: hk.nn.mixing_init_(torch.zeros(4, 8).long()), "tensor has dtype torch.int64"),
-    (lambda: hk.nn.mixing_init_([[1.0]]), "tensor is a list"),  # type: ignore[arg-type]
-    (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 0), "layer is 0; pass an int of at least 1"),
-    (lambda: hk.nn.ds_init_(nn.Linear(2, 2), 1.0), "layer is a float"),  # type: ignore[arg-type]
-    *(
-        (lambda alpha=alpha: hk.nn.ds_init_(nn.Linear(2, 2), 1, alpha), f"alpha is {alpha!r}")
-        for alpha in (math.nan, -1.0, "1")
-    ),
-    (lambda: hk.nn.ds_init_(nn.LayerNorm(2), 1), r"module is a LayerNorm without nn\.Linear"),
-    (lambda: hk.nn.ds_init_(torch.zeros(2), 1), "module is a Tensor"),  # type: ignore[type-var]
-]
-
-
 def test_bad_arguments() -> None:
-    for call, match in BAD:
-        with pytest.raises((TypeError, ValueError), match=match):
-            call()
+    assert_refused(
+        ((torch.zeros(4, 3),), "kind is 'concatenate', but 4 heads share 3 features; use Ds of 4"),
+        ((torch.zeros(4, 8), "uniform"), "kind is 'uniform'"),
+        ((torch.zeros(4), "ones"), r"tensor has shape \[4\]"),
+        ((torch.zeros(4, 8).long(),), "tensor has dtype torch.int64"),
+        (([[1.0]],), "tensor is a list"),
+        of=hk.nn.mixing_init_,
+    )
+    linear = nn.Linear(2, 2)
+    assert_refused(
+        ((linear, 0), "layer is 0; pass an int of at least 1"),
+        ((linear, 1.0), "layer is a float"),
+        *(((linear, 1, alpha), f"alpha is {alpha!r}") for alpha in (math.nan, -1.0, "1")),
+        ((nn.LayerNorm(2), 1), r"module is a LayerNorm without nn\.Linear"),
+        ((torch.zeros(2), 1), "module is a Tensor"),
+        of=hk.nn.ds_init_,
+    )

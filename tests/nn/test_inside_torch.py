@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
 from heads_kernels.nn.attention import split_projections
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import CAUSAL, PADDED, B, E, H, S, T, layer_of, spread
+from tests.support.nn_layers import CAUSAL, PADDED, B, E, H, S, T, backward, layer_of, spread
+from tests.support.refusals import assert_refused
 
 LAYER: dict[str, Any] = {"d_model": E, "nhead": H, "dim_feedforward": 16, "dropout": 0.0}
 DECODER_PADDED = PADDED[:, :T] & False
@@ -58,14 +60,9 @@ NAMES = list(models())
 
 def results(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Outputs and gradients, those of packed projections part by part under the names of separate ones."""
-    model.zero_grad(set_to_none=True)
-    out = model(**arguments)
-    weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype).view(out.shape)
-    (out * weights).sum().backward()
-    found = {"output": out.detach()}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        found[name] = parameter.grad
+    found = backward(model, model(**arguments))
+    assert found.keys() >= {name for name, _ in model.named_parameters()}
+    for name in list(found):
         split_projections(found, name.rpartition(".")[0] + "." if "." in name else "")
     return found
 
@@ -89,14 +86,14 @@ def test_outputs_and_gradients_stay(name: str, training: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_heads_and_conversion_take_it_then(name: str) -> None:
     model, arguments = models()[name]
-    for call in (
-        lambda: hk.heads.attention_layers(model),
-        lambda: hk.heads.gate(model, hk.nn.HardConcrete),
-        lambda: hk.heads.prune(model, {0: [1]}),
-        lambda: collaborate(model, 8),
-    ):
-        with pytest.raises(ValueError, match=r"call hk\.nn\.replace_attention_\(model\) first"):
-            call()
+    words = r"call hk\.nn\.replace_attention_\(model\) first"
+    assert_refused(
+        (lambda: hk.heads.attention_layers(model), words),
+        (lambda: hk.heads.gate(model, hk.nn.HardConcrete), words),
+        (lambda: hk.heads.prune(model, {0: [1]}), words),
+        (lambda: collaborate(model, 8), words),
+        unchanged=[model],
+    )
     before = model(**arguments)
     hk.nn.replace_attention_(model)
     hk.heads.gate(model, hk.nn.HardConcrete)
@@ -188,27 +185,24 @@ def tied() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "match"),
-    [
-        (second(add_bias_kv=True), "module '1' has add_bias_kv"),
-        (second(add_zero_attn=True), "module '1' has add_zero_attn"),
-        (nn.Sequential(Own(E, H)), "module '0' is a Own with an overridden forward"),
-        (tied(), "module '1' shares its out_proj.weight with another module"),
-        (
-            second(lambda part: part.register_forward_hook(print)),
-            r"module '1' has forward hooks, .*handle\.remove",
-        ),
-        (
-            second(lambda part: nn.utils.parametrizations.weight_norm(part, "in_proj_weight")),
-            "module '1' has parametrised weights",
-        ),
-        (nn.ModuleDict({"base_layer": nn.MultiheadAttention(E, H)}), "has an adapter; merge it"),
-        (nn.MultiheadAttention(E, H), r"from_torch\(model\)"),
-        (nn.Linear(2, 2), r"without torch\.nn\.MultiheadAttention"),
-        ([], "model is a list"),
-    ],
-)
-def test_what_can_not_be_replaced(model: Any, match: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=match):
-        hk.nn.replace_attention_(model)
+def test_what_can_not_be_replaced() -> None:
+    attention = nn.MultiheadAttention(E, H)
+    assert_refused(
+        ((second(add_bias_kv=True),), "module '1' has add_bias_kv"),
+        ((second(add_zero_attn=True),), "module '1' has add_zero_attn"),
+        ((nn.Sequential(Own(E, H)),), "module '0' is a Own with an overridden forward"),
+        ((tied(),), "module '1' shares its out_proj.weight with another module"),
+        ((second(lambda part: part.register_forward_hook(print)),), r"module '1' has forward hooks, .*handle\.remove"),
+        ((second(lambda part: weight_norm(part, "in_proj_weight")),), "module '1' has parametrised weights"),
+        ((nn.ModuleDict({"base_layer": attention}),), ".*has an adapter; merge it"),
+        ((attention,), r".*from_torch\(model\)"),
+        ((nn.Linear(2, 2),), r".*without torch\.nn\.MultiheadAttention"),
+        (([],), "model is a list"),
+        of=hk.nn.replace_attention_,
+    )
+    assert_refused(
+        ((nn.Linear(2, 2),), "attention is a Linear; pass a torch.nn.MultiheadAttention"),
+        ((nn.MultiheadAttention(E, H, add_zero_attn=True),), "attention has add_zero_attn"),
+        ((nn.MultiheadAttention(E, H, add_bias_kv=True),), ".*bias_k is in the state"),
+        of=hk.nn.GatedMultiheadAttention.from_torch,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,18 +15,8 @@ from torch.export import Dim
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import (
-    PADDED,
-    B,
-    E,
-    Gates,
-    H,
-    S,
-    T,
-    assert_as_accurate_as,
-    gradients,
-    spread,
-)
+from tests.support.nn_layers import PADDED, B, E, Gates, H, S, T, assert_as_accurate_as, gradients, spread
+from tests.support.refusals import assert_refused
 
 Module = Any  # one of hk.nn, with float64 weights unless asked otherwise
 
@@ -182,8 +173,9 @@ def test_layouts_of_the_batch(name: str) -> None:
     sources = rows if name == "merged" else rows[:1]
     options = {} if name == "merged" else {"is_causal": True}
     assert_alike(layer(*sources, **options)[0].transpose(0, 1), out)
-    with pytest.raises(ValueError, match=r"^query has shape \[2, 3, 7, 24\]; pass \[T, B, 24\]"):
-        layer(x.new_zeros(2, 3, 7, 24), MEMORY)
+    assert_refused(
+        ((x.new_zeros(2, 3, 7, 24), MEMORY), r"query has shape \[2, 3, 7, 24\]; pass \[T, B, 24\]"), of=layer
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "merged"])  # whose averages would mix
@@ -360,7 +352,7 @@ def test_autocast(name: str) -> None:
 
 
 # ---------------------------------------------------------------------- bad arguments
-OF_BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
+OF_BOTH: list[tuple[Any, ...]] = [
     ({"embed_dim": 0}, ValueError, "embed_dim is 0"),
     ({"num_heads": 0}, ValueError, "num_heads is 0"),
     ({"num_heads": 5}, ValueError, "embed_dim is 24, but num_heads is 5"),
@@ -386,33 +378,25 @@ OF_COLLABORATIVE = [
     ({"content_bias": 1}, TypeError, "content_bias is a int"),
     ({"ragged": "yes"}, TypeError, "ragged is a str"),
 ]
-SIZES: dict[Any, dict[str, Any]] = {
-    hk.nn.GatedMultiheadAttention: {"embed_dim": E, "num_heads": H},
-    hk.nn.CollaborativeMultiheadAttention: {"embed_dim": E, "num_heads": H, "shared_dim": 10},
-}
 
 
-@pytest.mark.parametrize(
-    ("module", "refusals"),
-    list(zip(SIZES, (OF_BOTH + OF_GATED, OF_BOTH + OF_COLLABORATIVE), strict=True)),
-)
-def test_bad_layers(module: Any, refusals: Any) -> None:
-    for options, error, words in refusals:
-        with pytest.raises(error, match=f"^{words}"):
-            module(**{**SIZES[module], **options})
+def test_bad_layers() -> None:
+    gated, shared = hk.nn.GatedMultiheadAttention, hk.nn.CollaborativeMultiheadAttention
+    assert_refused(*OF_BOTH, *OF_GATED, of=partial(gated, embed_dim=E, num_heads=H))
+    assert_refused(*OF_BOTH, *OF_COLLABORATIVE, of=partial(shared, embed_dim=E, num_heads=H, shared_dim=10))
 
 
 NESTED = torch.nested.nested_tensor(list(torch.zeros(2, 5, 24)), layout=torch.jagged)
 X, Y = torch.zeros(B, T, E), torch.zeros(B, S, E)
 CAUSAL = torch.ones(S, S, dtype=torch.bool)
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"key": None, "value": Y}, ValueError, "value is given without key"),
     ({"query": [1]}, TypeError, "query is a list"),
     ({"query": X[0]}, ValueError, r"query has shape \[5, 24\]; pass \[B, T, 24\], with batch_f"),
     ({"query": NESTED}, ValueError, "query is nested"),
     ({"key": Y[..., :8]}, ValueError, r"key has shape \[2, 7, 8\]; pass \[B, S, 24\]"),
     ({"key": Y[:1]}, ValueError, r"key has batch \[1\], but query has batch \[2\]"),
     ({"value": Y[:, :3]}, ValueError, r"value has shape \[2, 3, 24\], but key has \[2, 7, 24\]"),
-    ({"key": None, "value": Y}, ValueError, "value is given without key"),
     ({"need_weights": True}, ValueError, "need_weights is True"),
     ({"key_padding_mask": hk.Mask()}, TypeError, "key_padding_mask is a Mask; .* mask="),
     ({"key_padding_mask": PADDED[0]}, ValueError, r"key_padding_mask has shape \[7\]"),
@@ -427,9 +411,5 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @each_module
 def test_bad_calls(name: str) -> None:
-    layer = MODULES[name]()
-    for arguments, error, words in BAD_CALLS:
-        if name == "merged" and arguments.get("key", Y) is None:
-            continue  # it needs one
-        with pytest.raises(error, match=f"^{words}"):
-            layer(**{"query": X, "key": Y, **arguments})
+    refused = BAD_CALLS[1:] if name == "merged" else BAD_CALLS  # it needs a key
+    assert_refused(*refused, of=partial(MODULES[name](), query=X, key=Y))

@@ -29,6 +29,12 @@ def torch_attention(**options: Any) -> nn.MultiheadAttention:
     return spread(nn.MultiheadAttention(E, H, batch_first=True, **options))
 
 
+def torch_encoder(layers: int = 2, width: int = E) -> nn.TransformerEncoder:
+    """In evaluation mode, which runs its layers one by one."""
+    layer = nn.TransformerEncoderLayer(width, H, 16, batch_first=True)
+    return spread(nn.TransformerEncoder(layer, layers, enable_nested_tensor=False))
+
+
 def layer_of(**options: Any) -> hk.nn.GatedMultiheadAttention:
     sizes = {"embed_dim": E, "num_heads": H, "dtype": torch.float64}
     return spread(hk.nn.GatedMultiheadAttention(**{**sizes, **options}))
@@ -43,6 +49,14 @@ def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     """Under a loss that weighs each number of `out` differently."""
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     return torch.autograd.grad((out * weight).sum(), leaves)
+
+
+def backward(model: nn.Module, out: Tensor) -> dict[str, Tensor]:
+    """What a model gave, and the gradient of every parameter that has one, under a loss as that of `gradients`."""
+    model.zero_grad(set_to_none=True)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    (out * weight).sum().backward()
+    return {"outputs": out.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
 
 def assert_as_accurate_as(out: Tensor, plain: Tensor, exact: Tensor) -> None:

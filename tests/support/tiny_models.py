@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import heads_kernels as hk
 from heads_kernels.integrations.transformers.unpadding import UNPADDED
 from tests.support.alike import assert_alike
+from tests.support.nn_layers import backward
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "transformers.md"
 transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
@@ -400,12 +401,7 @@ def outputs(model: Any, **changes: Any) -> Tensor:
 
 def with_gradients(model: Any, **changes: Any) -> dict[str, Tensor]:
     """`outputs`, and the gradient of every parameter under a loss that weighs each of them differently."""
-    model.zero_grad(set_to_none=True)
-    values = outputs(model, **changes)
-    weights = torch.linspace(-1.0, 1.0, values.numel(), dtype=values.dtype).view(values.shape)
-    (values * weights).sum().backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"outputs": values.detach(), **gradients}
+    return backward(model, outputs(model, **changes))
 
 
 def assert_same_states(loaded: nn.Module, saved: nn.Module, ignoring: str = "nothing") -> None:

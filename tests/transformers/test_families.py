@@ -25,6 +25,7 @@ from heads_kernels.integrations.transformers import from_pretrained, release, us
 from tests.convert.converted_models import CONVERTIBLE, ROTARY, TURNED, convert
 from tests.support.alike import assert_alike
 from tests.support.model_state import structure
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import (
     ATTENTION_ALONE,
     DOCUMENT,
@@ -292,16 +293,13 @@ def test_closed_and_pruned_heads(family: Family) -> None:
 
     if family.name not in ITSELF:  # whose attention transformers does not set
         model.set_attn_implementation("eager")
-        with pytest.raises(ValueError, match=r"'eager' in a .* its gates"):
-            family.outputs(model)
+        assert_refused((lambda: family.outputs(model), r"'eager' in a .* its gates"))
         use(model)
-    with pytest.raises(ValueError, match="model has gates on the heads of"):
-        release(model)
+    assert_refused((lambda: release(model), "model has gates on the heads of"))
 
     if not family.has_heads:
-        refusal = r"layer 0 \('.*'\) is a \w+, wh(ich|ose) .*; close heads instead"
-        with pytest.raises(ValueError, match=refusal):
-            hk.heads.prune(model, closed)
+        words = r"layer 0 \('.*'\) is a \w+, wh(ich|ose) .*; close heads instead"
+        assert_refused((lambda: hk.heads.prune(model, closed), words))
         return
     assert hk.heads.prune(model, hk.heads.closed(model)) == closed
     pruned = family.with_gradients(model)
@@ -313,9 +311,8 @@ def test_closed_and_pruned_heads(family: Family) -> None:
         assert layer.num_heads == int(gates[layer.name].sum())
         assert model.get_submodule(layer.name) is layer.module
     if family.name in BIASED:
-        refusal = r"fewer heads in .* than the position bias|'eager' in a .* with \d of \d heads"
-        with pytest.raises(ValueError, match=refusal):
-            family.outputs(release(model))
+        words = r"fewer heads in .* than the position bias|'eager' in a .* with \d of \d heads"
+        assert_refused((lambda: family.outputs(release(model)), words))
         return
     assert_alike(family.outputs(release(model)), expected["outputs"])
 
@@ -369,8 +366,8 @@ def test_saved_and_loaded(family: Family, tmp_path: Path) -> None:
 def test_unpadded(family: Family) -> None:
     """Layers on real tokens alone; where none can, a warning says why, or `use` refuses."""
     if family.name in NO_PADDING:
-        with pytest.raises(ValueError, match="none of whose layers takes a mask of padded tokens"):
-            use(family.copy(), unpad=True)
+        words = "none of whose layers takes a mask of padded tokens"
+        assert_refused((lambda: use(family.copy(), unpad=True), words))
         return
     model = use(family.copy(), unpad=True)
     with warnings.catch_warnings(record=True) as said:
@@ -385,9 +382,8 @@ def test_converted(family: Family, tmp_path: Path) -> None:
     if family.name not in (*CONVERTIBLE, *ROTARY):
         if family.name in TURNED:
             _, layers = with_heads(family)
-            refusal = r"layer 0 \(.*\) has (norms .* and )?rotary positions"
-            with pytest.raises(ValueError, match=refusal):
-                read_heads(layers[0])
+            words = r"layer 0 \(.*\) has (norms .* and )?rotary positions"
+            assert_refused((lambda: read_heads(layers[0]), words))
         return
     masks, expected = masks_of(family)
     found = with_masks(family, convert(use(family.copy()), method="dense"), masks, **masks)

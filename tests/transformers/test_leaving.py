@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from heads_kernels.integrations.transformers import use
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.ops.statistics import AttentionStatistics
 from tests.support.alike import assert_alike
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import batch, build, outputs, small, with_gradients
 
 #: One of each kind: plain, made by name, grouped, encoder-decoders without and with a bias, a gated output, a layer
@@ -29,18 +31,10 @@ def made(name: str) -> Any:
     return use(small(name) if name == "whisper" else build(name))
 
 
-def by_config(model: Any) -> None:
-    model.config._attn_implementation = "eager"
-
-
-def by_another_model(model: Any) -> None:
-    type(model)._from_config(model.config, attn_implementation="eager")
-
-
-WAYS: dict[str, Callable[[Any], None]] = {
+WAYS: dict[str, Callable[[Any], object]] = {
     "set_attn_implementation": lambda model: model.set_attn_implementation("eager"),
-    "config": by_config,
-    "from_config": by_another_model,
+    "config": lambda model: setattr(model.config, "_attn_implementation", "eager"),
+    "another model": lambda model: type(model)._from_config(model.config, attn_implementation="eager"),
 }
 
 
@@ -124,8 +118,8 @@ def test_a_mask_of_pairs_makes_mpt_run_its_own_attention() -> None:
     pairs = torch.zeros(len(ids), 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9)
     assert_alike(model(ids, attention_mask=pairs).logits, model(ids).logits)
     hk.heads.close(model, {0: [1]})
-    with pytest.raises(ValueError, match=r"attention_mask makes stock MptAttention run, .* gates"):
-        model(ids, attention_mask=pairs)
+    words = r"attention_mask makes stock MptAttention run, .* gates"
+    assert_refused((lambda: model(ids, attention_mask=pairs), words))
 
 
 def test_a_setting_that_makes_bloom_run_its_own_attention() -> None:
@@ -148,13 +142,13 @@ def test_sub_configs() -> None:
     hk.heads.close(model, {"text_model.encoder.layer.0.attention.self": [0]})
     model.set_attn_implementation({"vision_config": "eager"})
     assert model(**arguments)
-    with pytest.raises(ValueError, match=r"ViTModel, whose layers run the .* function 'eager'"):
-        model.vision_model(**images, head_mask=torch.ones(4))
     model.set_attn_implementation({"text_config": "eager"})
-    with pytest.raises(ValueError, match="'eager' in a BertSelfAttention, which ignores its gates"):
-        model(**arguments)
-    with pytest.raises(ValueError, match=r"'eager' in a BertSelf.*its gates, .*; call .*use\(mod"):
-        model.text_model.encoder.layer[0](torch.randn(1, 3, 32))
+    vision, layer = model.vision_model, model.text_model.encoder.layer[0]
+    assert_refused(
+        (lambda: vision(**images, head_mask=torch.ones(4)), "ViTModel, whose layers run the .* function 'eager'"),
+        (lambda: model(**arguments), "'eager' in a BertSelfAttention, which ignores its gates"),
+        (lambda: layer(torch.randn(1, 3, 32)), r"'eager' in a BertSelf.*its gates, .*; call .*use\(mod"),
+    )
     assert_alike(outputs(use(model).text_model), outputs(model.text_model))
 
 
@@ -171,35 +165,31 @@ def test_timestamps_of_whisper() -> None:
     model = use(whisper())
     features = batch(model)["input_features"]
     hk.heads.close(model, {0: [0]})
-    with pytest.raises(ValueError, match="'eager' in a WhisperAttention, which ignores its gates"):
-        model.generate(features, return_token_timestamps=True, return_timestamps=True, max_new_tokens=3)
+    options = {"return_token_timestamps": True, "return_timestamps": True, "max_new_tokens": 3}
+    words = "'eager' in a WhisperAttention, which ignores its gates"
+    assert_refused((lambda: model.generate(features, **options), words))
 
 
 def test_alignment_heads_are_renumbered() -> None:
     model = use(whisper())
     cross = [f"model.decoder.layers.{layer}.encoder_attn" for layer in range(2)]
-    with pytest.raises(ValueError, match=r"heads has head 3 of .*layers\.1\.enc.*alignment_heads"):
-        hk.heads.prune(model, {cross[0]: [0], cross[1]: [3]})
-    assert model.model.decoder.layers[0].encoder_attn.num_heads == 4
+    prune = partial(hk.heads.prune, model, {cross[0]: [0], cross[1]: [3]})
+    assert_refused((prune, r"heads has head 3 of .*layers\.1\.enc.*alignment_heads"), unchanged=[model])
     hk.heads.prune(model, {cross[0]: [0, 2], cross[1]: [1]})
     assert model.generation_config.alignment_heads == [[0, 0], [1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("sinks", "attn_implementation='sdpa' or 'eager'"),
-        ("indices", "attn_implementation='sdpa' or 'eager'"),
-        ("cache", "call generate, which keeps gates and head masks"),
-        ("temperature", "and is not"),
-    ],
-)
-def test_arguments_that_no_operator_has(name: str, instead: str) -> None:
+def test_arguments_that_no_operator_has() -> None:
     """A paged cache is that of `generate_batch`, which has no other function that keeps gates.
 
     `temperature` stands for code that is newer than the package.
     """
     module = build("bert").encoder.layer[0].attention.self
-    query = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=f"{name} is given to .* BertSelfAttention .*{instead}"):
-        attention_forward(module, query, query, query, None, **{name: object()})
+    query, given = torch.randn(1, 2, 3, 4), "is given to .* BertSelfAttention"
+    assert_refused(
+        ({"sinks": 1}, f"sinks {given} .*attn_implementation='sdpa' or 'eager'"),
+        ({"indices": 1}, f"indices {given} .*attn_implementation='sdpa' or 'eager'"),
+        ({"cache": 1}, f"cache {given} .*call generate, which keeps gates and head masks"),
+        ({"temperature": 1}, f"temperature {given} .*and is not"),
+        of=partial(attention_forward, module, query, query, query, None),
+    )

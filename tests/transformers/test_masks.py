@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +17,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils as stock
 
 import heads_kernels as hk
-from heads_kernels.integrations.transformers.masks import (
-    PreparedMask,
-    computes_with_masks,
-    prepare_mask,
-)
+from heads_kernels.integrations.transformers.attention import attention_forward
+from heads_kernels.integrations.transformers.masks import PreparedMask, computes_with_masks, prepare_mask
+from tests.support.alike import assert_alike
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import build, outputs
 
 B = 3
@@ -67,10 +67,7 @@ PATTERNS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: stock.chunked_causal_mask_function(WINDOW, torch.tensor([0, 0, 2])),
         {"local_size": WINDOW, "config": CHUNKS},
     ),
-    "bidirectional": (
-        lambda: stock.bidirectional_mask_function,
-        {"allow_is_bidirectional_skip": True},
-    ),
+    "bidirectional": (lambda: stock.bidirectional_mask_function, {"allow_is_bidirectional_skip": True}),
     "both sides": (
         lambda: stock.sliding_window_bidirectional_mask_function(WINDOW),
         {"local_size": WINDOW, "allow_is_bidirectional_skip": True},
@@ -127,14 +124,6 @@ def with_blocks(blocks: Tensor, documents: Tensor) -> Any:
     return stock.and_masks(function, lambda b, h, i, j: documents[b, i] == documents[b, j])
 
 
-def test_blocks_of_packed_sequences_see_one_another() -> None:
-    """Keys after a row are visible within a block: no `hk.Mask` says so."""
-    function = with_blocks(TURNS, DOCUMENTS)
-    found, dense = both(batch_size=2, q_length=8, kv_length=8, mask_function=function)
-    assert isinstance(found.mask, Tensor)
-    assert_same(found, dense)
-
-
 @pytest.mark.check
 def test_blocks_in_compiled_code_are_refused() -> None:
     """There nothing says that the function has blocks but its values."""
@@ -156,26 +145,28 @@ def prefix(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
 
 
 BLOCKS = torch.tensor([[0, 0, 0, -1, 1, 1]] * B)
-CUSTOM = {
-    "or": lambda: stock.or_masks(stock.causal_mask_function, prefix),
-    "and": lambda: stock.and_masks(stock.causal_mask_function, prefix),
-    "block": lambda: stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(BLOCKS)),
+CALLER = {"batch_size": B, "q_length": 6, "kv_length": 6, "attention_mask": padding(6), "use_vmap": True}
+#: Mask functions and calls for which no `hk.Mask` is made: functions of the caller, blocks that see themselves,
+#: and decoding in a static cache, whose offset is a tensor: the mask is a key mask by its shape.
+DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "or": (lambda: stock.or_masks(stock.causal_mask_function, prefix), CALLER),
+    "and": (lambda: stock.and_masks(stock.causal_mask_function, prefix), CALLER),
+    "block": (
+        lambda: stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(BLOCKS)),
+        CALLER | {"use_vmap": False},
+    ),
+    "packed": (lambda: with_blocks(TURNS, DOCUMENTS), {"batch_size": 2, "q_length": 8, "kv_length": 8}),
+    "static cache": (
+        lambda: stock.causal_mask_function,
+        {"batch_size": B, "q_length": 1, "kv_length": 12, "q_offset": torch.tensor(6), "attention_mask": padding(7)},
+    ),
 }
 
 
-@pytest.mark.parametrize("custom", CUSTOM)
-def test_functions_of_the_caller_stay_dense(custom: str) -> None:
-    sizes = {"batch_size": B, "q_length": 6, "kv_length": 6, "use_vmap": custom != "block"}
-    found, dense = both(mask_function=CUSTOM[custom](), attention_mask=padding(6), **sizes)
-    assert isinstance(found.mask, Tensor)
-    assert_same(found, dense)
-
-
-def test_offset_of_a_static_cache_is_data() -> None:
-    """Decoding in a static cache: the offset is a tensor, and the mask a key mask by its shape."""
-    sizes = {"batch_size": B, "q_length": 1, "kv_length": 12, "q_offset": torch.tensor(6)}
-    found, dense = both(mask_function=stock.causal_mask_function, attention_mask=padding(7), **sizes)
-    assert found.shape == (B, 1, 1, 12)
+@pytest.mark.parametrize("name", DENSE)
+def test_what_stays_dense(name: str) -> None:
+    function, call = DENSE[name]
+    found, dense = both(mask_function=function(), **call)
     assert isinstance(found.mask, Tensor)
     assert_same(found, dense)
 
@@ -189,6 +180,16 @@ def test_nobody_looks_at_values(pattern: str) -> None:
         query = torch.randn(B, 2, 9, 8)
         assert isinstance(mask, PreparedMask)
         assert hk.gated_attention(query, query, query, attn_mask=mask.mask).shape == query.shape
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows_of_a_layer_that_is_called_without_a_mask(causal: bool) -> None:
+    """As in flash attention: a row sees so many keys up to its own, and without `is_causal` as many from there."""
+    module, query = build("bert").encoder.layer[0].attention.self, torch.randn(B, 2, 9, 8)
+    out, _ = attention_forward(module, query, query, query, None, is_causal=causal, sliding_window=WINDOW)
+    offsets = torch.arange(9) - torch.arange(9)[:, None]
+    visible = (offsets.abs() < WINDOW) & ((offsets <= 0) | (not causal))
+    assert_alike(out.transpose(1, 2), hk.gated_attention(query, query, query, attn_mask=visible))
 
 
 def test_layers_share_intervals() -> None:
@@ -222,31 +223,24 @@ def test_it_has_the_shape_of_a_tensor_and_can_be_handed_on() -> None:
     assert dense_of(mask.to("cpu", non_blocking=True)).equal(dense)
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [
-        lambda mask, scores: scores + mask,
-        lambda mask, scores: (mask * -1e4) + scores,
-        lambda mask, scores: 1.0 - mask,
-        lambda mask, scores: mask[:, :, :, :3],
-        lambda mask, scores: ~mask,
-        lambda mask, scores: mask > 0,
-        lambda mask, scores: bool(mask),
-        lambda mask, scores: mask.to(scores),
-        lambda mask, scores: mask.float(),
-        lambda mask, scores: mask.to_dense(),
-        lambda mask, scores: torch.where(mask, scores, -1e4),
-        lambda mask, scores: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, mask),
-    ],
-)  # fmt: skip
-def test_it_refuses_to_be_computed_with(compute: Any) -> None:
-    class Attention(nn.Module):
-        def forward(self, mask: Any) -> None:
-            compute(mask, torch.randn(B, 1, 5, 5))
-
+def test_it_refuses_to_be_computed_with() -> None:
+    mask, scores = prepared()[0], torch.randn(B, 1, 5, 5)
+    computations: tuple[Callable[[], object], ...] = (
+        lambda: scores + mask,
+        lambda: (mask * -1e4) + scores,
+        lambda: 1.0 - mask,
+        lambda: mask[:, :, :, :3],
+        lambda: ~mask,
+        lambda: mask > 0,
+        lambda: bool(mask),
+        lambda: mask.to(scores),
+        lambda: mask.float(),
+        lambda: mask.to_dense(),
+        lambda: torch.where(mask, scores, -1e4),
+        lambda: nn.functional.scaled_dot_product_attention(scores, scores, scores, mask),
+    )
     refusal = r"attention_mask of .* is computed with \(.*\); load the model with"
-    with pytest.raises(ValueError, match=refusal):
-        Attention()(prepared()[0])
+    assert_refused(*((each, ValueError, refusal) for each in computations))
 
 
 def test_it_survives_copies_and_pickles() -> None:

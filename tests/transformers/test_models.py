@@ -1,18 +1,30 @@
-"""How transformers models are run on the operators: forms, modes, dtypes, masks, compilation, a pretrained model."""
+"""How transformers models run on the operators: by name, forms, modes, dtypes, masks, compilation, pretrained."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import heads_kernels as hk
+from heads_kernels.after_import import after_import
+from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers import release, use
+from tests.convert.converted_models import convert
 from tests.support.alike import assert_alike
+from tests.support.commands import python
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import (
+    ALIBI,
+    MPT,
     PLAIN,
     SEQ2SEQ,
+    TINY,
     build,
     of_class,
     outputs,
@@ -72,15 +84,20 @@ def test_equals_stock(name: str) -> None:
     [
         ("llama", {"num_hidden_layers": 1}, {"attention_mask": None}),  # positions tell of packing
         ("afmoe", {}, {}),  # a gated output
+        ("converted llama", {"num_hidden_layers": 1}, {}),  # grouped, rotated heads
+        ("converted gpt2", {"n_layer": 1}, {}),  # fused projections
     ],
 )
 def test_compiles_whole(name: str, options: dict[str, Any], changes: dict[str, Any]) -> None:
-    """fullgraph: nothing in the attention or the masks breaks the graph."""
-    model = use(build(name, **options))
-    expected = outputs(model, use_cache=False, **changes)
+    """fullgraph: nothing in the attention or the masks breaks the graph, nor in their gradients."""
+    model = use(build(name.removeprefix("converted "), **options))
+    if name.startswith("converted"):
+        convert(model, 14)
+    expected = with_gradients(model, use_cache=False, **changes)
     torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert_alike(outputs(compiled, use_cache=False, **changes), expected)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = with_gradients(compiled, use_cache=False, **changes)
+    assert_alike({name.removeprefix("_orig_mod."): each for name, each in found.items()}, expected)
 
 
 NO_DROPOUT: dict[str, dict[str, float]] = {
@@ -144,3 +161,79 @@ def test_pretrained_model_on_padded_text() -> None:
     found = with_gradients(use(model), **arguments)
     assert_alike(found["outputs"], expected["outputs"])
     assert_alike(found, expected, dtype=torch.float32)
+
+
+BIG_BIRD = {"attention_type": "original_full"}
+#: Models that compute attention themselves, of which the first three are served after `use`, and the last in its
+#: encoder; arguments of their configs.
+ITSELF: dict[str, dict[str, Any]] = {
+    "MPNetModel": PLAIN,
+    "BloomModel": ALIBI,
+    "MptModel": MPT,
+    "XGLMModel": {"vocab_size": 40, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 24},
+    "RoFormerModel": PLAIN,
+    "LongformerModel": PLAIN | {"attention_window": 4},
+    "BigBirdModel": PLAIN | BIG_BIRD,
+    "BigBirdPegasusModel": SEQ2SEQ | BIG_BIRD,
+}  # fmt: skip
+IDS = torch.arange(3, 21).view(2, 9)
+REAL = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+
+
+@pytest.mark.parametrize("name", ITSELF)
+def test_models_that_compute_attention_themselves(name: str) -> None:
+    """Their first pass with a mask is refused, which their code would add to its scores."""
+    model = of_class(name, ITSELF[name], NAME)
+    decoder = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    words = r"attention_mask of .* is computed with \(\w+\)"
+    assert_refused((lambda: model(IDS, attention_mask=REAL, **decoder), words))
+
+
+def test_model_that_drops_masks_of_flex_attention() -> None:
+    model = of_class("DogeModel", TINY["llama"].arguments, NAME)
+    assert_refused((lambda: model(IDS), "attention_mask is given to DogeAttention, which makes"))
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "afmoe"])
+def test_equals_a_model_in_use(name: str) -> None:
+    made, set_ = build(name, NAME), build(name)
+    set_.set_attn_implementation(NAME)
+    expected = outputs(use(build(name)))
+    for model in (made, set_):
+        assert_alike(outputs(model), expected)
+        hk.heads.close(model, {0: [1]})
+        assert not torch.equal(outputs(model), expected)
+
+
+PARTS = ("modeling_layers", "masking_utils", "models.bert.modeling_bert")
+
+
+@pytest.mark.parametrize("first", ["", *(pytest.param(part, marks=pytest.mark.check) for part in PARTS)])
+def test_package_before_transformers(first: str) -> None:
+    """Parts import each other in an order that depends on which comes first."""
+    code = f"""
+import sys, heads_kernels
+assert "transformers" not in sys.modules
+import transformers{first and "." + first}
+from transformers import AutoModel, BertConfig
+config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+model = AutoModel.from_config(config, attn_implementation="heads_kernels")
+from heads_kernels.after_import import _WAITING
+assert "transformers.modeling_utils" not in _WAITING
+"""
+    python("-W", "error::RuntimeWarning", "-c", code)
+
+
+def test_after_import_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a module that can be imported and has not been."""
+
+    def register() -> None:
+        raise RuntimeError("too old")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "watched_module", raising=False)
+    (tmp_path / "watched_module.py").write_text("VALUE = 1\n")
+    after_import("watched_module", register)
+    with pytest.warns(RuntimeWarning, match=r"not registered with watched_module: .*too old"):
+        importlib.import_module("watched_module")
+    assert "watched_module" in sys.modules

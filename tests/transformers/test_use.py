@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,8 @@ import heads_kernels as hk
 from heads_kernels.integrations.transformers import from_pretrained, release, use
 from heads_kernels.integrations.transformers.replacement import Replacement
 from tests.support.alike import assert_alike
-from tests.support.model_state import state, structure
+from tests.support.model_state import structure
+from tests.support.refusals import assert_refused
 from tests.support.tiny_models import TINY, batch, build, of_class, outputs, small, unpooled
 
 
@@ -60,8 +60,7 @@ def test_parts_and_wholes_are_released(name: str, task: str) -> None:
     use(model)
     copied, part = copy.deepcopy(model), copy.deepcopy(model.base_model)
     assert_stock(release(model))
-    with pytest.raises(ValueError, match="is not in use"):
-        release(model.base_model)
+    assert_refused((lambda: release(model.base_model), "is not in use"))
     assert not torch.equal(outputs(copied), outputs(copied, head_mask=closed))
     assert_stock(release(copied))
     setattr(model, model.base_model_prefix, release(part))
@@ -76,20 +75,8 @@ def test_encoder_is_released_from_a_model_in_use() -> None:
     release(model.encoder)
     mask = torch.tensor([0.0, 1.0, 1.0, 1.0])
     assert model.encoder.config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match=r"is given to a BartModel, whose layers run .* 'eager'"):
-        outputs(model, head_mask=mask)
+    assert_refused((lambda: outputs(model, head_mask=mask), r"is given to a BartModel, whose layers run .* 'eager'"))
     assert not torch.equal(outputs(model), outputs(model, decoder_head_mask=mask))
-
-
-@pytest.mark.parametrize("name", ["afmoe", "mpnet", "t5"])
-def test_models_in_use_are_pickled(name: str) -> None:
-    """With forwards that are replaced."""
-    model = use(build(name))
-    loaded = pickle.loads(pickle.dumps(model))
-    assert_alike(outputs(loaded), outputs(model))
-    assert [type(module) for module in loaded.modules()] == [type(each) for each in model.modules()]
-    stock = [type(module) for module in build(name).modules()]
-    assert [type(module) for module in release(loaded).modules()] == stock
 
 
 @pytest.mark.parametrize("unpad", [False, True])
@@ -99,17 +86,16 @@ def test_replicas_compute_with_their_own_weights(name: str, unpad: bool, monkeyp
     model = use(unpooled(build(name)), unpad=unpad)
     expected = outputs(model)
     replicating = importlib.import_module("torch.nn.parallel.replicate")
-    monkeypatch.setattr(replicating, "_broadcast_coalesced_reshape", copies_of)
+    copies_of = "_broadcast_coalesced_reshape"
+    monkeypatch.setattr(
+        replicating, copies_of, lambda tensors, devices, detach=False: [[t.clone() for t in tensors] for _ in devices]
+    )
     replica = replicating.replicate(model, [0, 1])[1]
     for weight in model.parameters():
         weight.data.zero_()
     found = replica(**batch(model))[0]
     real = batch(model).get("decoder_attention_mask", batch(model)["attention_mask"]).bool()
     assert_alike(found[real], expected)
-
-
-def copies_of(tensors: Any, devices: list[int], detach: bool = False) -> list[list[Any]]:
-    return [[tensor.clone() for tensor in tensors] for _ in devices]
 
 
 def test_a_forward_that_was_wrapped_and_put_back_is_released() -> None:
@@ -130,27 +116,19 @@ def test_release_of_a_model_that_was_made_with_the_name() -> None:
     assert torch.equal(outputs(model), expected)
 
 
-def test_pruned_layers_that_changed_places_are_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "kept"), [([1, 0], [[0, 1, 2], [1, 2, 3]]), ([1], [[0, 1, 2]])])
+def test_pruned_layers_that_moved_or_left_are_saved(layers: list[int], kept: list[list[int]], tmp_path: Path) -> None:
     """As many heads of each layer are left, but not the same."""
     model = use(build("bert"))
     hk.heads.prune(model, {0: [0], 1: [3]})
     assert pickle.loads(pickle.dumps(model.config)).heads_kernels == model.config.heads_kernels
     model = copy.deepcopy(model)
-    model.encoder.layer = nn.ModuleList(reversed(model.encoder.layer))
+    model.encoder.layer = nn.ModuleList(model.encoder.layer[index] for index in layers)
+    model.config.num_hidden_layers = len(layers)
     model.save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path, type(model))
-    kept = [layer.module.kept_heads.tolist() for layer in hk.heads.attention_layers(loaded)]
-    assert kept == [[0, 1, 2], [1, 2, 3]]
+    assert [layer.module.kept_heads.tolist() for layer in hk.heads.attention_layers(loaded)] == kept
     assert_alike(outputs(loaded), outputs(model))
-
-
-def test_the_record_of_a_pruned_layer_leaves_with_it(tmp_path: Path) -> None:
-    model = use(build("bert"))
-    hk.heads.prune(model, {0: [0]})
-    del model.encoder.layer[0]
-    model.config.num_hidden_layers = len(model.encoder.layer)
-    model.save_pretrained(tmp_path)
-    assert_alike(outputs(from_pretrained(tmp_path, type(model))), outputs(model))
 
 
 def test_a_model_in_use_is_put_to_use_again() -> None:
@@ -198,25 +176,18 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(("make", "refusal"), REFUSED)
 def test_refused(make: Callable[[], Any], refusal: str) -> None:
     model = make()
-    before = state(model) if isinstance(model, nn.Module) else None
-    with pytest.raises((TypeError, ValueError), match=refusal):
-        use(model)
-    assert before is None or state(model) == before
+    assert_refused((partial(use, model), refusal), unchanged=[model])
 
 
 def test_arguments_that_are_refused() -> None:
-    model = build("bert")
-    with pytest.raises(ValueError, match=r"model \(BertModel\) is not in use; call use"):
-        release(model)
-    with pytest.raises(TypeError, match="unpad is a int"):
-        use(use(model), unpad=1)  # type: ignore[arg-type]
-
-
-def test_argument_of_attention_that_nothing_reads() -> None:
-    """It is refused in the first pass."""
-    model = use(small("inkling2_text"))
-    with pytest.raises(ValueError, match=r"sinks is given to .* Inkling2\w*Attention and is not"):
-        outputs(model)
+    """Those of a call in the first pass."""
+    model, in_use, reads_sinks = build("bert"), use(build("bert")), use(small("inkling2_text"))
+    assert_refused(
+        (lambda: release(model), r"model \(BertModel\) is not in use; call use"),
+        (lambda: use(in_use, unpad=1), TypeError, "unpad is a int"),
+        (lambda: outputs(reads_sinks), r"sinks is given to .* Inkling2\w*Attention and is not"),
+        unchanged=[model, in_use],
+    )
 
 
 def test_an_argument_that_a_repeated_forward_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,21 +198,14 @@ def test_an_argument_that_a_repeated_forward_does_not_know(monkeypatch: pytest.M
         new = inspect.Parameter("new", inspect.Parameter.KEYWORD_ONLY, default=None)
         *others, last = signature.parameters.values()
         forward = inspect.unwrap(stock.forward)
-        monkeypatch.setattr(
-            forward,
-            "__signature__",
-            signature.replace(parameters=[*others, new, last]),
-            raising=False,
-        )
+        monkeypatch.setattr(forward, "__signature__", signature.replace(parameters=[*others, new, last]), raising=False)
         monkeypatch.setattr(stock, "forward", forward)
 
     mpt, laguna = build("mpt", "eager"), build("laguna", "sdpa")
     expected = outputs(laguna)
     with_argument(modeling_mpt.MptAttention)
     with_argument(modeling_laguna.LagunaAttention)
-    with pytest.raises(ValueError, match=r"new is an argument of '.*', a MptAttention, and is not"):
-        use(mpt)
-    assert mpt.config._attn_implementation == "eager"
+    assert_refused((lambda: use(mpt), "new is an argument of '.*', a MptAttention, and is not"), unchanged=[mpt])
     use(laguna)
     assert not any(isinstance(each, Replacement) for each in laguna.modules())
     assert_alike(outputs(laguna), expected)
