@@ -25,10 +25,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "gate of heads": ({"attn_mask": MASK}, {"gate": (H,)}),
     "gate of elements": ({"gate_activation": "sigmoid", "is_causal": True}, {"gate": (B, H, T, D)}),
     "bias and cap": ({"softcap": 2.0, "attn_mask": MASK}, {"bias": (1, H, T, S)}),
-    "sinks": (
-        {"attn_mask": MASK, "gate_activation": "softplus"},
-        {"sinks": (H,), "gate": (B, H, T)},
-    ),
+    "sinks": ({"attn_mask": MASK, "gate_activation": "softplus"}, {"sinks": (H,), "gate": (B, H, T)}),
     "offsets": ({}, {"offset_table": (H, 5)}),
     "dropout": ({"dropout_p": 0.3}, {}),
 }
