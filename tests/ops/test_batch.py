@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import heads_kernels as hk
-from tests.ops.calls import DIFFERENTIABLE, EVERY, NAMES, OPERATORS, assert_same_bits, call, parsed
+from tests.ops.calls import ATTENTION, EVERY, NAMES, OPERATORS, assert_same_bits, call, parsed
 from tests.support.alike import assert_alike
 
 H, T, S, D = 4, 5, 7, 8
@@ -105,7 +105,7 @@ def test_on_every_backend(operator: str, backend: str) -> None:
 @pytest.mark.parametrize(
     "batch", [pytest.param((2,), id="one"), pytest.param((2, 3), id="two", marks=pytest.mark.check)]
 )
-@pytest.mark.parametrize(("operator", "backend"), [*DIFFERENTIABLE, *(("entmax_attention", name) for name in NAMES)])
+@pytest.mark.parametrize(("operator", "backend"), ATTENTION)
 def test_entries_of_an_expanded_operand_have_their_own_gradients(
     operator: str, backend: str, batch: tuple[int, ...]
 ) -> None:
