@@ -247,9 +247,7 @@ def test_one_compiled_graph_serves_every_length() -> None:
     torch.compiler.reset()
     graphs = CompileCounter()
     compiled = torch.compile(
-        lambda lengths: bound(Mask(key_lengths=lengths).intervals(2, 1, 2, 5)),
-        fullgraph=True,
-        backend=graphs,
+        lambda lengths: bound(Mask(key_lengths=lengths).intervals(2, 1, 2, 5)), fullgraph=True, backend=graphs
     )
     for lengths, k_hi in (((1, 2), [[1, 1], [2, 2]]), ((-1, 99), [[0, 0], [5, 5]])):
         assert compiled(longs(*lengths)).tolist() == k_hi

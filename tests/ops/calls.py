@@ -36,6 +36,9 @@ NAMES = [row.name for row in BACKENDS]
 #: Every (operator, backend) of them: their results have a gradient.
 DIFFERENTIABLE = [(operator, name) for operator in OPERATORS for name in NAMES]
 
+#: Those of entmax too.
+ATTENTION = [*DIFFERENTIABLE, *(("entmax_attention", name) for name in NAMES)]
+
 #: Those with a fused kernel. A graph holds the op whatever its backend is, so eager is compiled and exported with one
 #: operator only.
 FUSED = [row for row in DIFFERENTIABLE if row[1] != "eager"]

@@ -1,4 +1,5 @@
-"""Triton kernels compiled without a GPU: they fit into shared memory, use tensor cores and keep their bounds on spills.
+"""Triton kernels compiled without a GPU: they fit into shared memory, use tensor cores and keep their bounds on spills,
+and Triton's launcher passes them every argument.
 
 A part of `python -m benchmarks.static.ahead_of_time`, in processes where kernels are not interpreted. They compile in
 this process: other tests keep the other cores busy.
@@ -6,16 +7,27 @@ this process: other tests keep the other cores busy.
 
 from __future__ import annotations
 
+import importlib
+import os
+import pkgutil
+import shlex
+import shutil
+import subprocess
+import sysconfig
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
+import heads_kernels.ops
 from heads_kernels.backends import TRITON_INTERPRETED
+from tests.support.commands import ROOT, python
 
 triton = pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 if TRITON_INTERPRETED:
     pytest.skip("kernels are interpreted (TRITON_INTERPRET)", allow_module_level=True)
+
+from triton.runtime.jit import JITFunction  # noqa: E402 (needs triton)
 
 from benchmarks.static import ahead_of_time  # noqa: E402 (needs triton)
 from heads_kernels.ops.triton.backend import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
@@ -55,8 +67,7 @@ if PINNED:
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("target", "works", "dtype"),
-    [*COMPILED, *(pytest.param(*each, marks=pytest.mark.release) for each in RELEASED)],
+    ("target", "works", "dtype"), [*COMPILED, *(pytest.param(*each, marks=pytest.mark.release) for each in RELEASED)]
 )
 def test_kernels_compile_within_their_bounds(
     target: str, works: list[ahead_of_time.Work], dtype: str, kernel_cache: Path
@@ -138,3 +149,50 @@ def test_what_breaks_a_bound_is_told() -> None:
     assert broken(matrix=(), narrow_products=False) == ""
     assert "ptxas serializes 8 products" in broken(serialized=8)
     assert broken(error="PassManager::run failed").startswith("does not compile")
+
+
+# ---------------------------------------------------------------------- launches
+STUB = ROOT / "tests" / "support" / "stub_driver.c"
+
+#: Together they launch every kernel, with every kind of operand.
+WORKS = works(", D 64", features="causal") + works(", D 64", features="bias")
+WORKS += works(", D 64", features="lengths") + works("offsets, causal, Ds 256", "grouped heads, Ds 256")
+WORKS += works(": D 64", ": Ds 256") + works(": decoding, D 128", ": decoding, Ds 256")
+
+
+def compiler() -> str | None:
+    """As Triton finds the one that it builds its own part of the driver with."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def kernels() -> set[str]:
+    """Those that the package's launchers start: every other function in Triton's language is called by one."""
+    found: set[str] = set()
+    for module in pkgutil.walk_packages(heads_kernels.ops.__path__, "heads_kernels.ops."):
+        if "triton" in module.name:
+            for name, value in vars(importlib.import_module(module.name)).items():
+                if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                    found.add(f"{value.fn.__module__}.{name}")
+    if not HAS_ADDING_COPIES:  # without the backward kernel in Gluon, and what it alone needs
+        alone = (".gluon_backward.", ".visible._ranges_kernel")
+        found = {name for name in found if not any(each in name for each in alone)}
+    return found
+
+
+@pytest.mark.check
+def test_every_argument_arrives(tmp_path: Path, kernel_cache: Path) -> None:
+    """At the parameter of a kernel's PTX that it is meant for: what compiling does not see are nested tuples of
+    operands, arguments that are None or 1, and the sizes of a launch. The driver (STUB) records launches."""
+    if (cc := compiler()) is None:
+        pytest.skip("no C compiler: gcc or clang in PATH, or CC")
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        pytest.skip("no Python.h, which Triton builds its part of the driver with")
+    library = tmp_path / "libcuda.so.1"
+    options = shlex.split("-O1 -fPIC -shared -Wall -Wextra -Wl,-soname,libcuda.so.1")
+    subprocess.run([*shlex.split(cc), *options, "-o", str(library), str(STUB)], check=True)
+    (tmp_path / "libcuda.so").symlink_to(library)
+    # Another test may be compiling the same kernels, from the first work on: each finds what the other has done.
+    names = [work.name for work in reversed(dict.fromkeys(WORKS))]
+    folders = {"TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(kernel_cache)}
+    run = python("-m", "tests.support.launch_path", library, *names, **folders)
+    assert set(run.stdout.split()) == kernels()

@@ -1,4 +1,4 @@
-"""What the GPU backends say that they cannot serve; refusals of the other backends are in test_limits."""
+"""What the GPU backends say that they cannot serve; refusals of the other backends are in test_bad_input."""
 
 from __future__ import annotations
 
@@ -153,14 +153,6 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
     (reason,) = backends.triton(gated())
     assert "TRITON_INTERPRET=1" in reason
     assert backends.cuda(gated()) == ["tensors are on cpu; it serves CUDA tensors"]
-
-
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    words = backends._triton_missing()
-    assert words.startswith("Triton is not installed")
-    monkeypatch.setattr(backends, "_TRITON_MISSING", words)
-    assert backends.triton(gated())[0] == words
 
 
 def test_a_gpu_that_cuda_can_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,13 +317,18 @@ def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         assert backends.cuda(gated(**on_gpu(0))) == [backends._cuda_missing()]
 
 
-@pytest.mark.parametrize(("version", "words"), [("3.5.1", "Triton is 3.5.1"), ("3.6.0", ""), ("3.10.0+git1", "")])
-def test_the_oldest_triton(monkeypatch: pytest.MonkeyPatch, version: str, words: str) -> None:
-    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [("", "Triton is not installed"), ("3.5.1", "Triton is 3.5.1"), ("3.6.0", ""), ("3.10.0+git1", "")],
+)
+def test_no_triton_or_an_old_one(monkeypatch: pytest.MonkeyPatch, version: str, words: str) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda name: version or None)
     monkeypatch.setattr(backends.metadata, "version", lambda name: version)
     said = backends._triton_missing()
     assert said.startswith(words)
     assert bool(said) == bool(words)
+    monkeypatch.setattr(backends, "_TRITON_MISSING", said)
+    assert not said or backends.triton(gated())[0] == said
 
 
 def test_a_call_that_falls_to_the_formula_warns_once() -> None:

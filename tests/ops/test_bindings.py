@@ -205,10 +205,7 @@ CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
     ),
     cells: ("dense_mask", "dense_cells"),
 }  # fmt: skip
-RUNS = [
-    *PASSES,
-    *(pytest.param(run, marks=[pytest.mark.check, needs_emulator]) for run in CUDA_PASSES),
-]
+RUNS = [*PASSES, *(pytest.param(run, marks=[pytest.mark.check, needs_emulator]) for run in CUDA_PASSES)]
 PASSES |= CUDA_PASSES
 
 #: What may be absent.

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.ops.philox import draw_seed, keep_mask
-from heads_kernels.testing import (
-    CASES,
-    Case,
-    CollaborativeCase,
-    GatedCase,
-    compare,
-    reference,
-)
+from heads_kernels.testing import CASES, Case, CollaborativeCase, GatedCase, compare, reference
 from heads_kernels.testing.accuracy import Reference
 from heads_kernels.testing.masks import Sizes
 from tests.ops.calls import NAMES, QUICK, inputs_of, with_dlse

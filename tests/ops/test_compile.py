@@ -33,27 +33,24 @@ from tests.support.commands import python
 
 # ---------------------------------------------------------------------- compile and export
 def compare_compiled(run: Callable[..., Any], compiled: Callable[..., Any], values: list[Tensor]) -> None:
-    """Output and gradients of `compiled` are those of `run`."""
-    torch.manual_seed(3)
-    out = run(*values)
-    torch.manual_seed(3)
-    got = compiled(*values)
-    assert_alike(got, out)
-    assert got.stride() == out.stride()
-    dout = torch.randn_like(out)
+    """Results and gradients of `compiled` are those of `run`."""
+    found = []
+    for each in (run, compiled):
+        torch.manual_seed(3)
+        results = each(*values)
+        found.append(results if isinstance(results, tuple) else (results,))
+    assert_alike(found[1], found[0])
+    assert [got.stride() for got in found[1]] == [want.stride() for want in found[0]]
+    starts = [torch.randn_like(out) for out in found[0]]
     leaves = [value for value in values if value.requires_grad]
-    wanted = torch.autograd.grad(out, leaves, dout)
-    for a, b in zip(torch.autograd.grad(got, leaves, dout), wanted, strict=True):
-        assert_alike(a, b)
+    want, got = (torch.autograd.grad(results, leaves, starts) for results in found)
+    assert_alike(got, want)
 
 
 COMPILED: dict[str, tuple[str | None, dict[str, Any]]] = {
     "plain": (None, {}),
     "gate, causal": ("head", {"is_causal": True, "closed_grad": False}),
-    "sigmoid, window": (
-        "token",
-        {"gate_activation": "sigmoid", "attn_mask": hk.Mask(window=(3, 0))},
-    ),
+    "sigmoid, window": ("token", {"gate_activation": "sigmoid", "attn_mask": hk.Mask(window=(3, 0))}),
     "dropout": (None, {"dropout_p": 0.25, "attn_mask": hk.Mask(causal="lower_right")}),
     "bias": ("head", {"softcap": 2.0, "with": ("bias", "sinks")}),
     "offsets": (None, {"is_causal": True, "with": ("offset_table",)}),
@@ -67,6 +64,8 @@ def compiled_arguments(
     if gate is not None:
         shape = {"head": (H,), "token": (B, H, T)}[gate]
         arguments["gate"] = torch.randn(shape, requires_grad=True)
+    if operator == "entmax_attention":
+        arguments["alpha"] = torch.full((H,), 1.5, requires_grad=True)
     for name in terms:
         shape = {"bias": (1, H, T, S), "sinks": (H,), "offset_table": (H, 11)}[name]
         arguments[name] = torch.randn(shape, requires_grad=True)
@@ -88,10 +87,12 @@ DERIVATIVES: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", DERIVATIVES)
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_derivatives_of_compiled_code(operator: str, backend: str, kind: str) -> None:
-    """Tensors do not show there that they are differentiated: the op alone would give zeros."""
+def test_derivatives_of_functions(operator: str, backend: str, kind: str, is_compiled: bool) -> None:
+    """Fused kernels refuse them. Tensors of compiled code do not show that they are differentiated: the op alone would
+    give zeros."""
     arguments = tensors(operator, dtype=torch.float32)
     serve(operator, backend, **arguments)
     query = arguments.pop("query")
@@ -101,13 +102,13 @@ def test_derivatives_of_compiled_code(operator: str, backend: str, kind: str) ->
         return out.square().sum()
 
     def compiled(function: Any) -> Any:
-        return torch.compile(function, backend="aot_eager")
+        return torch.compile(function, backend="aot_eager") if is_compiled else function
 
     derivative = DERIVATIVES[kind]
     if backend == "eager":
         assert_alike(derivative(run, compiled, query), derivative(run, lambda each: each, query))
     else:
-        with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
+        with pytest.raises(RuntimeError, match=r"reverse-mode derivative only|use torch\.autograd\.grad or backward"):
             derivative(run, compiled, query)
 
 
@@ -141,21 +142,25 @@ def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
             compare_compiled(run, compiled, values)
 
 
-@pytest.mark.parametrize(("operator", "backend"), [*FUSED, EAGER])
+@pytest.mark.parametrize(
+    ("operator", "backend"), [*FUSED, EAGER, *(("entmax_attention", name) for name in ("cpu", "eager"))]
+)
 def test_compile_masks(operator: str, backend: str) -> None:
-    """A mask made of tensors of the batch, in the graph: other lengths do not compile again."""
+    """A mask made of tensors of the batch, in the graph: other lengths do not compile again. With lse, or a gate."""
     torch.compiler.reset()
-    arguments = compiled_arguments(operator, "head", T, S)
+    gate, options = ("head", {}) if operator == "entmax_attention" else (None, {"return_lse": True})
+    arguments = compiled_arguments(operator, gate, T, S)
+    serve(operator, backend, **arguments)
     names = list(arguments)
 
     def run(key_mask: Tensor, lengths: Tensor, *values: Tensor) -> Tensor:
         mask = hk.Mask(causal="lower_right", key_mask=key_mask)
         mask &= hk.Mask(query_lengths=lengths)
-        return function(operator, backend, names, attn_mask=mask)(*values)
+        return function(operator, backend, names, attn_mask=mask, **options)(*values)
 
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for t, s in ((T, S), (16, 16)):
-        values = list(compiled_arguments(operator, "head", t, s).values())
+        values = list(compiled_arguments(operator, gate, t, s).values())
         key_mask = torch.rand(B, s) > 0.3
         stance = "default" if (t, s) == (T, S) else "fail_on_recompile"
         with torch.compiler.set_stance(stance):

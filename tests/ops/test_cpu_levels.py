@@ -109,9 +109,7 @@ def test_bits_of_a_shared_query_and_key(level: str, dtype: torch.dtype, Hv: int)
     arguments = tensors("collaborative_attention", B=3, H=6, Hv=Hv, T=130, S=140, D=24, dtype=dtype)
     inputs = inputs_of("collaborative_attention", arguments, is_causal=True)
     alone = replace(
-        inputs,
-        tensors={name: t if name == "mixing" else t[:1] for name, t in arguments.items()},
-        dout=inputs.dout[:1],
+        inputs, tensors={name: t if name == "mixing" else t[:1] for name, t in arguments.items()}, dout=inputs.dout[:1]
     )
     results = []
     for count in (1, 2, 3, 5, 16):

@@ -7,8 +7,7 @@ import torch
 
 import heads_kernels as hk
 from heads_kernels.ops import entmax
-from heads_kernels.ops.attention import attention_op
-from tests.ops.calls import NAMES, parsed, run, tensors
+from tests.ops.calls import NAMES, run, tensors
 from tests.support.alike import assert_alike
 
 B, H, T, S, D, DV = 2, 4, 7, 9, 5, 6
@@ -78,12 +77,6 @@ def test_values_outside_of_the_support_reach_nothing(backend):
         assert torch.equal(dirty[name], tensor), name
 
 
-@pytest.mark.slow
-def test_opcheck(attend):
-    given = parsed("entmax_attention", **operands(), is_causal=True, alpha=1.5)
-    torch.library.opcheck(attention_op, (*given, True, attend.keywords["backend"]))
-
-
 def test_values_of_alpha_out_of_range(attend):
     """A tensor's are judged by the backend; tests/ops/test_bad_input.py has all else that is refused."""
     for value in (1.0, float("nan")):
@@ -96,17 +89,3 @@ def test_distributed_tensors_are_refused(attend):
     gate = torch.ones(H, dtype=torch.float64).as_subclass(DTensor)
     with pytest.raises(ValueError, match="gate is a DTensor"):
         attend(**operands(), gate=gate)
-
-
-def test_compiled(attend):
-    """One graph, with the gradient of alpha."""
-    given = operands(torch.float32) | {"logits": torch.zeros(H)}
-    leaves = [tensor.requires_grad_() for tensor in given.values()]
-
-    def attended(query, key, value, logits):
-        return attend(query, key, value, is_causal=True, alpha=1 + logits.sigmoid())
-
-    compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)
-    assert_alike(compiled(*leaves), attended(*leaves))
-    grads = [torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (compiled, attended)]
-    assert_alike(*grads)

@@ -34,9 +34,9 @@ from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import CASES, Case, CollaborativeCase, GatedCase, check, masks
 from tests.ops.calls import on_kind_of_gpu
+from tests.ops.test_poison import assert_hidden_reaches_nothing
 from tests.support.gluon_emulator import emulated
 from tests.support.gluon_machine import ORDERS
-from tests.support.poison import hide
 
 
 def tiles_of_forward(call: Any, out: torch.Tensor) -> Tiles | None:
@@ -80,10 +80,7 @@ KERNELS: dict[str, tuple[Any, ...]] = {
 def in_gluon(kernel: str, order: str) -> Iterator[mock.Mock]:
     """Whatever the kernel can serve goes to it, emulated; the mock is its launch."""
     _, chosen, module, _ = KERNELS[kernel]
-    with (
-        mock.patch.object(*chosen),
-        mock.patch.object(module, "launch", side_effect=emulated(order)) as launched,
-    ):
+    with mock.patch.object(*chosen), mock.patch.object(module, "launch", side_effect=emulated(order)) as launched:
         yield launched
 
 
@@ -164,14 +161,8 @@ def test_hidden_values_reach_no_gradient(backend: str, softcap: float | None, ba
     """Of keys that no row sees and rows that see no key, their gates and dout too."""
     case = GatedCase("poison", 2, 1, 140, 140, D=64, Dv=64, gate="BHT", mask=masks.padded(140, 70),
         softcap=softcap)  # fmt: skip
-    inputs = case.make(torch.bfloat16)
-    poisoned, places = hide(inputs, bad)
     with in_gluon("backward", "greedy"):
-        (_, want), (_, got) = (each.backward(backend) for each in (inputs, poisoned))
-    for name, gradient in want.items():
-        assert torch.equal(got[name], gradient), name
-    for name, place in places.items():
-        assert not got[name][place].any(), name
+        assert_hidden_reaches_nothing(case.make(torch.bfloat16), backend, bad)
 
 
 def chosen(

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from heads_kernels.mask import Mask
-from heads_kernels.testing import (
-    Case,
-    CollaborativeCase,
-    GatedCase,
-    Inputs,
-    check,
-    find,
-    masks,
-)
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, check, find, masks
 from tests.ops.calls import assert_same_bits, inputs_of
 from tests.support.poison import dirty_allocator
 

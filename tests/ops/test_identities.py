@@ -63,7 +63,7 @@ def test_gate_of_ones_is_sdpa(backend: str, mask: str) -> None:
     assert_alike(got, {"out": want.detach(), **dict(zip(leaves, grads, strict=True))})
 
 
-# ---------------------------------------------------------------------- closed heads
+# ---------------------------------------------------------------------- closed heads, exact zeros
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_a_closed_head_is_a_head_removed(operator: str, backend: str) -> None:
     B, H, T, S = 2, 4, 33, 35
@@ -89,6 +89,47 @@ def test_a_closed_head_is_a_head_removed(operator: str, backend: str) -> None:
         closed = got[name].movedim(axes[name], 0)[~kept]
         assert not closed.any(), f"d{name} of a closed head"
     assert_alike({name: without(name, t) for name, t in got.items()}, want)
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_closed_grad_of_mixing(backend: str) -> None:
+    """With closed_grad=False the zeros of mixing report no slope; all others keep theirs."""
+    arguments = tensors("collaborative_attention", D=64)
+    arguments["mixing"][0, :32] = 0.0
+    arguments["mixing"][2, 16:] = 0.0
+    arguments["mixing"][3, ::2] = 0.0
+    zero = arguments["mixing"] == 0
+    full = run("collaborative_attention", backend, **arguments)
+    less = run("collaborative_attention", backend, **arguments, closed_grad=False)
+    assert_same_bits(backend, less["out"], full["out"])
+    assert full["mixing"][zero].all()
+    full["mixing"].masked_fill_(zero, 0.0)
+    assert_alike(less, full)
+
+
+@pytest.mark.parametrize(
+    ("operator", "backend", "name"),
+    [
+        (operator, backend, name)
+        for operator, backend in DIFFERENTIABLE
+        for name in ("gate", "mixing")
+        if name == "gate" or operator == "collaborative_attention"
+    ],
+)
+def test_zero_is_judged_in_its_own_dtype(operator: str, backend: str, name: str) -> None:
+    """A number that float64 holds and float32 does not closes nothing beside float32 queries."""
+    arguments = tensors(operator, Hk=4, D=64, dtype=torch.float32)
+    small = torch.tensor([1e-50, 0.0, -1e-50, 1.0], dtype=torch.float64)
+    if name == "mixing":
+        arguments["mixing"] = arguments["mixing"].double()
+        arguments["mixing"][3] = small.repeat_interleave(16)  # a chunk each
+    else:
+        arguments["gate"] = small
+    grads = [run(operator, backend, **arguments, closed_grad=closed_grad)[name] for closed_grad in (True, False)]
+    zero = arguments[name] == 0
+    assert grads[0].all()
+    assert not grads[1][zero].any()
+    assert_alike(grads[1][~zero], grads[0][~zero])
 
 
 # ---------------------------------------------------------------------- padding and packing

@@ -15,13 +15,7 @@ import heads_kernels as hk
 from heads_kernels.call import Call
 from heads_kernels.ops import buffers
 from heads_kernels.ops.attention import Results, attend_with_lse, attention_op
-from heads_kernels.testing import (
-    Case,
-    CollaborativeCase,
-    GatedCase,
-    check,
-    masks,
-)
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, masks
 from heads_kernels.testing.masks import Sizes
 from tests.ops.calls import parsed, serve
 from tests.support.poison import dirty_allocator

@@ -1,4 +1,4 @@
-"""`return_lse`: the log-sum-exp of the operators inside of PyTorch, and partial results that it merges.
+"""`return_lse`: the log-sum-exp of the operators without values, and partial results that it merges.
 
 tests/ops/test_cases.py has its numbers and gradients.
 """
@@ -7,51 +7,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.call import OPERANDS
-from heads_kernels.ops.attention import attention_op, backward_op
-from tests.ops.calls import DIFFERENTIABLE, FUSED, OPERATORS, call, parsed, serve, tensors
+from heads_kernels.ops.attention import attend_with_lse
+from tests.ops.calls import DIFFERENTIABLE, B, H, S, T, call, parsed, tensors
 from tests.support.alike import assert_alike
 
-B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
 
-
-@pytest.mark.parametrize(("operator", "backend"), FUSED)
-def test_in_torch(operator: str, backend: str) -> None:
-    """The backward op with a gradient of lse under opcheck, and both passes in one graph of torch.compile."""
-    arguments = tensors(operator, dtype=torch.float32, grad=True)
-    serve(operator, backend, **arguments)
-    fields = [t.detach() if isinstance(t, Tensor) else t for t in parsed(operator, **arguments)]
-    out, _, lse = attention_op(*fields, True, backend)
-    needs = [operand in arguments for operand in OPERANDS]
-    saved = torch.randn_like(out), out, lse, torch.randn_like(lse)
-    torch.library.opcheck(backward_op, (*saved, *fields, needs, backend))
-
-    def run(*values: Tensor) -> tuple[Tensor, Tensor]:
-        given = dict(zip(arguments, values, strict=True))
-        return getattr(hk, operator)(**given, is_causal=True, return_lse=True, backend=backend)
-
-    torch.compiler.reset()
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    leaves, starts = list(arguments.values()), (torch.randn(B, H, T, Dv), torch.randn(B, H, T))
-    results = []
-    for function in (run, compiled):
-        pair = function(*leaves)
-        results.append((*pair, *torch.autograd.grad(pair, leaves, starts)))
-    assert_alike(results[1], results[0])
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_leading_dimensions(operator: str) -> None:
-    given = {name: t if name == "mixing" else t.unflatten(0, (1, B)) for name, t in tensors(operator).items()}
-    out, lse = getattr(hk, operator)(**given, return_lse=True)
-    assert (out.shape, lse.shape) == ((1, B, H, T, Dv), (1, B, H, T))
-    assert lse.dtype == torch.float64
-    assert hk.explain(operator, **given, return_lse=True).backend is not None
-    with pytest.raises(TypeError, match="return_lse is a str"):
-        getattr(hk, operator)(**given, return_lse="yes")
+@pytest.mark.parametrize("T", [5, 40])
+@pytest.mark.parametrize("backend", ["cpu"])
+def test_lse_without_values(backend: str, T: int) -> None:
+    query, key = torch.randn(2, 4, T, 8), torch.randn(2, 2, 6, 8)
+    problem = parsed("gated_attention", query, key, torch.empty(2, 2, 6, 0))
+    scores = query @ key.repeat_interleave(2, 1).mT * 8**-0.5
+    assert_alike(attend_with_lse(problem, backend)[1], torch.logsumexp(scores, -1))
 
 
 # ---------------------------------------------------------------------- merging

@@ -48,10 +48,7 @@ def masks(draw: st.DrawFn) -> MaskBuilder:
     seed = draw(st.integers(0, 1 << 30))
 
     def build(sizes: Sizes, device: torch.device) -> hk.Mask:
-        drawn: dict[str, Any] = {
-            "generator": torch.Generator("cpu").manual_seed(seed),
-            "device": "cpu",
-        }
+        drawn: dict[str, Any] = {"generator": torch.Generator("cpu").manual_seed(seed), "device": "cpu"}
 
         def lengths(limit: int) -> Tensor:
             return torch.randint(0, limit + 1, (sizes.B,), **drawn).to(device)
@@ -197,12 +194,7 @@ def test_few_rows_are_accurate(operator: str, data: st.DataObject, T: int, S: in
 def test_few_rows_with_tokens_first(operator: str, dtype: torch.dtype) -> None:
     """A cache whose heads are next to each other, some of them closed; a task reads several of its heads."""
     sizes: Any = (2, 10, 3, 600)
-    options: Any = {
-        "Dv": 256,
-        "gate": "H",
-        "closed": 0.3,
-        "mask": padded(600, 255, queries=False),
-    }
+    options: Any = {"Dv": 256, "gate": "H", "closed": 0.3, "mask": padded(600, 255, queries=False)}
     case: Case = GatedCase("cache", *sizes, D=256, Hk=5, layout="transposed", **options)
     if operator == "collaborative_attention":
         case = CollaborativeCase("cache", *sizes, Ds=96, layout="transposed", **options)

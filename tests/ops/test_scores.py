@@ -81,8 +81,7 @@ def test_tiles_that_a_bias_hides_whole(operator: str, backend: str, shared: bool
 
 
 @pytest.mark.parametrize(
-    "lead",
-    [(2, 1), (1, 3), *(pytest.param(each, marks=pytest.mark.check) for each in ((1, 1), (2, 3)))],
+    "lead", [(2, 1), (1, 3), *(pytest.param(each, marks=pytest.mark.check) for each in ((1, 1), (2, 3)))]
 )
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_any_batch_dimensions_share_a_bias(operator: str, backend: str, lead: tuple[int, int]) -> None:
@@ -119,8 +118,7 @@ def test_bad_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
-    [case for case in (*CASES, *ENTMAX) if "nasty" in case.tags and case.B * case.T * case.S < 10_000],
+    "case", [case for case in (*CASES, *ENTMAX) if "nasty" in case.tags and case.B * case.T * case.S < 10_000]
 )
 def test_calls_of_some_rows_and_heads(case: Case) -> None:
     whole = case.make(torch.float64).parsed()

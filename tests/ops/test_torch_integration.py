@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,18 +53,27 @@ OF_A_BACKEND = ("test_schema", "test_autograd_registration", "test_faketensor")
 TRACED = (*OF_A_BACKEND, "test_aot_dispatch_dynamic")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.release)])
-@pytest.mark.parametrize("case", OPCHECKS)
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@pytest.mark.parametrize(
+    ("operator", "backend", "case"),
+    [
+        *(
+            pytest.param(*row, case, marks=[] if case == "plain" else pytest.mark.slow)
+            for row, case in product(DIFFERENTIABLE, OPCHECKS)
+        ),
+        *(pytest.param("entmax_attention", name, "gate", marks=pytest.mark.slow) for name in NAMES),
+    ],
+)
 def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> None:
-    """Schema, fake (shapes, dtypes, strides) and symbolic tracing of forward and backward op."""
+    """Schema, fake (shapes, dtypes, strides) and symbolic tracing of forward and backward op, which has `dlse` too."""
     sizes, gate_shape, options = OPCHECKS[case]
     arguments = tensors(operator, **{"dtype": torch.float32, **sizes})
     if transposed:
         for name in arguments:
             if arguments[name].dim() == 4:
                 arguments[name] = arguments[name].transpose(1, 2).contiguous().transpose(1, 2)
+    if operator == "entmax_attention":
+        arguments["alpha"] = torch.full((H,), 1.5)
     gate = None if gate_shape is None else torch.rand(gate_shape)
     serve(operator, backend, **arguments, gate=gate, **options)
     inputs = parsed(operator, **arguments, gate=gate, **options)._replace(closed_grad=False)
@@ -70,7 +82,8 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
     torch.library.opcheck(attention_op, (*inputs, True, backend), test_utils=utils)
     torch.library.opcheck(attention_op, (*inputs, False, backend), test_utils=utils)
     out, attended, lse = attention_op(*inputs, True, backend)
-    saved = (torch.randn_like(out), out if gate is None else attended, lse, None)
+    dlse = torch.randn_like(lse) if gate is None else None
+    saved = (torch.randn_like(out), out if gate is None else attended, lse, dlse)
     every = [operand is not None for operand in inputs.operands]
     for needs in (every, [True, *[False] * (len(every) - 1)]):
         arguments_of_backward = (*saved, *inputs, needs, backend)
@@ -194,26 +207,16 @@ def test_meta_tensors_give_shapes(operator: str) -> None:
 
 
 @pytest.mark.parametrize(("operator", "backend"), FUSED)
-def test_derivatives_that_are_not_there_are_refused(operator: str, backend: str) -> None:
+def test_vmap_and_dual_levels_without_a_derivative(operator: str, backend: str) -> None:
+    """They serve; tests/ops/test_compile.py has derivatives that are refused."""
     arguments = tensors(operator, dtype=torch.float32)
     serve(operator, backend, **arguments)
     query = arguments.pop("query")
-
-    def run(query: Tensor) -> Tensor:
-        out: Tensor = getattr(hk, operator)(query, **arguments, backend=backend)
-        return out.sum()
-
-    with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
-        torch.func.jvp(run, (query,), (query,))
-    with pytest.raises(RuntimeError, match=r"use torch\.autograd\.grad or backward"):
-        torch.func.grad(run)(query)
+    run = partial(getattr(hk, operator), **arguments, backend=backend)
     rows = torch.stack([query, query])
-    assert_alike(torch.vmap(run)(rows), run(query).expand(2))
+    assert_alike(torch.vmap(run)(rows), torch.stack([run(query)] * 2))
+    with torch.autograd.forward_ad.dual_level():
+        run(query)
     rows.requires_grad_()  # a leaf outside of vmap
     with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
         torch.vmap(run)(rows)
-    with torch.autograd.forward_ad.dual_level():
-        run(query)  # nothing has a tangent
-        dual = torch.autograd.forward_ad.make_dual(query, query)
-        with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
-            run(dual)

@@ -20,13 +20,7 @@ def rounding(dtype: torch.dtype) -> float:
     return ROUNDINGS[dtype] * torch.finfo(dtype).eps
 
 
-def assert_alike(
-    found: Any,
-    expected: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    name: str = "result",
-) -> None:
+def assert_alike(found: Any, expected: Any, *, dtype: torch.dtype | None = None, name: str = "result") -> None:
     """Tensors, or dicts and sequences of them: as close as `rounding` of the largest number, or of 1.
 
     `dtype` is the least accurate one that a step of the arithmetic has, where the results have a better one.

