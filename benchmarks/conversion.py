@@ -127,7 +127,7 @@ def measure(settings: Settings) -> Iterator[Found]:
     smoke = settings.form == "smoke"
     shortened = {"num_hidden_layers": 2} if smoke else {}
     stock = minilm.load(attn_implementation="sdpa", **shortened)
-    parts = (part.split(100) for part in minilm.tokens(200 if smoke else 1200))
+    parts = (torch.split(part, 100) for part in minilm.tokens(200 if smoke else 1200))
     everything = [Batch.cut("", ids, lengths).inputs(stock) for ids, lengths in zip(*parts, strict=True)]
     held_out = everything[1::2]
     found = Found("conversion", "MiniLM converted, sentences that it was not calibrated on", {
