@@ -134,7 +134,7 @@ def model_of(name: str, convert: bool = False) -> Any:
 
 REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: nn.Sequential(nn.Linear(E, E), hk.nn.GatedMultiheadAttention(12, 6)),
-        r"layer 0 \('1'\) has 6 heads, which 4 processes .*; keep 4 heads"),
+        r"1 has 6 heads, which 4 processes .*; keep 4 heads"),
     (lambda: shared_key(3), r"has 3 heads, .*; leave the layer out"),
     (lambda: hk.nn.GatedMultiheadAttention(24, 12, num_key_heads=3), r"has 3 heads of keys, .*; use 3 processes"),
     (lambda: shared_key(12, num_value_heads=3), r"has 3 heads of values, .*; use .* that divides 3"),

@@ -134,10 +134,8 @@ def test_pruned_layers_that_changed_places_are_saved(tmp_path: Path) -> None:
     """As many heads of each layer are left, but not the same."""
     model = use(build("bert"))
     hk.heads.prune(model, {0: [0], 1: [3]})
-    assert pickle.loads(pickle.dumps(model.config)).heads_kernels == model.config.heads_kernels
-    model = copy.deepcopy(model)
     model.encoder.layer = nn.ModuleList(reversed(model.encoder.layer))
-    model.save_pretrained(tmp_path)
+    use(model).save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path, type(model))
     kept = [layer.module.kept_heads.tolist() for layer in hk.heads.attention_layers(loaded)]
     assert kept == [[0, 1, 2], [1, 2, 3]]
@@ -149,7 +147,7 @@ def test_the_record_of_a_pruned_layer_leaves_with_it(tmp_path: Path) -> None:
     hk.heads.prune(model, {0: [0]})
     del model.encoder.layer[0]
     model.config.num_hidden_layers = len(model.encoder.layer)
-    model.save_pretrained(tmp_path)
+    use(model).save_pretrained(tmp_path)
     assert_alike(outputs(from_pretrained(tmp_path, type(model))), outputs(model))
 
 
