@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import heads_kernels as hk
@@ -171,7 +170,7 @@ def test_a_cache_with_room_for_more_tokens(name: str) -> None:
 def test_a_cache_with_room_for_more_tokens_and_a_mask_of_pairs() -> None:
     """Of a prompt and a step after it; the caller's mask says where the rows are."""
     model = hk.integrations.transformers.use(tiny_models.build("llama"))
-    cache = transformers.StaticCache(model.config, max_cache_len=8)
+    cache = tiny_models.transformers.StaticCache(model.config, max_cache_len=8)
     visible = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
     positions = torch.arange(5)[None]
     for rows in (slice(4), slice(4, 5)):

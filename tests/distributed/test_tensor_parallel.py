@@ -126,7 +126,7 @@ def model_of(name: str, convert: bool = False) -> Any:
 def test_plans_of_what_cannot_be_split(fake_mesh: Callable[..., Any]) -> None:
     mesh, gated = fake_mesh(4), hk.nn.GatedMultiheadAttention
     assert_refused(
-        ((nn.Sequential(nn.Linear(E, E), gated(12, 6)), mesh), r"layer 0 .* has 6 heads, .*; keep 4 heads"),
+        ((nn.Sequential(nn.Linear(E, E), gated(12, 6)), mesh), r".*1 has 6 heads, which 4 processes .*; keep 4 heads"),
         ((shared_key(3), mesh), r".* has 3 heads, .*; leave the layer out"),
         ((gated(24, 12, num_key_heads=3), mesh), r".* has 3 heads of keys, .*; use 3 processes"),
         ((shared_key(12, num_value_heads=3), mesh), r".* has 3 heads of values, .*; use .* that divides 3"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,20 @@ def test_the_config_of_another_model_is_left_alone() -> None:
     hk.heads.prune(pruned, {0: [1]})
     assert [hasattr(model.config, "heads_kernels") for model in models] == [True, False]
     assert pruned.config is pruned.bert.config is pruned.bert.encoder.layer[0].attention.self.config
+
+
+def test_a_record_is_that_of_the_layers_when_it_is_saved(tmp_path: Path) -> None:
+    """Of a copy too, whose layers have changed places: as many heads of each are left, but not the same."""
+    model = hk.integrations.transformers.use(build("bert"))
+    hk.heads.prune(model, {0: [0], 1: [3]})
+    assert pickle.loads(pickle.dumps(model.config)).heads_kernels == model.config.heads_kernels
+    model = copy.deepcopy(model)
+    model.encoder.layer = nn.ModuleList(reversed(model.encoder.layer))
+    model.save_pretrained(tmp_path)
+    loaded = reload(tmp_path, type(model))
+    assert_same(loaded, model)
+    kept = [layer.module.kept_heads.tolist() for layer in hk.heads.attention_layers(loaded)]
+    assert kept == [[0, 1, 2], [1, 2, 3]]
 
 
 def test_configs_inside_configs_stay_those_of_the_parts() -> None:

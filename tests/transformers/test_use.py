@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -122,11 +121,9 @@ def test_pruned_layers_that_moved_or_left_are_saved(layers: list[int], kept: lis
     """As many heads of each layer are left, but not the same."""
     model = use(build("bert"))
     hk.heads.prune(model, {0: [0], 1: [3]})
-    assert pickle.loads(pickle.dumps(model.config)).heads_kernels == model.config.heads_kernels
-    model = copy.deepcopy(model)
     model.encoder.layer = nn.ModuleList(model.encoder.layer[index] for index in layers)
     model.config.num_hidden_layers = len(layers)
-    model.save_pretrained(tmp_path)
+    use(model).save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path, type(model))
     assert [layer.module.kept_heads.tolist() for layer in hk.heads.attention_layers(loaded)] == kept
     assert_alike(outputs(loaded), outputs(model))

@@ -102,8 +102,8 @@ def tensor_parallel_plan(module: nn.Module, mesh: DeviceMesh) -> dict[str, Paral
 
 def _styles(layer: ProjectedLayer, names: dict[nn.Module, str], processes: int) -> dict[str, ParallelStyle]:
     """The plan of a layer. A module of transformers gets the values of the heads of its process as plain tensors."""
-    name, H = str(layer), layer.num_heads
-    shared, is_ours = layer.layout.shared, isinstance(layer.module, Multihead)
+    H, shared, is_ours = layer.num_heads, layer.layout.shared, isinstance(layer.module, Multihead)
+    name = layer.name or type(layer.module).__name__ if is_ours else str(layer)
     _check_even(name, H, layer.value.heads if shared else H, processes)
     if getattr(layer.module, "alpha_logits", None) is not None:
         refuse(name, "has entmax, which serves no DTensors", "leave the layer out of the plan")
