@@ -161,14 +161,12 @@ inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ran
 inline void gather_words(const Rows& source, const VisibleRows<float>& visible, int64_t width, Pair* words) {
   const int64_t stride = row_stride<float>(width);
   for (int m = 0; m < visible.columns; ++m) {
-    const bool read = m < visible.count && visible.sees(m);
-    char* row = reinterpret_cast<char*>(words + m * stride);
-    if (read) {
+    if (m < visible.count && visible.sees(m)) {
       prefetch_next_head<false>(source, visible.first + m, width);
-      std::memcpy(row, source.at(visible.first + m), 2 * width);
+      copy_words(reinterpret_cast<const BFloat16*>(source.at(visible.first + m)), width, words + m * stride);
+    } else {
+      std::memset(words + m * stride, 0, 4 * packed<Pair>(width));
     }
-    const int64_t filled = read ? 2 * width : 0;
-    std::memset(row + filled, 0, 4 * packed<Pair>(width) - filled);
   }
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/gemm.h"
-#include "cpu/rows.h"
+#include "cpu/stored.h"
 #include "cpu/visible.h"
 
 namespace hk::HK_LEVEL {

@@ -111,13 +111,11 @@ class Panel<Pair> {
     if (!held_.replace(source, window)) {
       const bool contiguous = source.stride == width_;
       for (int64_t r = 0; r < window.count(); ++r) {
-        char* row = reinterpret_cast<char*>(rows_ + r * stride(width_));
         prefetch_next_head<false>(source, window.begin + r, width_);
         // The next window arrives from memory while tiles read this one.
         const char* next = source.at(window.end + r);
         for (int64_t at = 0; contiguous && at < 2 * width_; at += 64) __builtin_prefetch(next + at, 0, 2);
-        std::memcpy(row, source.at(window.begin + r), 2 * width_);
-        std::memset(row + 2 * width_, 0, 4 * packed<Pair>(width_) - 2 * width_);
+        copy_words(reinterpret_cast<const BFloat16*>(source.at(window.begin + r)), width_, rows_ + r * stride(width_));
       }
       turned_ = false;
     }

@@ -74,6 +74,14 @@ inline typename Stored<Operand, Number>::Vec load_numbers(const Number* p, int64
 #endif
 }
 
+// The words of `width` numbers, in whole vectors; the numbers behind them are 0.
+inline void copy_words(const BFloat16* numbers, int64_t width, Pair* words) {
+  constexpr int W = kWidth<Pair>;
+  int64_t d = 0;
+  for (; d + W <= width; d += W) store(words + d / 2, (Vec<Pair>)load_numbers<Pair>(numbers + d));
+  if (d < width) store(words + d / 2, (Vec<Pair>)load_numbers<Pair>(numbers + d, width - d));
+}
+
 // Vector i of the operands that a load becomes; operand and number name the types.
 inline Vec<float> widened(Stored<float, float>::Vec v, int, float, float) { return v; }
 inline Vec<double> widened(Stored<double, double>::Vec v, int, double, double) { return v; }
