@@ -2,7 +2,7 @@
 
 Accuracy is the one rule of `heads_kernels.testing` for the output, lse and every gradient; where a call has many pairs,
 those of some heads, batches and rows. FLOPs are those of closed formulas (2 per multiply-add), which
-`tests/ops/test_flops.py` holds to `torch.utils.flop_counter`: scores 2 B T S H D (collaborative 2 B T S H Ds), P V
+`tests/ops/test_costs.py` holds to `torch.utils.flop_counter`: scores 2 B T S H D (collaborative 2 B T S H Ds), P V
 2 B T S H Dv. Those that masks, closed heads and empty mixing chunks leave are `Call.flops`.
 """
 

@@ -173,7 +173,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=CPU_MISSING))
         if backend in STARTED_FOR:
             simulate(item, str(backend), skip=not on_gpu)
-        elif is_float16(item) and zlib.crc32(str(parameters(item)["case"]).encode()) % FLOAT16:
+        elif is_like_another(item, torch.float16) and zlib.crc32(str(parameters(item)["case"]).encode()) % FLOAT16:
             item.add_marker("release")
 
 
@@ -214,15 +214,17 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """By `make test`: tests of tools; float16, which goes the way of bfloat16; models that are like another one."""
+    """By `make test`: tests of tools; models that are like another one; float16 and float64, which go the ways of
+    bfloat16 and float32, but for tiny cases."""
     if item.path.parent.name == "tools":
         return parameters(item).get("backend") not in STARTED_FOR
-    if is_float16(item):
+    if is_like_another(item, torch.float16, torch.float64):
         return True
     models = sys.modules.get("tests.support.tiny_models")  # imported by tests of models
     return models is not None and parameters(item).get("name") in models.TINY.keys() - models.FEW
 
 
-def is_float16(item: pytest.Item) -> bool:
+def is_like_another(item: pytest.Item, *dtypes: torch.dtype) -> bool:
+    """Of a case that is not tiny, in one of these dtypes."""
     case, dtype = (parameters(item).get(name) for name in ("case", "dtype"))
-    return isinstance(case, Case) and dtype == torch.float16 and "tiny" not in case.tags
+    return isinstance(case, Case) and dtype in dtypes and "tiny" not in case.tags

@@ -27,25 +27,33 @@ def statistics_arguments(inputs: Inputs) -> dict[str, Any]:
 
 
 def check_statistics(inputs: Inputs, backend: Any) -> Report:
-    """Check `backend` on the scores of a call. "argmax" is the true probability of the key that it names."""
-    dtype, wide = inputs.dout.dtype, inputs.to(torch.float64)
-    got, want, of_eager = (_measure(inputs, backend), _measure(wide, "eager"), _measure(inputs, "eager"))
-    oracle = {name: getattr(want, name) for name in _MEASURED}
-    floor = floors(dtype, oracle, functools.partial(_simulate, inputs))
-    of_names = {name: getattr(of_eager, name) for name in _MEASURED}
-    reference = Reference(inputs, oracle, of_names, floor)
+    """Check `backend` on the scores of a call."""
+    return compare_statistics(statistics_reference(inputs), backend)
+
+
+def statistics_reference(inputs: Inputs) -> Reference:
+    """Oracle, eager and floors, which backends share."""
+    want, of_eager = (_measure(each, "eager") for each in (inputs.to(torch.float64), inputs))
+    oracle, found = ({name: getattr(each, name) for name in _MEASURED} for each in (want, of_eager))
+    floor = floors(inputs.dout.dtype, oracle, functools.partial(_simulate, inputs))
+    return Reference(inputs, oracle, found, floor)
+
+
+def compare_statistics(reference: Reference, backend: Any) -> Report:
+    """Check `backend`. "argmax" is the true probability of the key that it names."""
+    inputs, wide = reference.inputs, reference.inputs.to(torch.float64)
+    got, want = _measure(inputs, backend), _measure(wide, "eager")
     quantities = [reference.judge(name, getattr(got, name)) for name in _MEASURED]
     none = got.argmax < 0
     if torch.equal(none, want.argmax < 0):
         p = eager.row_probabilities(parse("attention_statistics", **statistics_arguments(wide))[0])
         named = p.gather(-1, got.argmax.clamp(min=0)[..., None])[..., 0].masked_fill(none, 0.0)
         # If two keys are within rounding of each other, either may be the maximum.
-        chosen = reference.judge("max_prob", named.to(of_eager.max_prob.dtype))
+        chosen = reference.judge("max_prob", named.to(reference.eager["max_prob"].dtype))
         quantities.append(replace(chosen, name="argmax"))
     else:
         quantities.append(Quantity("argmax", wrong="another row sees no key"))
-    name = backend or "default"
-    return Report("inputs", "attention_statistics", name, dtype, tuple(quantities))
+    return Report("inputs", "attention_statistics", backend or "default", inputs.dout.dtype, tuple(quantities))
 
 
 def row_weights(inputs: Inputs) -> Tensor:

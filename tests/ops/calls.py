@@ -22,7 +22,7 @@ from heads_kernels.backends import BACKENDS, choose
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.parse import parse
-from heads_kernels.testing import CASES, ENTMAX, Case, Inputs
+from heads_kernels.testing import CASES, ENTMAX, Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
 from tests.support.alike import assert_alike
 
 #: Sizes of `tensors` by default.
@@ -72,6 +72,15 @@ def on_kind_of_gpu(kind: str) -> Iterator[None]:
 def parsed(operator: str, *arguments: Any, **options: Any) -> Call:
     """The call of these arguments."""
     return parse(operator, *arguments, **options)[0]
+
+
+def case_of(operator: str, *sizes: int, D: int, **options: Any) -> Case:
+    """A case of these sizes B, H, T, S; one of the collaborative operator has a content bias."""
+    if operator == "collaborative_attention":
+        return CollaborativeCase(operator, *sizes, Ds=D, content_bias=True, **options)
+    if operator == "entmax_attention":
+        return EntmaxCase(operator, *sizes, D=D, **options)
+    return GatedCase(operator, *sizes, D=D, **options)
 
 
 def inputs_of(case: Case, backend: str, dtype: torch.dtype = torch.float32) -> Inputs:

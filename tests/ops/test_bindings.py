@@ -114,67 +114,10 @@ def named(c: Tensors, *names: str) -> tuple[Any, ...]:
     return tuple(c[name] for name in names)
 
 
-def cpu_forward(c: Tensors) -> None:
-    cpu.attention_forward(fields(c), named(c, *Results._fields), 1)
-
-
-def cpu_backward(c: Tensors) -> None:
-    cpu.attention_backward(fields(c), named(c, *Saved._fields), named(c, *GRADIENTS), 1)
-
-
-def entmax_forward(c: Tensors) -> None:
-    cpu_forward(c)
-
-
-def entmax_backward(c: Tensors) -> None:
-    cpu_backward(c)
-
-
 def of_statistics(c: Tensors) -> tuple[Call, tuple[Any, ...]]:
     return fields(c)._replace(value=None), named(c, *_STATISTICS)
 
 
-def cpu_statistics(c: Tensors) -> None:
-    cpu.attention_statistics(*of_statistics(c), 1)
-
-
-def forward(c: Tensors) -> None:
-    cuda.attention_forward(fields(c), named(c, *Results._fields), None, c["dense_cells"], HERE)
-
-
-def closed(c: Tensors) -> None:
-    cuda.attention_closed(fields(c), c["dout"], c["dgate"], c["dense_cells"], HERE)
-
-
-def first(c: Tensors) -> None:
-    written = named(c, "delta", "dgate", "dattended", "dsinks")
-    cuda.attention_rows(fields(c), named(c, *Saved._fields), written, HERE)
-
-
-def keys(c: Tensors) -> None:
-    written = named(c, "dkey", "dvalue", "dcontent_bias")
-    cuda.attention_keys(fields(c), named(c, *_READ), written, 2, c["dense_cells"], HERE)
-
-
-def queries(c: Tensors) -> None:
-    written = named(c, "dquery", "dmixing")
-    cuda.attention_queries(fields(c), named(c, *_READ), written, 1, c["dense_cells"], HERE)
-
-
-def of_bias(c: Tensors) -> None:
-    written, splits = named(c, "dbias", "doffset_bias"), 1 if c["dbias"] is None else 2
-    cuda.attention_bias(fields(c), named(c, *_READ), written, splits, c["dense_cells"], HERE)
-
-
-def cuda_statistics(c: Tensors) -> None:
-    cuda.attention_statistics(*of_statistics(c), c["rows"], c["dense_cells"], HERE)
-
-
-def cells(c: Tensors) -> None:
-    cuda.dense_cells(c["dense_mask"], c["dense_cells"], HERE)
-
-
-Pass = Callable[[Tensors], None]
 _TERMS = ("bias", "offset_bias", "sinks")
 _SCORES = (
     "query", "key", "mixing", "content_bias", *_TERMS, "k_lo", "k_hi", "first_keys", "key_visible", "dense_mask",
@@ -185,28 +128,73 @@ _TILED = (*_CALL, "dense_cells")
 _READ = ("dout", "lse", "delta")
 #: Gradients, written only where they are asked for; an empty one is not.
 GRADIENTS = [f"d{name}" for name in OPERANDS]
-#: Each pass with the tensors that it reads and writes.
-PASSES: dict[Pass, tuple[str, ...]] = {
-    cpu_forward: (*_CALL, "out", "attended", "lse"),
-    cpu_backward: (*_CALL, "dout", "attended", "lse", "dlse", *GRADIENTS),
-    cpu_statistics: (*_SCORES, "exclude_keys", "row_weights", *_STATISTICS),
-    entmax_forward: ("alpha",),
-    entmax_backward: ("alpha", "dalpha"),
-}  # fmt: skip
-CUDA_PASSES: dict[Pass, tuple[str, ...]] = {
-    forward: (*_TILED, "out", "attended", "lse"),
-    closed: (*_TILED, "dout", "dgate"),
-    first: (*_CALL, "dout", "attended", "lse", "dlse", "delta", "dgate", "dsinks"),
-    keys: (*_TILED, *_READ, "dkey", "dvalue", "dcontent_bias"),
-    queries: (*_TILED, *_READ, "dquery", "dmixing"),
-    of_bias: (*_TILED, *_READ, "dbias", "doffset_bias"),
-    cuda_statistics: (
-        *_SCORES, "exclude_keys", "row_weights", "dense_cells", "rows", *_STATISTICS,
+
+
+def cpu_forward(c: Tensors) -> None:
+    cpu.attention_forward(fields(c), named(c, *Results._fields), 1)
+
+
+def cpu_backward(c: Tensors) -> None:
+    cpu.attention_backward(fields(c), named(c, *Saved._fields), named(c, *GRADIENTS), 1)
+
+
+def of_keys(name: str, writes: tuple[str, ...], splits: int | None = None) -> Callable[[Tensors], None]:
+    """A backward pass of CUDA over tiles; splits of keys are those of a dense bias where they are None."""
+
+    def run(c: Tensors) -> None:
+        parts = (1 if c["dbias"] is None else 2) if splits is None else splits
+        getattr(cuda, name)(fields(c), named(c, *_READ), named(c, *writes), parts, c["dense_cells"], HERE)
+
+    return run
+
+
+#: Each pass by name: its call, and the tensors that it reads and writes.
+CPU_PASSES: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
+    "cpu_forward": (cpu_forward, (*_CALL, "out", "attended", "lse")),
+    "cpu_backward": (cpu_backward, (*_CALL, "dout", "attended", "lse", "dlse", *GRADIENTS)),
+    "cpu_statistics": (
+        lambda c: cpu.attention_statistics(*of_statistics(c), 1),
+        (*_SCORES, "exclude_keys", "row_weights", *_STATISTICS),
     ),
-    cells: ("dense_mask", "dense_cells"),
-}  # fmt: skip
-RUNS = [*PASSES, *(pytest.param(run, marks=[pytest.mark.check, needs_emulator]) for run in CUDA_PASSES)]
-PASSES |= CUDA_PASSES
+    "entmax_forward": (cpu_forward, ("alpha",)),
+    "entmax_backward": (cpu_backward, ("alpha", "dalpha")),
+}
+CUDA_PASSES: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
+    "forward": (
+        lambda c: cuda.attention_forward(fields(c), named(c, *Results._fields), None, c["dense_cells"], HERE),
+        (*_TILED, "out", "attended", "lse"),
+    ),
+    "closed": (
+        lambda c: cuda.attention_closed(fields(c), c["dout"], c["dgate"], c["dense_cells"], HERE),
+        (*_TILED, "dout", "dgate"),
+    ),
+    "first": (
+        lambda c: cuda.attention_rows(
+            fields(c), named(c, *Saved._fields), named(c, "delta", "dgate", "dattended", "dsinks"), HERE
+        ),
+        (*_CALL, "dout", "attended", "lse", "dlse", "delta", "dgate", "dsinks"),
+    ),
+    **{
+        name: (of_keys(f"attention_{name}", writes, splits), (*_TILED, *_READ, *writes))
+        for name, writes, splits in (
+            ("keys", ("dkey", "dvalue", "dcontent_bias"), 2),
+            ("queries", ("dquery", "dmixing"), 1),
+            ("bias", ("dbias", "doffset_bias"), None),
+        )
+    },
+    "statistics": (
+        lambda c: cuda.attention_statistics(*of_statistics(c), c["rows"], c["dense_cells"], HERE),
+        (*_SCORES, "exclude_keys", "row_weights", "dense_cells", "rows", *_STATISTICS),
+    ),
+    "cells": (lambda c: cuda.dense_cells(c["dense_mask"], c["dense_cells"], HERE), ("dense_mask", "dense_cells")),
+}
+RUNS = [*CPU_PASSES, *(pytest.param(name, marks=[pytest.mark.check, needs_emulator]) for name in CUDA_PASSES)]
+PASSES = CPU_PASSES | CUDA_PASSES
+
+
+def run(name: str, c: Tensors) -> None:
+    PASSES[name][0](c)
+
 
 #: What may be absent.
 OPTIONAL = {
@@ -215,16 +203,15 @@ OPTIONAL = {
 }  # fmt: skip
 #: But these passes need it.
 NEEDED = {
-    (cpu_backward, "attended"), (cpu_backward, "lse"), (cpu_statistics, "lse"), (cuda_statistics, "lse"),
-    (first, "attended"), (first, "lse"), (entmax_forward, "alpha"), (entmax_backward, "alpha"),
-    (closed, "gate"), (closed, "dgate"), (keys, "lse"), (queries, "lse"), (of_bias, "lse"),
-    (first, "sinks"), (cells, "dense_mask"), (of_bias, "bias"), (of_bias, "offset_bias"),
-    *((cpu_backward, name) for name in (*_TERMS, "gate", "content_bias")),
+    "cpu_backward": ("attended", "lse", *_TERMS, "gate", "content_bias"), "cpu_statistics": ("lse",),
+    "entmax_forward": ("alpha",), "entmax_backward": ("alpha",), "first": ("attended", "lse", "sinks"),
+    "closed": ("gate", "dgate"), "keys": ("lse",), "queries": ("lse",), "bias": ("lse", "bias", "offset_bias"),
+    "statistics": ("lse",), "cells": ("dense_mask",),
 }  # fmt: skip
 #: Outputs of passes that may be empty.
 OUTPUTS = {
-    cpu_forward: {"attended", "lse"}, forward: {"attended", "lse"}, first: {"dgate", "dsinks"},
-    cpu_backward: GRADIENTS, entmax_backward: GRADIENTS, keys: GRADIENTS, queries: GRADIENTS, of_bias: GRADIENTS,
+    **dict.fromkeys(("cpu_forward", "forward"), ("attended", "lse")), "first": ("dgate", "dsinks"),
+    **dict.fromkeys(("cpu_backward", "entmax_backward", "keys", "queries", "bias"), GRADIENTS),
 }  # fmt: skip
 
 
@@ -252,44 +239,44 @@ SPOILED: dict[str, Callable[[Tensor], Any]] = {
 NAMED = ("None", "scalar", "another rank", "another kind", "list", "meta", "sparse", "freed")
 
 
-def made(run: Pass, shared: bool) -> Tensors:
-    if run in (entmax_forward, entmax_backward):
+def made(name: str, shared: bool) -> Tensors:
+    if name in ("entmax_forward", "entmax_backward"):
         return of_entmax()
-    return of_cpu(shared) if run.__name__.startswith("cpu") else call(shared)
+    return of_cpu(shared) if name.startswith("cpu") else call(shared)
 
 
-def is_served(run: Pass, name: str, how: str) -> bool:
+def is_served(run: str, name: str, how: str) -> bool:
     if how == "None":
-        return name in OPTIONAL and (run, name) not in NEEDED
+        return name in OPTIONAL and name not in NEEDED.get(run, ())
     if how == "empty":
         return name in OUTPUTS.get(run, ())
-    if run is cells and name == "dense_mask":  # as many cells
+    if run == "cells" and name == "dense_mask":  # as many cells
         return how in ("shorter", "longer")
     if how == "double":  # beside the query, of the CPU's kernels
-        of_saved = ("dout", "attended") if run is cpu_backward else ()
+        of_saved = ("dout", "attended") if run == "cpu_backward" else ()
         own = ("gate", "mixing", "content_bias", *_TERMS, *of_saved)
-        return run.__name__.startswith("cpu") and name in own
+        return run.startswith("cpu") and name in own
     return False
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_every_tensor_of_a_pass(run: Pass, shared: bool) -> None:
+@pytest.mark.parametrize("each", RUNS)
+def test_every_tensor_of_a_pass(each: str, shared: bool) -> None:
     """A valid call runs; one tensor spoiled, it is served or refused by name."""
-    good = made(run, shared)
-    run(good)
-    for name, how in product(PASSES[run], SPOILED):
+    good = made(each, shared)
+    run(each, good)
+    for name, how in product(PASSES[each][1], SPOILED):
         if good[name] is None:
             continue
-        spoiled = made(run, shared)
+        spoiled = made(each, shared)
         spoiled[name] = SPOILED[how](spoiled[name])
-        if is_served(run, name, how):
-            run(spoiled)
+        if is_served(each, name, how):
+            run(each, spoiled)
             continue
         own = "(dout|dattended)" if name == "dout" else name  # of the last passes of CUDA
         blamed = own if how in NAMED and how != "None" else r"\w+"
         with pytest.raises(ValueError, match=rf"^{blamed} .*does not fit"):
-            run(spoiled)
+            run(each, spoiled)
 
 
 def test_tuples_that_are_too_short() -> None:
@@ -331,31 +318,31 @@ def test_numbers_that_do_not_fit(how: str) -> None:
 @pytest.mark.parametrize("name", ["dlse", "sinks"])
 def test_what_entmax_has_not(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} comes with alpha"):
-        entmax_backward({**of_entmax(), name: of_cpu(shared=False)[name]})
+        run("entmax_backward", {**of_entmax(), name: of_cpu(shared=False)[name]})
 
 
 @pytest.mark.parametrize("value", [1.0, 2.1, float("nan")])
 def test_alpha_out_of_range(value: float) -> None:
     with pytest.raises(ValueError, match="alpha has the value"):
-        entmax_forward({**of_entmax(), "alpha": torch.full((H,), value)})
+        run("entmax_forward", {**of_entmax(), "alpha": torch.full((H,), value)})
 
 
 def test_rows_that_are_not_contiguous() -> None:
-    passes = [(cpu_forward, "value"), (cpu_forward, "lse"), (cpu_backward, "dmixing")]
+    passes = [("cpu_forward", "value"), ("cpu_forward", "lse"), ("cpu_backward", "dmixing")]
     if cuda is not None:
-        passes += [(forward, "value"), (forward, "out"), (first, "dout"), (keys, "dkey")]
-    for run, name in passes:
-        spoiled = made(run, shared=True)
+        passes += [("forward", "value"), ("forward", "out"), ("first", "dout"), ("keys", "dkey")]
+    for each, name in passes:
+        spoiled = made(each, shared=True)
         spoiled[name] = torch.stack([spoiled[name]] * 2, -1)[..., 0]
         with pytest.raises(ValueError, match="does not fit"):
-            run(spoiled)
+            run(each, spoiled)
 
 
 @pytest.mark.check
 @needs_emulator
 @pytest.mark.parametrize("shared", [False, True])
 def test_parts_of_split_keys(shared: bool) -> None:
-    def run(c: Tensors, **changes: Any) -> None:
+    def run_in_parts(c: Tensors, **changes: Any) -> None:
         heads = c["out"].shape[:3]
         given = {"acc": rows(3, *c["out"].shape), "row_max": rows(3, *heads)}
         given |= {"row_sum": rows(3, *heads), **changes}
@@ -363,7 +350,7 @@ def test_parts_of_split_keys(shared: bool) -> None:
         cuda.attention_forward(fields(c), results, parts, c["dense_cells"], HERE)
 
     c = call(shared=shared)
-    run(c)
+    run_in_parts(c)
     assert c["out"].isfinite().all()
     for name, wrong in {
         "acc": rows(1 if shared else 0, *c["out"].shape),
@@ -371,7 +358,7 @@ def test_parts_of_split_keys(shared: bool) -> None:
         "row_sum": empty(3, *c["out"].shape[:3]),
     }.items():
         with pytest.raises(ValueError, match=name):
-            run(c, **{name: wrong})
+            run_in_parts(c, **{name: wrong})
 
 
 @pytest.mark.check
@@ -379,11 +366,11 @@ def test_parts_of_split_keys(shared: bool) -> None:
 def test_parts_are_as_many_as_splits_and_float() -> None:
     for wrong in (rows(B, Hk, S, D), empty(2 * B, Hk, S, D)):
         with pytest.raises(ValueError, match="dkey"):
-            keys({**call(shared=False), "dkey": wrong})
+            run("keys", {**call(shared=False), "dkey": wrong})
     with pytest.raises(ValueError, match="dquery"):  # adds up in memory
-        queries({**call(shared=True), "dquery": empty(B, T, D)})
+        run("queries", {**call(shared=True), "dquery": empty(B, T, D)})
     with pytest.raises(ValueError, match="dmixing"):
-        queries({**call(shared=True), "dmixing": rows(B, 2, H, D)})
+        run("queries", {**call(shared=True), "dmixing": rows(B, 2, H, D)})
 
 
 @pytest.mark.check

@@ -121,8 +121,10 @@ def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
     hold(case, dtype, backend)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("case", "dtype", "backend"), rows(list(combinations()), ALL[1:3], ("eager",)))
 def test_combinations(case: Case, dtype: torch.dtype, backend: str) -> None:
+    """On the CPU beside any call of test_properties.py."""
     hold(case, dtype, backend)
 
 

@@ -22,9 +22,8 @@ B, H, T, S, D, Dv, Ds = 2, 4, 32, 48, 16, 24, 64
 
 
 def gated(**options: Any) -> Call:
-    gate = options.pop("gate", None)
     sizes = torch.empty(B, H, T, D), torch.empty(B, H, S, D), torch.empty(B, H, S, Dv)
-    return parsed("gated_attention", *sizes, gate=gate, **options)
+    return parsed("gated_attention", *sizes, **options)
 
 
 def counted(run: Any) -> int:
@@ -93,23 +92,6 @@ def test_executed_by_asking_every_pair(case: Case) -> None:
 
 
 # ---------------------------------------------------------------------- gates and gradients
-def test_what_closes_a_head() -> None:
-    """Scores 2 N M D_k in all (H heads of D), P V 2 N M D_v in all; per batch element."""
-    every = B * (2 * T * S * (H * D) + 2 * T * S * (H * Dv))
-    per_batch = torch.tensor([[0.0] * 4, [1.0, 0.0, 1.0, 1.0]])
-    assert gated(gate=per_batch).open_heads().tolist() == (per_batch != 0).tolist()
-    for gate, part in (
-        (None, 1),
-        (torch.tensor([0.5, 0.0, -1.0, 0.0]), 1 / 2),
-        (per_batch, 3 / 8),
-        (torch.zeros(1), 0),
-        (torch.zeros(1, H, 1, 1), 0),
-        (torch.zeros(B, H, T), 1),  # zeros of tokens close no head
-    ):
-        assert gated(gate=gate).flops() == every * part
-    assert gated(gate=torch.zeros(H), gate_activation="sigmoid").flops() == every
-
-
 @pytest.mark.parametrize("closed_grad", [True, False])
 @pytest.mark.parametrize("learned", [True, False])
 def test_backward_of_closed_heads(learned: bool, closed_grad: bool) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.testing import ENTMAX, Case, Inputs, check, compare, reference
-from tests.ops.calls import OPERATORS, tensors, threads
+from heads_kernels.testing import ENTMAX, Case, check, compare, reference
+from tests.ops.calls import OPERATORS, case_of, threads
 
 _cpu = pytest.importorskip("heads_kernels._cpu")
 
@@ -45,13 +43,6 @@ def test_entmax(case: Case, dtype: torch.dtype) -> None:
         assert report.ok, f"{level}: {report}"
 
 
-def inputs_of(operator: str, arguments: dict[str, Tensor], **options: Any) -> Inputs:
-    T, Dv = arguments["query"].shape[-2], arguments["value"].shape[-1]
-    B, H = arguments["query"].shape[0], arguments.get("mixing", arguments["query"][0]).shape[0]
-    dout = torch.randn(B, H, T, Dv).to(arguments["query"].dtype)
-    return Inputs(operator, arguments, options, dout)
-
-
 @pytest.mark.parametrize("views", ["overlap", "one row"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rows_in_the_same_memory(level: str, operator: str, views: str) -> None:
@@ -60,8 +51,7 @@ def test_rows_in_the_same_memory(level: str, operator: str, views: str) -> None:
     Keys 64 and on of head 0 are keys 0 and on of head 1; or the stride between rows is 0, and the NaN is in its own
     column of every output.
     """
-    sizes = {"B": 8, "H": 2, "Hk": 2, "T": 130, "S": 130, "D": 8, "Dv": 8}  # B: tiles share windows
-    arguments = tensors(operator, **sizes, dtype=torch.bfloat16)
+    inputs = case_of(operator, 8, 2, 130, 130, D=8, Dv=8).make(torch.bfloat16)  # B: tiles share windows
     numbers, at = torch.randn(64 * 3 + 130 * 3 + 8).bfloat16(), 379
     shape, strides = (8, 2, 130, 8), (0, 64 * 3, 3, 1)
     seen = torch.ones(1, 130, dtype=torch.bool)
@@ -69,14 +59,15 @@ def test_rows_in_the_same_memory(level: str, operator: str, views: str) -> None:
         seen[:, 64 + 60 : 64 + 63] = False  # of head 0: number 379 is in keys 60 to 62 of head 1
     else:
         strides, at = (0, 8, 0, 1), 2
-    arguments["value"] = numbers.as_strided(shape, strides)
-    clean = inputs_of(operator, arguments, attn_mask=hk.Mask(causal=True, key_mask=seen))
+    value = numbers.as_strided(shape, strides)
+    inputs.tensors["value"] = value
+    clean = replace(inputs, options={"attn_mask": hk.Mask(causal=True, key_mask=seen)})
     expected = reference(clean, backward=False)
     assert expected.floors["out"].rows.isfinite().all()  # of numbers without NaN
     numbers[at] = torch.nan
     head = 1 if views == "overlap" else 0
     for wanted in (expected.oracle, expected.eager):
-        wanted["out"][:, head] += (0 * arguments["value"][:, head]).cumsum(1)
+        wanted["out"][:, head] += (0 * value[:, head]).cumsum(1)
     report = compare(replace(expected, inputs=clean), "cpu")
     assert report.ok, str(report)
 
@@ -85,11 +76,9 @@ def test_rows_in_the_same_memory(level: str, operator: str, views: str) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_row_with_one_key_has_no_score_gradient(level: str, operator: str, dtype: torch.dtype) -> None:
     """Its probability is 1 whatever its score: dP and delta are one number, up to two sums in float32."""
-    B, H, Dv = 2, 4, 48
-    arguments = tensors(operator, B=B, H=H, Hk=H, T=70, S=1, D=32, Dv=Dv, dtype=dtype)
-    arguments["gate"] = torch.rand(B, H, 70) + 0.5
-    inputs = inputs_of(operator, arguments)
-    _, grads = inputs.backward("cpu")
+    Dv = 48
+    inputs = case_of(operator, 2, 4, 70, 1, D=32, Dv=Dv, gate="BHT").make(dtype)
+    arguments, (_, grads) = inputs.tensors, inputs.backward("cpu")
     dattended = arguments["gate"][..., None] * inputs.dout.float()
     size = (dattended * arguments["value"].float()).abs().sum(-1)  # [B, H, T]
     off = 2 * (Dv + 1) * torch.finfo(torch.float32).eps * size * inputs.parsed().scale
@@ -106,11 +95,9 @@ def test_a_row_with_one_key_has_no_score_gradient(level: str, operator: str, dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_bits_of_a_shared_query_and_key(level: str, dtype: torch.dtype, Hv: int) -> None:
     """Gradients summed over heads: the same whatever the threads, and whatever else is in the batch."""
-    arguments = tensors("collaborative_attention", B=3, H=6, Hv=Hv, T=130, S=140, D=24, dtype=dtype)
-    inputs = inputs_of("collaborative_attention", arguments, is_causal=True)
-    alone = replace(
-        inputs, tensors={name: t if name == "mixing" else t[:1] for name, t in arguments.items()}, dout=inputs.dout[:1]
-    )
+    inputs = case_of("collaborative_attention", 3, 6, 130, 140, D=24, Dv=8, Hv=Hv, is_causal=True).make(dtype)
+    of_first = {name: t if name == "mixing" else t[:1] for name, t in inputs.tensors.items()}
+    alone = replace(inputs, tensors=of_first, dout=inputs.dout[:1])
     results = []
     for count in (1, 2, 3, 5, 16):
         with threads(count):

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils import deterministic
 
 import heads_kernels as hk
-from heads_kernels.testing import Case, CollaborativeCase, EntmaxCase, GatedCase
-from tests.ops.calls import ATTENTION, assert_same_bits, fixed_seed, function, serve, tensors
+from tests.ops.calls import ATTENTION, assert_same_bits, case_of, fixed_seed, function, serve, tensors
 from tests.support.alike import assert_alike
 
 # ---------------------------------------------------------------------- gradients, from memory that starts as NaN
+SPARSE = "entmax_attention"
 #: Each kind of gate, beside a dense bias or a table of offsets.
 TERMS: dict[str, dict[str, Any]] = {
     "no gate": {"bias": "BHTS"},
@@ -34,23 +34,12 @@ def memory_starts_as_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def make(operator: str, sizes: dict[str, int], **terms: Any) -> Case:
-    *lengths, D, Dv = (sizes[name] for name in ("B", "H", "T", "S", "D", "Dv"))
-    if operator == "entmax_attention":
-        return EntmaxCase("made", *lengths, D=D, Dv=Dv, **terms)
-    terms["sinks"] = True
-    if operator == "gated_attention":
-        return GatedCase("made", *lengths, D=D, Dv=Dv, **terms)
-    return CollaborativeCase("made", *lengths, Ds=D, Dv=Dv, content_bias=True, **terms)
-
-
 @pytest.mark.usefixtures("memory_starts_as_nan")
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize(("operator", "backend"), ATTENTION)
 def test_one_operand_and_every_other(operator: str, backend: str, terms: str) -> None:
     """A gradient has the same bits whichever others are asked for."""
-    sizes = {"B": 1, "H": 2, "T": 3, "S": 5, "D": 8, "Dv": 4}
-    inputs = make(operator, sizes, **TERMS[terms]).make()
+    inputs = case_of(operator, 1, 2, 3, 5, D=8, Dv=4, **TERMS[terms], sinks=operator != SPARSE).make()
     serve(operator, backend, **inputs.arguments())
     _, every = inputs.backward(backend)
     for name in every:
@@ -67,10 +56,11 @@ def test_one_operand_and_every_other(operator: str, backend: str, terms: str) ->
 def test_sizes_of_0_and_1(operator: str, backend: str, size: str, number: int) -> None:
     """Every element of every result is written, as by the formula in float64."""
     sizes = {"B": 2, "H": 2, "T": 3, "S": 5, "D": 8, "Dv": 4, size: number}
+    lengths, widths = [sizes[name] for name in "BHTS"], {name: sizes[name] for name in ("D", "Dv")}
     for terms in (TERMS["of heads"], TERMS["of elements"]):
         if "offsets" in terms and sizes["H"] == 0:  # a table has heads
             continue
-        inputs = make(operator, sizes, scale=0.5, **terms).make()
+        inputs = case_of(operator, *lengths, **widths, scale=0.5, **terms, sinks=operator != SPARSE).make()
         serve(operator, backend, **inputs.arguments())
         found, want = inputs.backward(backend), inputs.to(torch.float64).backward("eager")
         assert_alike(found[0].double(), want[0], dtype=torch.float32)
@@ -80,7 +70,6 @@ def test_sizes_of_0_and_1(operator: str, backend: str, size: str, number: int) -
 
 # ---------------------------------------------------------------------- those of eager beyond the first
 B, H, T, S, D = 2, 2, 3, 4, 4
-SPARSE = "entmax_attention"
 EVERY = ("gated_attention", "collaborative_attention", SPARSE)
 #: The last row of the first example sees nothing.
 MASK = hk.Mask(key_lengths=[2, 4], query_lengths=[2, 3])

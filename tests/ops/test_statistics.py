@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.testing import CASES, Case, find, row_statistics
+from heads_kernels.testing.accuracy import Reference
 from tests.ops.calls import NAMES, OPERATORS, assert_same_bits, call, serve, tensors, threads
 from tests.support.alike import assert_alike
 from tests.support.plain import plain
@@ -24,15 +26,20 @@ def measure(backend: str, **given: Any) -> hk.AttentionStatistics:
     return call("attention_statistics", backend, **given)
 
 
+@functools.lru_cache(maxsize=2)
+def expected(case: Case, dtype: torch.dtype, device: torch.device) -> Reference:
+    """Shared by the backends, which are checked one after the other."""
+    return row_statistics.statistics_reference(case.make(dtype, device))
+
+
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", QUICK)
 def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
     if not case.S:
         pytest.skip("no keys: test_empty_calls")
-    inputs = case.make(dtype)
-    serve("attention_statistics", backend, **row_statistics.statistics_arguments(inputs))
-    report = row_statistics.check_statistics(inputs, backend)
+    serve("attention_statistics", backend, **row_statistics.statistics_arguments(case.make(dtype)))
+    report = row_statistics.compare_statistics(expected(case, dtype, torch.get_default_device()), backend)
     assert report.ok, str(report)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from heads_kernels.ops.attention import attention_op, backward_op
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.ops.statistics import statistics_op
 from tests.ops.calls import (
+    ATTENTION,
     DIFFERENTIABLE,
     FUSED,
     NAMES,
@@ -53,15 +53,14 @@ OF_A_BACKEND = ("test_schema", "test_autograd_registration", "test_faketensor")
 TRACED = (*OF_A_BACKEND, "test_aot_dispatch_dynamic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.release)])
 @pytest.mark.parametrize(
     ("operator", "backend", "case"),
     [
-        *(
-            pytest.param(*row, case, marks=[] if case == "plain" else pytest.mark.slow)
-            for row, case in product(DIFFERENTIABLE, OPCHECKS)
-        ),
-        *(pytest.param("entmax_attention", name, "gate", marks=pytest.mark.slow) for name in NAMES),
+        (operator, name, case)
+        for operator, name in ATTENTION
+        for case in (["gate"] if operator == "entmax_attention" else OPCHECKS)
     ],
 )
 def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
+from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.mask import Mask, as_mask
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops.attention import Saved, attention_op
@@ -27,6 +28,8 @@ from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 from heads_kernels.ops.triton.visible import with_tile_lists
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, find, masks
 from tests.ops.calls import on_kind_of_gpu, parsed
+
+interpreted = pytest.mark.skipif(not TRITON_INTERPRETED, reason="kernels are not interpreted (TRITON_INTERPRET)")
 
 B, H, T, S = 2, 3, 150, 215
 TILES = Tiles(block_m=32, block_n=64, block_d=0, block_slice=0, num_warps=4, num_stages=1)
@@ -60,6 +63,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("name", CALLS)
+@interpreted
 @pytest.mark.parametrize("backend", ["triton"])
 def test_lists(backend: str, name: str, by_keys: bool) -> None:
     call = parsed("gated_attention", *(torch.zeros(B, H, L, 8) for L in (T, S, S)), **CALLS[name])
@@ -87,6 +91,7 @@ def test_lists(backend: str, name: str, by_keys: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["bias_shared", "offsets", "dense_heads"])
+@interpreted
 @pytest.mark.parametrize("backend", ["triton"])
 def test_addresses_of_64_bits(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of biases and masks so large that 32 bits do not count their elements."""
@@ -109,6 +114,7 @@ def any_of_tiles(pairs: Tensor, rows: int, keys: int) -> Tensor:
     return padded.unflatten(3, (-1, keys)).unflatten(2, (-1, rows)).amax((3, 5))
 
 
+@interpreted
 @pytest.mark.parametrize("backend", ["triton"])
 @pytest.mark.parametrize("name", OF_SUPPORT)
 def test_tiles_of_the_support(backend: str, name: str) -> None:
@@ -208,6 +214,7 @@ DESCRIBED: tuple[tuple[Case, bool], ...] = (
 
 @pytest.mark.parametrize(("case", "expected"), DESCRIBED, ids=lambda value: str(value))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@interpreted
 @pytest.mark.parametrize("backend", ["triton"])
 def test_results_of_descriptors(backend: str, dtype: torch.dtype, case: Case, expected: bool) -> None:
     """Interpreted steps over full tiles take two of them, so that loops have steps and tiles that are left over."""
@@ -233,6 +240,7 @@ CASES: tuple[Case, ...] = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("kind", ["sm_90", "sm_80", "other"])
+@interpreted
 @pytest.mark.parametrize("backend", ["triton"])
 def test_tiles_of_a_kind(backend: str, kind: str, case: Case) -> None:
     with on_kind_of_gpu(kind):
