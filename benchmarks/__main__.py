@@ -14,7 +14,6 @@ context (the same command goes on after it); 130 where it was interrupted, after
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -29,7 +28,6 @@ except ImportError:
     sys.exit("python -m benchmarks needs rich: pip install 'heads_kernels[bench]', or make bench")
 
 from benchmarks import figures, run
-from benchmarks.measure import Row, Timed, timed
 from benchmarks.report import Report, make_console
 from benchmarks.results import Results, keep, this_machine
 from benchmarks.settings import Form, Settings, on_threads, word
@@ -59,8 +57,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N", help="default: as torch has it")  # fmt: skip
     parser.add_argument("--dtype", choices=_DTYPES, help="default: float32, on a GPU bfloat16")
     parser.add_argument("--json", type=_json_path, metavar="PATH", help="write all numbers here")
-    parser.add_argument("--against", type=_earlier, default={}, metavar="PATH",
-        help="a file that --json wrote before: beside every time of ours that one, divided by it")  # fmt: skip
     parser.add_argument("--keep", action="store_true", help="add this run to benchmarks/results/<machine>.jsonl")
     return parser
 
@@ -72,13 +68,6 @@ def _json_path(text: str) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"the folder of {text!r} is not there or not writable")
     return path
-
-
-def _earlier(text: str) -> dict[Timed, Row]:
-    try:
-        return {timed(row): row["times"]["ours"] for row in json.loads(Path(text).read_text())["speed"]}
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no file of --json ({error})") from error
 
 
 def _settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Settings:
@@ -113,8 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with on_threads(options.threads):
         try:
             machine, backends = this_machine(settings.device), run.backends(settings)
-            results = Results(machine, settings, backends, path=options.json, earlier=options.against)
-            return _run(chosen, results, options)
+            return _run(chosen, Results(machine, settings, backends, path=options.json), options)
         except KeyboardInterrupt:  # before anything was measured
             return 130
 

@@ -30,14 +30,11 @@ MOST_SPREAD: Final = 1.5
 #: flops     that have to be done
 #: times     by candidate `{"ms": the median, "fastest_ms", "samples"}`: "ours"; those of `candidates`; "dense", ours on
 #:           the workload that this one is compared with; "float32", ours on the same numbers in float32, where the
-#:           workload is in a narrower dtype; "before", ours in the run of `--against`
+#:           workload is in a narrower dtype
 #: refused   why others were not timed
 #: spread    the largest ratio of a median to the fastest sample among these
 #: dense_flops, floor   where there are any; kept runs may lack them, and of baselines all but the median
 Row = dict[str, Any]
-
-#: The name of a workload, a direction, a number of threads.
-Timed = tuple[str, Direction, int | None]
 
 #: A format string of a row's fields, or a function of a row.
 Column = str | Callable[[Row], str]
@@ -55,11 +52,6 @@ class Found:
     columns: Mapping[str, Column]
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-
-
-def timed(row: Row) -> Timed:
-    """What the row has the times of."""
-    return row["workload"], row["direction"], row["threads"]
 
 
 def disturbed(row: Row) -> bool:

@@ -25,10 +25,9 @@ _HEADLINE: Final = "gated_closed_50"
 _WIDTH: Final[dict[Device, int]] = {"cpu": 100, "cuda": 130}
 _LEGEND: Final = (
     "ours: median ms. FLOP/s: executed FLOPs divided by our median. x: the time of that candidate divided by ours; "
-    "eager, SDPA and its kernels, flex and flash_attn are times the gate. x dense: our own time for the dense workload"
-    " of the table (all heads open, no mask, dense mixing). x before: our own time in the run of --against. x f32: our"
-    " own time for the same numbers in float32. x mm: our FLOP/s divided by those of torch.mm. gap: our time divided "
-    "by the floor."
+    "eager, SDPA and its kernels, flex and flash_attn are times the gate. x dense: our own time for the dense workload "
+    "of the table (all heads open, no mask, dense mixing). x f32: our own time for the same numbers in float32. x mm: "
+    "our FLOP/s divided by those of torch.mm. gap: our time divided by the floor."
 )
 _DISTURBED: Final = (
     "spread: a median by the fastest sample, where something else ran meanwhile; measured twice. Do not quote these "

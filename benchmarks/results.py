@@ -18,7 +18,7 @@ import torch
 
 import heads_kernels as hk
 from benchmarks.goals import Outcome, outcomes
-from benchmarks.measure import Found, Row, Timed
+from benchmarks.measure import Found, Row
 from benchmarks.settings import Settings, word
 from heads_kernels.files import write_whole
 
@@ -62,8 +62,6 @@ class Results:
     #: Load average of the minute before the run.
     load: float = field(default_factory=lambda: os.getloadavg()[0])
     path: Path | None = None
-    #: Our times in the run of `--against`.
-    earlier: dict[Timed, Row] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:

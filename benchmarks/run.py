@@ -91,7 +91,7 @@ def _time(chosen: list[Workload], known: dict[str, Workload], report: Report) ->
     checked = {row["workload"]: row for row in results.checks}
     sound = {name for name, row in checked.items() if not row["failures"]}
     left = [workload for workload in chosen if workload.name in sound]
-    done = set(map(measure.timed, results.speed))
+    done = {(row["workload"], row["direction"], row["threads"]) for row in results.speed}
     while left:
         workload = left.pop(0)
         dense = known[workload.dense] if workload.dense and workload.dense in sound else None
@@ -104,10 +104,7 @@ def _time(chosen: list[Workload], known: dict[str, Workload], report: Report) ->
                 with on_threads(threads):
                     left_out = checked[workload.name]["wrong"]
                     row, wrong = measure.speed(workload, dense, direction, settings, left_out)
-                if row:
-                    results.speed.append(row)
-                    if (before := results.earlier.get(measure.timed(row))) is not None:
-                        row["times"]["before"] = before
+                results.speed += [row] if row else []
                 results.failures += [f"{workload.name} {direction}: {name}: {why}" for name, why in wrong.items()]
                 if wrong:
                     _must_work(settings)

@@ -108,13 +108,11 @@ def test_the_way_of_a_gpu(tmp_path: Path) -> None:
         assert {"flash_attn", "cudnn"} <= row["refused"].keys()
 
 
-def test_an_earlier_run_stands_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    earlier = tmp_path / "earlier.json"
-    _, before = bench(earlier, "gated_causal")
-    status, now = bench(tmp_path / "numbers.json", "gated_causal", "--against", str(earlier))
-    assert status == 0
-    assert [row["times"]["before"] for row in now["speed"]] == [row["times"]["ours"] for row in before["speed"]]
-    assert "x before" in capsys.readouterr().out
+def test_pytest_benchmark_runs_the_same_workloads() -> None:
+    pytest.importorskip("pytest_benchmark")
+    chosen = ("benchmarks", "--benchmark-disable", "-k", "gated_closed_50 and forward")
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
+    assert "3 passed" in done.stdout
 
 
 def test_a_part_of_a_call_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +161,6 @@ def test_what_computes_something_else_is_said_and_not_timed(
         (["--json", "/no/such/folder/x.json"], "not there or not writable"),
         (["--keep"], "--keep is for whole runs"),
         (["--plot"], "not allowed with argument --smoke"),
-        (["--against", "/no/such/file.json"], "is no file of --json"),
         pytest.param(["--device", "cuda"], "there is no CUDA device", marks=pytest.mark.skipif(
             torch.cuda.is_available() or cli.CUDA_EMULATED or cli.TRITON_INTERPRETED, reason="there is one")),
     ],
