@@ -1,4 +1,4 @@
-"""The kernels in Gluon, emulated: named cases that they serve, in two orders of their partitions.
+"""The kernels in Gluon, emulated: named cases that they serve, in three orders of their partitions.
 
 Their launches go to `tests/support/gluon_emulator.py`; other kernels run in Triton's interpreter. The tiles are those
 of GPUs, except where several are wanted of a short call.

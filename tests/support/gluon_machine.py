@@ -1,7 +1,7 @@
 """What a warp-specialized program of a Gluon kernel runs on, without a GPU: partitions, barriers, shared memory.
 
 Every partition is a thread, of which one runs at a time; where it would wait, another one goes on. `Machine(order)`
-runs them in one of two orders. Whether the program is right must not depend on it: every access to shared memory is
+runs them in one of three orders. Whether the program is right must not depend on it: every access to shared memory is
 held against what its partition has waited for.
 
 - A partition knows of others what was released to it: arrivals release what came before them in their partition, and
@@ -22,8 +22,9 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-#: Who goes on: the next partition at every wait, or the same one as long as it can.
-ORDERS: Final = ("round", "greedy")
+#: Who goes on: the next partition at every wait; the same one as long as it can; as "greedy", but a partition that has
+#: arrived at a barrier goes on when all others wait.
+ORDERS: Final = ("round", "greedy", "late")
 
 
 View = TypeVar("View", bound="Shared")
@@ -80,6 +81,8 @@ class Barrier:
             raise Fault(f"{self.name}: {self.arrived} arrivals, of {self.count}")
         self._coming.acquire(self._machine.release())
         self._complete()
+        if self._machine.order == "late":
+            self._machine.give_way()
 
     def expect(self, number: int) -> None:
         self.bytes += number
@@ -207,6 +210,7 @@ class Machine:
         self.copies = 0
         self._clocks: list[Clock] = [Clock([1])]  # of the program itself, then of its partitions
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._giving: set[int] = set()
         self._running: list[int] = []
         self._turns: dict[int, threading.Semaphore] = {}
         self._error: BaseException | None = None
@@ -276,22 +280,29 @@ class Machine:
             self._pass_on()
         while not ready():
             self._waiting[self.me] = ready, what
-            if not any(map(self._can_go_on, self._running)):
+            if not (self._giving or any(map(self._can_go_on, self._running))):
                 waits = "; ".join(f"partition {n} for {w[1]}" for n, w in sorted(self._waiting.items()))
                 raise Fault(f"a deadlock: {waits}")
             self._pass_on()
         self._waiting.pop(self.me, None)
 
+    def give_way(self) -> None:
+        """Until no other partition can go on."""
+        self._giving.add(self.me)
+        while any(map(self._can_go_on, self._running)):
+            self._pass_on()
+        self._giving.remove(self.me)
+
     def _can_go_on(self, number: int) -> bool:
         waits = self._waiting.get(number)
-        return waits is None or waits[0]()
+        return number not in self._giving and (waits is None or waits[0]())
 
     def _pass_on(self) -> None:
-        """Let the next partition run that can go on; come back when it is this one's turn."""
+        """Let the next partition run that can go on, or has given way; come back when it is this one's turn."""
         if not (me := self.me):
             return
         ring = [n for n in self._running if n > me] + [n for n in self._running if n < me]
-        able = [n for n in ring if self._can_go_on(n)]
+        able = [n for n in ring if self._can_go_on(n)] or [n for n in ring if n in self._giving]
         if able:
             self._wake(able[0])
             self._turns[me].acquire()
@@ -327,6 +338,7 @@ class Machine:
             finally:
                 self._running.remove(number)
                 self._waiting.pop(number, None)
+                self._giving.discard(number)
                 ready = [n for n in self._running if self._error or self._can_go_on(n)]
                 for following in (ready or self._running)[:1]:
                     self._wake(following)
