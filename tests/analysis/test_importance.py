@@ -184,7 +184,7 @@ def test_patching_takes_pairs_of_equal_sizes() -> None:
     outputs, total = (lambda model, x: model(x)), (lambda model, x: model(x).sum())
     assert_refused(
         (([(x, x)], outputs), r"loss gave outputs .* no sign"),
-        (([x], total), "data has a Tensor for a batch"),
+        (([x], total), TypeError, "data has a Tensor for a batch"),
         (([(x, x[:, :4])], total), r"data gives layer 0 .* outputs \[3, 5, 4, 4\] for the clean batch"),
         of=partial(importance, model, method="patching"),
         unchanged=[model],
@@ -232,12 +232,12 @@ def test_bad_input_is_refused() -> None:
     _, ours, arguments = pair("bert")
     factor = torch.zeros((), dtype=torch.float64, requires_grad=True)  # not of the model
     assert_refused(
-        ({"loss": 3}, r"loss is a int; pass a function loss\(model, batch\)"),
+        ({"loss": 3}, TypeError, r"loss is a int; pass a function loss\(model, batch\)"),
         ({"method": "shapley"}, "method is 'shapley'; use one of 'gradient', 'fisher'"),
         ({"reduce": "mean"}, "reduce is 'mean'; use one of 'token', 'example', 'batch'"),
         ({"method": "fisher", "reduce": "token"}, "reduce .* 'fisher'; leave it"),
-        ({"loss": lambda m, b: m(**b)}, "loss gave a BaseModelOutput.*; return a scalar"),
-        ({"loss": lambda m, b: m(**b)[0].argmax()}, "loss gave a tensor of torch.int64"),
+        ({"loss": lambda m, b: m(**b)}, TypeError, "loss gave a BaseModelOutput.*; return a scalar"),
+        ({"loss": lambda m, b: m(**b)[0].argmax()}, TypeError, "loss gave a tensor of torch.int64"),
         ({"loss": lambda m, b: m(**b)[0].flatten(0, 1).sum(1)}, r"loss gave shape \[27\] .* of 3"),
         ({"loss": lambda m, b: losses(m, b) * torch.nan}, "loss gave NaN or infinity"),
         (

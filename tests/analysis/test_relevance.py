@@ -421,15 +421,15 @@ def test_unknown_functions_are_refused_by_name() -> None:
 def test_bad_arguments() -> None:
     model = spread(Encoder())
     assert_refused(
-        ({"output": "logits"}, "output is a str; pass a function"),
+        ({"output": "logits"}, TypeError, "output is a str; pass a function"),
         ({"attention": "values"}, "attention is 'values'; use one of 'constant'"),
-        ({"output": lambda m, b: [m(b)]}, "output is a list; pass output"),
+        ({"output": lambda m, b: [m(b)]}, TypeError, "output is a list; pass output"),
         ({"output": lambda m, b: m(b).sum()}, r"output has shape \[\]"),
-        ({"output": lambda m, b: m(b).long()}, "output has dtype torch.int64"),
+        ({"output": lambda m, b: m(b).long()}, TypeError, "output has dtype torch.int64"),
         ({"output": lambda m, b: m.scores(b[:, 0])}, "output depends on no head"),
         ({"output": lambda m, b: (m(b), torch.ones(2, 4))}, r"relevance .* has shape \[2, 4\]"),
         ({"output": lambda m, b: (m(b), -torch.ones(2, 3))}, "relevance .* negative or not finite"),
-        ({"output": lambda m, b: (m(b), torch.ones(2, 3).long())}, "relevance .* dtype torch.int64"),
+        ({"output": lambda m, b: (m(b), torch.ones(2, 3).long())}, TypeError, "relevance .* dtype torch.int64"),
         ({"output": lambda m, b: (m(b), torch.zeros(2, 3))}, "data has no example that counts"),
         of=partial(relevance, model, [random(2, 5, 8)]),
         unchanged=[model],

@@ -272,7 +272,7 @@ def test_bad_maps() -> None:
         ({"example": 3}, "example is 3; .* 0 to 2"),
         ({"example": -1}, "example is -1"),
         ({"heads": {0: [9]}}, "heads of layer 0 .* head 9"),
-        ({"rows": 3}, "rows is 3; pass a slice"),
+        ({"rows": 3}, TypeError, "rows is 3; pass a slice"),
         of=partial(hk.analysis.maps, model, tiny_models.batch(model)),
         unchanged=[model],
     )

@@ -296,15 +296,15 @@ def test_bad_sets(name: str) -> None:
     model = use(tiny_models.build(name))
     arguments = tiny_models.batch(model)
     assert_refused(
-        ({"token_sets": [5]}, "token_sets is a list"),
+        ({"token_sets": [5]}, TypeError, "token_sets is a list"),
         ({"token_sets": {"x": lambda b: b["input_ids"][:, :2] == 5}}, r"token_sets\['x'\] is torch.b"),
-        ({"token_sets": {"x": "five"}}, r"token_sets\['x'\] is a str"),
+        ({"token_sets": {"x": "five"}}, TypeError, r"token_sets\['x'\] is a str"),
         ({"exclude_keys": lambda b: b["input_ids"][:, :2] == 5}, r"exclude_keys .*has shape \[3, 2\]; .* = \[9\]"),
-        ({"exclude_keys": lambda b: b["input_ids"]}, "exclude_keys has dtype torch.int64"),
-        ({"exclude_keys": lambda b: None}, "exclude_keys gave a NoneType; give a bool tensor"),
-        ({"exclude_keys": lambda b: {"encoder": None}}, "exclude_keys gave a NoneType"),
+        ({"exclude_keys": lambda b: b["input_ids"]}, TypeError, "exclude_keys has dtype torch.int64"),
+        ({"exclude_keys": lambda b: None}, TypeError, "exclude_keys gave a NoneType; give a bool tensor"),
+        ({"exclude_keys": lambda b: {"encoder": None}}, TypeError, "exclude_keys gave a NoneType"),
         ({"exclude_keys": lambda b: {"self": b["input_ids"] == 5}}, "exclude_keys gave the kind 'self'"),
-        ({"token_sets": {"x": lambda b: [True]}}, r"token_sets\['x'\] gave a list"),
+        ({"token_sets": {"x": lambda b: [True]}}, TypeError, r"token_sets\['x'\] gave a list"),
         of=partial(read, model, arguments),
         unchanged=[model],
     )

@@ -328,8 +328,8 @@ def test_bad_input(name: str) -> None:
     rows = [
         ((model, []), "data has no batches"),
         ((model, iter(())), "data has no batches"),
-        ((model, data[0]), r"data is a dict; .*\[batch\] for a single one"),
-        ((model, torch.ones(2, 3)), "data is a Tensor"),
+        ((model, data[0]), TypeError, r"data is a dict; .*\[batch\] for a single one"),
+        ((model, torch.ones(2, 3)), TypeError, "data is a Tensor"),
     ]
     rows = [] if name == "maps" else rows
     rows += [((stock, data), r".*call hk\.integrations\.transformers\.use\(model\) first")]

@@ -230,8 +230,8 @@ def test_executed_features_are_those_that_the_operator_counts() -> None:
 def test_bad_arguments() -> None:
     query, key, bias = torch.zeros(2, 3, 5), torch.zeros(2, 3, 4), torch.zeros(2, 3)
     assert_refused(
-        ({"query": 3}, "query is a int"),
-        ({"key": key.to(torch.int8)}, "key has dtype torch.int8"),
+        ({"query": 3}, TypeError, "query is a int"),
+        ({"key": key.to(torch.int8)}, TypeError, "key has dtype torch.int8"),
         ({"query": torch.zeros(6, 5)}, r"query has shape \[6, 5\]"),
         ({"query": query[:0]}, r"query has shape \[0, 3, 5\]"),
         ({"query": query * torch.nan}, "query holds NaN or infinity"),
@@ -240,8 +240,9 @@ def test_bad_arguments() -> None:
         ({"scale": float("nan")}, "scale is nan"),
         of=partial(Heads, query=query, key=key, scale=1.0, query_bias=bias),
     )
+    dims = [(0, ValueError), (-3, ValueError), (2.5, TypeError), (True, TypeError), (None, TypeError)]
     assert_refused(
-        *(({"dim": dim, "method": method}, "dim is") for dim in (0, -3, 2.5, True, None) for method in METHODS),
+        *(({"dim": dim, "method": method}, error, "dim is") for dim, error in dims for method in METHODS),
         ({"multiple": 0}, "multiple is 0; pass 1 to 8"),
         ({"multiple": 16}, "multiple is 16; pass 1 to 8"),
         ({"method": "svd"}, "method is 'svd'; use one of 'cp', 'ragged'"),

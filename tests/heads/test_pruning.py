@@ -99,6 +99,7 @@ def test_pruning_twice_adds_up_and_numbers_heads_anew() -> None:
 
 def test_bad_input() -> None:
     model, name = build("bert"), "encoder.layer.0.attention.self"
+    masks = [True, False, False, True], [0.0], [[0, 1]], 1
     a_mask = r"heads of layer 0 \(.*pass (integers|a list of heads); it has heads 0"
     assert_refused(
         (({0: [1], 5: [0]},), "heads names layer 5; this model has layers 0 to 1: 'encoder"),
@@ -107,9 +108,9 @@ def test_bad_input() -> None:
         (({name: [-1]},), "heads .* has head -1"),
         (({True: [1]},), "heads names layer True"),
         (({torch.tensor(True): [1]},), r"heads names layer tensor\(True\)"),
-        *(((heads,), "heads") for heads in ({0: 1}, {0: [True]}, {0: [0.5]}, {0: "01"}, [0])),
+        *(((heads,), TypeError, ValueError, "heads") for heads in ({0: 1}, {0: [True]}, {0: [0.5]}, {0: "01"}, [0])),
         # As a list of numbers these would be heads 0 and 1.
-        *((({0: torch.tensor(heads)},), a_mask) for heads in ([True, False, False, True], [0.0], [[0, 1]], 1)),
+        *((({0: torch.tensor(heads)},), TypeError, ValueError, a_mask) for heads in masks),
         of=partial(hk.heads.prune, model),
         unchanged=[model],
     )

@@ -236,8 +236,8 @@ def test_relevance_takes_a_bias_as_constant() -> None:
 def test_bad_calls() -> None:
     x, both = torch.zeros(B, N, S, E), torch.ones(S, S)
     assert_refused(
-        ({"bias": 1.0}, "bias is a float; pass a tensor of float32"),
-        ({"bias": both.bool()}, "bias has dtype torch.bool"),
+        ({"bias": 1.0}, TypeError, "bias is a float; pass a tensor of float32"),
+        ({"bias": both.bool()}, TypeError, "bias has dtype torch.bool"),
         ({"bias": torch.zeros(H - 1, S, S)}, "bias has 3 heads; pass 4"),
         ({"bias": torch.zeros(N, H, S, T)}, r"bias has shape .* scores are \[2, 3, 4, 7, 7\]"),
         ({"bias": hk.OffsetBias(torch.zeros(2, 3))}, "bias has 2 heads; pass 4"),

@@ -49,7 +49,7 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
             (lambda: layer(x, x.clone(), cache=cache), "cache holds the tokens of self-attention"),
             (lambda: layer(x, cache=of_source), "cache holds the source of encoder-decoder"),
             (lambda: layer(x[:1], x[:1].clone(), cache=of_source), "cache holds batch 2, but query has"),
-            (lambda: cache.reorder(torch.ones(2)), "beams has"),
+            (lambda: cache.reorder(torch.ones(2)), TypeError, "beams has"),
             (lambda: cache.reorder(torch.tensor([[0]])), "beams has"),
-            (lambda: cache.reorder([0, 1]), "beams is"),
+            (lambda: cache.reorder([0, 1]), TypeError, "beams is"),
         )

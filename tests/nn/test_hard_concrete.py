@@ -265,13 +265,13 @@ def test_penalty_of_a_model() -> None:
 def test_bad_input() -> None:
     assert_refused(
         ({"num_heads": 0}, "num_heads is 0; pass an int of at least 1"),
-        ({"num_heads": 8.0}, "num_heads is a float"),
+        ({"num_heads": 8.0}, TypeError, "num_heads is a float"),
         *(({"temperature": each}, f"temperature is {each}") for each in (0, math.nan)),
         *(({"stretch": each}, "stretch is") for each in ((0.0, 1.1), (-0.1, 1.0), 0.1)),
         ({"evaluate": "median"}, "evaluate is 'median'; use one of 'mean', 'binary'"),
         ({"log_alpha": "glorot"}, "log_alpha is 'glorot'; pass a finite float or 'voita'"),
         ({"log_alpha": math.inf}, "log_alpha is inf"),
-        *(({name: 1}, f"{name} is a int") for name in ("per_sample", "straight_through")),
+        *(({name: 1}, TypeError, f"{name} is a int") for name in ("per_sample", "straight_through")),
         of=partial(hk.nn.HardConcrete, num_heads=8),
     )
     gate, linear = gates_at(0.0, 1.0, 2.0), nn.Linear(2, 2)

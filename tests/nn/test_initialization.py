@@ -66,16 +66,16 @@ def test_bad_arguments() -> None:
         ((torch.zeros(4, 3),), "kind is 'concatenate', but 4 heads share 3 features; use Ds of 4"),
         ((torch.zeros(4, 8), "uniform"), "kind is 'uniform'"),
         ((torch.zeros(4), "ones"), r"tensor has shape \[4\]"),
-        ((torch.zeros(4, 8).long(),), "tensor has dtype torch.int64"),
-        (([[1.0]],), "tensor is a list"),
+        ((torch.zeros(4, 8).long(),), TypeError, "tensor has dtype torch.int64"),
+        (([[1.0]],), TypeError, "tensor is a list"),
         of=hk.nn.mixing_init_,
     )
     linear = nn.Linear(2, 2)
     assert_refused(
         ((linear, 0), "layer is 0; pass an int of at least 1"),
-        ((linear, 1.0), "layer is a float"),
+        ((linear, 1.0), TypeError, "layer is a float"),
         *(((linear, 1, alpha), f"alpha is {alpha!r}") for alpha in (math.nan, -1.0, "1")),
         ((nn.LayerNorm(2), 1), r"module is a LayerNorm without nn\.Linear"),
-        ((torch.zeros(2), 1), "module is a Tensor"),
+        ((torch.zeros(2), 1), TypeError, "module is a Tensor"),
         of=hk.nn.ds_init_,
     )

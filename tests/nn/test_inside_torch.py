@@ -195,13 +195,13 @@ def test_what_can_not_be_replaced() -> None:
         ((second(lambda part: part.register_forward_hook(print)),), r"module '1' has forward hooks, .*handle\.remove"),
         ((second(lambda part: weight_norm(part, "in_proj_weight")),), "module '1' has parametrised weights"),
         ((nn.ModuleDict({"base_layer": attention}),), ".*has an adapter; merge it"),
-        ((attention,), r".*from_torch\(model\)"),
+        ((attention,), TypeError, r".*from_torch\(model\)"),
         ((nn.Linear(2, 2),), r".*without torch\.nn\.MultiheadAttention"),
-        (([],), "model is a list"),
+        (([],), TypeError, "model is a list"),
         of=hk.nn.replace_attention_,
     )
     assert_refused(
-        ((nn.Linear(2, 2),), "attention is a Linear; pass a torch.nn.MultiheadAttention"),
+        ((nn.Linear(2, 2),), TypeError, "attention is a Linear; pass a torch.nn.MultiheadAttention"),
         ((nn.MultiheadAttention(E, H, add_zero_attn=True),), "attention has add_zero_attn"),
         ((nn.MultiheadAttention(E, H, add_bias_kv=True),), ".*bias_k is in the state"),
         of=hk.nn.GatedMultiheadAttention.from_torch,

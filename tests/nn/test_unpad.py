@@ -43,10 +43,10 @@ def test_there_and_back(kind: str) -> None:
 def test_refusals() -> None:
     x, real = torch.ones(B, T, E), torch.ones(B, T, dtype=torch.bool)
     assert_refused(
-        (([1], real), r"x is a list; pass a tensor \[B, T, ...\]"),
-        ((torch.ones(B), real), r"x has shape \[4\]"),
-        ((x, real.long()), "real has dtype torch.int64; pass a bool"),
+        (([1], real), TypeError, r"x is a list; pass a tensor \[B, T, ...\]"),
+        ((torch.ones(B), real), TypeError, r"x has shape \[4\]"),
+        ((x, real.long()), TypeError, "real has dtype torch.int64; pass a bool"),
         ((x, real.T), r"real has shape \[9, 4\]"),
-        ((x, None), "real is a NoneType"),
+        ((x, None), TypeError, "real is a NoneType"),
         of=hk.nn.unpad,
     )

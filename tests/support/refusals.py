@@ -17,8 +17,8 @@ def assert_refused(
 ) -> None:
     """Each row is a call, or arguments of `of` (a dict of named ones), then perhaps its error, then words of it.
 
-    The error is a TypeError or a ValueError. That of arguments begins with the words. Modules that are `unchanged` are
-    what they were after each call.
+    The error is a ValueError, if not said otherwise. That of arguments begins with the words. Modules that are
+    `unchanged` are what they were after each call.
     """
     before = list(map(state, unchanged))
     for given, *kinds, words in rows:
@@ -26,7 +26,7 @@ def assert_refused(
         if of is not None:
             call = partial(of, **given) if isinstance(given, dict) else partial(of, *given)
         error = _error_of(call)
-        assert isinstance(error, tuple(kinds) or Exception), f"{words!r}: {error!r}"
+        assert isinstance(error, tuple(kinds) or ValueError), f"{words!r}: {error!r}"
         assert re.search(words if of is None else f"^{words}", str(error)), f"{words!r}: {error!r}"
         assert list(map(state, unchanged)) == before, words
 

@@ -115,8 +115,8 @@ def test_refused() -> None:
     sizes = ((3,), (1, 4), (3, 4), (2, 3), (), (2, 1, 4))
     assert_refused(
         *(({"head_mask": torch.ones(each)}, "head_mask has shape .*; pass ") for each in sizes),
-        ({"head_mask": [1.0, 0.0, 1.0, 1.0]}, "head_mask is a list; pass a tensor"),
-        ({"head_mask": 1.0}, "head_mask is a float; pass a tensor"),
+        ({"head_mask": [1.0, 0.0, 1.0, 1.0]}, TypeError, "head_mask is a list; pass a tensor"),
+        ({"head_mask": 1.0}, TypeError, "head_mask is a float; pass a tensor"),
         ({"head_mask": mask + 0j}, "head_mask is torch.complex64; pass floats"),
         ({"decoder_head_mask": mask}, "decoder_head_mask is given to a Bert.*; pass head_mask"),
         of=partial(outputs, bert),
