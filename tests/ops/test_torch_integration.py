@@ -53,14 +53,17 @@ OF_A_BACKEND = ("test_schema", "test_autograd_registration", "test_faketensor")
 TRACED = (*OF_A_BACKEND, "test_aot_dispatch_dynamic")
 
 
-@pytest.mark.slow
+#: The call whose opcheck is quick.
+QUICK_OPCHECK = ("gated_attention", "cpu", "gate")
+
+
 @pytest.mark.parametrize("transposed", [False, pytest.param(True, marks=pytest.mark.release)])
 @pytest.mark.parametrize(
     ("operator", "backend", "case"),
     [
-        (operator, name, case)
-        for operator, name in ATTENTION
-        for case in (["gate"] if operator == "entmax_attention" else OPCHECKS)
+        pytest.param(*row, marks=() if row == QUICK_OPCHECK else pytest.mark.slow)
+        for row in ((*pair, case) for pair in ATTENTION for case in OPCHECKS)
+        if row[0] != "entmax_attention" or row[2] == "gate"
     ],
 )
 def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> None:
