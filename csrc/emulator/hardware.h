@@ -91,7 +91,7 @@ template <typename T>
 double operand(uint32_t bits) {
   if constexpr (std::is_same_v<T, tf32>) {
     constexpr uint32_t kBelowTf32 = 0x1fff;  // the bits of a float that tf32 lacks
-    return hk::bits_float(bits & ~kBelowTf32);
+    return float_of(bits & ~kBelowTf32);
   } else {
     return to_float(T{static_cast<uint16_t>(bits)});
   }
@@ -222,8 +222,8 @@ inline void store_words(void* global, const uint32_t (&words)[4]) {
 
 inline float exp2_approx(float x) { return software::flush(std::exp2(software::flush(x))); }
 
-inline uint32_t float_bits(float x) { return hk::float_bits(x); }
-inline float bits_float(uint32_t bits) { return hk::bits_float(bits); }
+inline uint32_t float_bits(float x) { return bits_of(x); }
+inline float bits_float(uint32_t bits) { return float_of(bits); }
 
 template <typename T>
 inline float to_float(T x) {
