@@ -156,10 +156,19 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
         CALLER | {"use_vmap": False},
     ),
     "packed": (lambda: with_blocks(TURNS, DOCUMENTS), {"batch_size": 2, "q_length": 8, "kv_length": 8}),
-    "static cache": (
-        lambda: stock.causal_mask_function,
-        {"batch_size": B, "q_length": 1, "kv_length": 12, "q_offset": torch.tensor(6), "attention_mask": padding(7)},
-    ),
+    **{
+        f"static cache, {what}": (
+            lambda: stock.causal_mask_function,
+            {
+                "batch_size": B,
+                "q_length": 1,
+                "kv_length": 12,
+                "q_offset": torch.tensor(n - 1),
+                "attention_mask": padding(n),
+            },
+        )
+        for what, n in (("half full", 7), ("full", 12))
+    },
 }
 
 
