@@ -25,20 +25,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import heads_kernels as hk
-from heads_kernels.integrations.distributed import (
-    ContextParallel,
-    context_parallel,
-    gather,
-    tensor_parallel_plan,
-)
+from heads_kernels.integrations.distributed import ContextParallel, context_parallel, gather, tensor_parallel_plan
 
 #: What the dimensions of a mesh split: the batch, heads and features, sequences.
 NAMES = ("dp", "tp", "cp")

@@ -23,14 +23,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from training import learn, seconds_to_translate
 from transformer import Attention, Translator
-from translators import (
-    corpus_of,
-    new_model,
-    quality,
-    sentence_losses,
-    settings_of,
-    trained,
-)
+from translators import corpus_of, new_model, quality, sentence_losses, settings_of, trained
 
 import heads_kernels as hk
 from benchmarks.figures import BLUE, ORANGE, message

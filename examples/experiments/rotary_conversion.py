@@ -19,16 +19,7 @@ import torch
 from lab import Lab, Run
 from matplotlib.figure import Figure
 from plots import legend, line
-from rotary_models import (
-    RATE_AFTER,
-    Settings,
-    held_out_loss,
-    learn,
-    more_batches,
-    read_batches,
-    settings_of,
-    trained,
-)
+from rotary_models import RATE_AFTER, Settings, held_out_loss, learn, more_batches, read_batches, settings_of, trained
 from tables import by_seed, each, markdown
 from torch import Tensor, nn
 

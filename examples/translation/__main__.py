@@ -28,14 +28,7 @@ from corpus import Batch, Corpus, padded
 from languages import invented_pairs
 from options import parse
 from torch import Tensor
-from training import (
-    accuracy,
-    attach_gates,
-    learn,
-    learn_gates,
-    learn_on,
-    seconds_to_translate,
-)
+from training import accuracy, attach_gates, learn, learn_gates, learn_on, seconds_to_translate
 from transformer import Translator
 
 import heads_kernels as hk
