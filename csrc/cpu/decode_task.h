@@ -115,16 +115,19 @@ class DecodeTask {
     return seen;
   }
 
-  // The scaled queries of rows, as operands.
+  // The scaled queries of rows, as operands. Skipped features are 0: a load that a chunk ends within reads some.
   void load_queries(const Row* rows, int64_t count, Real* queries) const {
     for (int64_t r = 0; r < count; ++r) {
       const Head<Real>& head = *rows[r].head;
       const Rows source = op_.query_rows(head.b, head.h);
       const Real* factors = op_.factors_of(head.h);
       Real* row = queries + r * query_stride_;
-      load_row(row, source.at(rows[r].i), source.dtype, op_.D, source.step);
-      for (int64_t d = 0; d < op_.D; ++d) row[d] *= factors[d];
-      std::fill(row + op_.D, row + query_stride_, Real(0));
+      std::fill(row, row + query_stride_, Real(0));
+      for (const Range& range : head.features) {
+        const int64_t width = range.end - range.begin;
+        load_row(row + range.begin, source.columns(range.begin).at(rows[r].i), source.dtype, width, source.step);
+        for (int64_t d = range.begin; d < range.end; ++d) row[d] *= factors[d];
+      }
       prepare_query<Operand, Number>(row, query_stride_);
     }
   }

@@ -72,6 +72,20 @@ def test_rows_in_the_same_memory(level: str, operator: str, views: str) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_chunks_without_mixing_are_not_read(level: str, dtype: torch.dtype, T: int) -> None:
+    """A NaN of the query there reaches only the heads that mix it; a few rows are decoded."""
+    query, key, value = torch.randn(1, T, 48), torch.randn(1, 90, 48), torch.randn(1, 2, 90, 16)
+    mixing = torch.ones(2, 48)
+    mixing[0, 16:32] = mixing[1, 32:] = 0
+    query[..., 16:32] = torch.nan
+    operands = (each.to(dtype) for each in (query, key, value, mixing))
+    out = hk.collaborative_attention(*operands, backend="cpu")
+    assert out[:, 0].isfinite().all()
+    assert out[:, 1].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_row_with_one_key_has_no_score_gradient(level: str, operator: str, dtype: torch.dtype) -> None:
