@@ -115,7 +115,7 @@ class DecodeTask {
     return seen;
   }
 
-  // The scaled queries of rows, as operands. Skipped features are 0: a load that a chunk ends within reads some.
+  // The scaled queries of rows, as operands. Skipped features are 0, since a load may reach past the end of a chunk.
   void load_queries(const Row* rows, int64_t count, Real* queries) const {
     for (int64_t r = 0; r < count; ++r) {
       const Head<Real>& head = *rows[r].head;
@@ -229,10 +229,12 @@ class DecodeTask {
     Number* finite = workspace.take<Number>(kWord * op_.Dv);
     // In the order of memory: blocks of all heads in turn if the heads of a token are next to each other, else all
     // blocks of one head after the other.
-    const int64_t together = p_.value.stride[1] < p_.value.stride[2] ? count : 1;
+    const bool tokens_first = p_.value.stride[1] < p_.value.stride[2];
+    const int64_t together = tokens_first ? count : 1;
+    // A sum rounds once per block, so its size must not depend on what else is in the task.
+    const int64_t block = rows_ == 1 && !tokens_first ? kWord : block_of(op_.Dv, tokens_first ? 2 : 1);
     // The hardware prefetches values that one row reads in the order of memory.
-    const bool in_order = together == 1 && count > 0 && sources[0].count == 1;
-    const int64_t block = in_order ? kWord : block_of(op_.Dv, together);
+    const bool in_order = !tokens_first && count > 0 && sources[0].count == 1;
     for (int64_t first = 0; first < count; first += together) {
       for (int64_t n = 0; n < size; n += block) {
         for (int64_t i = first; i < first + together; ++i) {

@@ -30,11 +30,13 @@ inline Operand* as_operands(RealOf<Operand>* row, [[maybe_unused]] int64_t width
   return operands;
 }
 
-// A query row becomes operands in place, in the order of loads of keys; `width` in whole loads.
+// A query row becomes operands in place, in the order of loads of keys, then zeros, which loads may read; `width` in
+// whole loads.
 template <typename Operand, typename Number>
 inline void prepare_query(RealOf<Operand>* row, int64_t width) {
   for (int64_t d = 0; d < width; d += kLoad<Operand, Number>) as_loaded<Operand, Number>(row + d);
   as_operands<Operand>(row, width);
+  std::fill(row + width / kNumbers<Operand>, row + width, RealOf<Operand>(0));
 }
 
 // products[r][k] of R rows and K keys, [R][kPart]. `query` holds the rows in whole loads, 0 past the width. Prefetches
@@ -51,7 +53,7 @@ inline void multiply_keys(const Number* keys, int64_t key_stride, int64_t count,
   constexpr int W = kLoad<Operand, Number>;
   // Vectors of a load at once: as many as leave registers for the query.
   constexpr int V = R == 1 ? kVectors<Operand, Number> : 1;
-  // Features [d, d + C * W) of one key after the other: rows are read as they lie in memory.
+  // Features [d, d + C * W) of one key after the other: rows are read in the order of memory.
   const auto add = [&](int64_t d, auto chunk, auto load_key) __attribute__((always_inline)) {
     constexpr int C = chunk;
     static_assert(C == 1 || V == kVectors<Operand, Number>);

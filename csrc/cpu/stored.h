@@ -74,7 +74,7 @@ inline typename Stored<Operand, Number>::Vec load_numbers(const Number* p, int64
 #endif
 }
 
-// The words of `width` numbers, in whole vectors; the numbers behind them are 0.
+// The words of `width` numbers, in whole vectors; numbers past the width are 0.
 inline void copy_words(const BFloat16* numbers, int64_t width, Pair* words) {
   constexpr int W = kWidth<Pair>;
   int64_t d = 0;

@@ -37,7 +37,7 @@ class Workspace {
     return workspace;
   }
 
-  // One without memory, which only counts: its buffers are null.
+  // A workspace without memory, which only counts bytes; its buffers are null.
   static Workspace counter() { return Workspace(~size_t{0}); }
 
   // Gives a large block back to the system; a small one stays for the next call.
@@ -81,7 +81,7 @@ constexpr int64_t buffer_bytes(int64_t count) {
   return round_up(count * static_cast<int64_t>(sizeof(Real)), 64);
 }
 
-// What an object that is constructed with a workspace and these arguments takes of it.
+// The bytes that the constructor of Object takes from its workspace. It must not access its buffers.
 template <typename Object, typename... Arguments>
 int64_t bytes_of(const Arguments&... arguments) {
   Workspace counter = Workspace::counter();

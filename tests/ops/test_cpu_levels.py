@@ -86,6 +86,40 @@ def test_chunks_without_mixing_are_not_read(level: str, dtype: torch.dtype, T: i
     assert out[:, 1].isnan().all()
 
 
+@pytest.mark.parametrize("Ds", [32, 64, 96])
+def test_a_chunk_that_ends_within_a_load(level: str, Ds: int) -> None:
+    """Mixing in float32 fills the low halves of the mixed query, of which bfloat16 has none."""
+    query, key, value = torch.randn(32, 4, Ds), torch.randn(32, 40, Ds), torch.randn(32, 8, 40, 16)
+    mixing = torch.randn(8, Ds)
+    mixing[:, :16] = 0
+    operands = (each.bfloat16() for each in (query, key, value))
+    assert hk.collaborative_attention(*operands, mixing, backend="cpu").isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+def test_bits_of_a_decoded_row(level: str, operator: str, layout: str) -> None:
+    """The same whatever the threads, and whichever heads that share its keys and values are closed."""
+    arguments = {"query": torch.randn(1, 16, 1, 128), "key": torch.randn(1, 8, 512, 128)}
+    if operator == "collaborative_attention":
+        arguments = {"query": torch.randn(1, 1, 64), "key": torch.randn(1, 512, 64), "mixing": torch.randn(16, 64)}
+    arguments["value"] = torch.randn(1, 8, 512, 128)
+    if layout == "tokens first":
+        arguments["value"] = arguments["value"].transpose(1, 2).contiguous().transpose(1, 2)
+    one_closed = torch.ones(16)
+    one_closed[1] = 0
+    if operator == "gated_attention":
+        arguments["enable_gqa"] = True
+    results = []
+    for count in (1, 2, 3, 4, 8):
+        with threads(count):
+            results += [
+                getattr(hk, operator)(**arguments, gate=gate, backend="cpu") for gate in (torch.ones(16), one_closed)
+            ]
+    others = [0, *range(2, 16)]
+    assert all(torch.equal(out[:, others], results[0][:, others]) for out in results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_row_with_one_key_has_no_score_gradient(level: str, operator: str, dtype: torch.dtype) -> None:
