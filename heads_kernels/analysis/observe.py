@@ -101,7 +101,7 @@ def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def each_batch(data: Iterable[Any], argument: str = "data") -> Iterator[Any]:
-    """The batches of `data`, of which there must be one; errors name `argument`."""
+    """The batches of `data`, at least one; a single batch or text is refused. Errors name `argument`."""
     if isinstance(data, (str, bytes, Tensor, Mapping)) or not isinstance(data, Iterable):
         refuse_type(argument, data, "pass an iterable of batches, [batch] for a single one")
     empty = True

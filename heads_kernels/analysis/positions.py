@@ -39,7 +39,7 @@ class OffsetCounts:
     """How often the chosen key of each head of `layers` is at each offset from its row."""
 
     def __init__(self, layers: Iterable[AttentionLayer]) -> None:
-        #: By the index of the layer int64 [H, 2 N + 1], for offsets -N to N.
+        #: By the index of the layer, int64 [H, 2 N + 1] for offsets -N to N.
         self.counts = {x.index: torch.zeros(x.num_heads, 1, dtype=torch.int64) for x in layers}
 
     def add(self, layer: AttentionLayer, call: AttentionCall, keys: Tensor, rows: Tensor) -> None:

@@ -188,7 +188,7 @@ class RareWords:
 
 
 class RareWordCounts(_TokenCounts):
-    """Hits of every head of `layers` on the rarest tokens of its sentence, by the arguments of `roles`."""
+    """Hits of every head of `layers` on the rarest tokens of its sentence; `counts` and `common` as in `roles`."""
 
     argument = "counts"
 

@@ -23,8 +23,8 @@ class Sums:
     """Sums over query rows; `+` adds those of two batches."""
 
     count: Tensor  # query rows, a scalar
-    query_outer: Tensor  # of products of queries
-    key_outer: Tensor  # of the covariances of the keys that a row sees
+    query_outer: Tensor  # sum of products of queries
+    key_outer: Tensor  # sum of the covariances of the keys that a row sees
 
     @property
     def widths(self) -> tuple[int, ...]:

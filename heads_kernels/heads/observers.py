@@ -39,7 +39,7 @@ _LOCK: Final = threading.Lock()
 
 @contextmanager
 def observed(every: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver) -> Iterator[None]:
-    """In this block and thread, `observer` sees the calls of the chosen ones of all layers that have heads.
+    """In this block and thread, `observer` sees the calls of the `chosen` layers that have heads; `every` has all.
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
     gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size in the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import weakref
@@ -179,7 +180,8 @@ def _kept_heads(layer: ProjectedLayer) -> list[int]:
 
 # ---------------------------------------------------------------------- configs of transformers
 class _Record(dict[str, Any]):
-    """The record in a config. A copy of the config, as transformers makes to save it, has that of the layers then."""
+    """The record in a config. Copies and pickles of the config, such as transformers makes to save it, get the record
+    of the layers that the model has at that time."""
 
     def __init__(self, found: Mapping[str, Any], model: nn.Module) -> None:
         super().__init__(found)
@@ -187,14 +189,20 @@ class _Record(dict[str, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         model = self._model()
-        if model is None:
-            return dict(self)
-        if id(model) in memo:  # the model is copied
-            return _Record(self, memo[id(model)])
-        return _updated(self, model)
+        if model is not None and id(model) in memo:  # the model is copied
+            return _Record(copy.deepcopy(dict(self), memo), memo[id(model)])
+        return copy.deepcopy(self._now(), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        return dict, (self._now(),)
+
+    def _now(self) -> dict[str, Any]:
+        """The record of the present layers; the last one, if the model is gone or a layer no longer fits its layout."""
+        model = self._model()
+        try:
+            return dict(self) if model is None else _updated(self, model)
+        except (TypeError, ValueError):  # printing a config must not fail
+            return dict(self)
 
 
 def _updated(earlier: Mapping[str, Any], model: Any) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class AttentionCall:
 
     # ------------------------------------------------------------------ tokens and padding
     def up_to_last_seen(self) -> AttentionCall:
-        """The call with its last row at the last key that a row sees: a cache may have memory for more tokens."""
+        """The call whose last row is at the last key that any row sees: a cache may have memory for more tokens."""
         if self.call.T >= self.call.S:
             return self
         numbers = torch.arange(1, self.call.S + 1, device=self.query.device)

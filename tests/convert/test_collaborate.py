@@ -193,7 +193,7 @@ def test_the_report() -> None:
 
 @pytest.mark.check
 def test_the_plot(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="draws")
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
     model = build("bert")
     before: Curves = curves(model)
     figure = plot(before)

@@ -43,7 +43,8 @@ def ranks() -> Iterator[Callable[[int], Processes]]:
 @pytest.fixture
 def fake_mesh() -> Iterator[Callable[..., Any]]:
     """Makes a mesh of this process and others that do not exist: for what is refused before anything communicates."""
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    reason = "this PyTorch has no fake process group"
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg", reason=reason)
 
     def make(*shape: int, names: tuple[str, ...] | None = None) -> Any:
         world = torch.Size(shape).numel()

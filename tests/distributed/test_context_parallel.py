@@ -18,8 +18,8 @@ from tests.support.alike import assert_alike
 from tests.support.processes import Processes, mesh_of
 from tests.support.refusals import assert_refused
 
-parallel = pytest.importorskip("torch.distributed.tensor.parallel")
-distributed = pytest.importorskip("heads_kernels.integrations.distributed")
+parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
+distributed = hk.integrations.distributed
 
 B, H, T, D = 2, 4, 24, 8
 REAL = torch.ones(B, T, dtype=torch.bool)
@@ -317,7 +317,8 @@ def test_calls_that_are_refused(fake_mesh: Callable[..., Any]) -> None:
 @OPERATORS
 def test_a_call_inside_of_torchs_own(operator: str, fake_mesh: Callable[..., Any]) -> None:
     """Which would take the call for one of whole sequences."""
-    experimental = pytest.importorskip("torch.distributed.tensor.experimental")
+    reason = "this PyTorch has no torch.distributed.tensor.experimental"
+    experimental = pytest.importorskip("torch.distributed.tensor.experimental", reason=reason)
     call, arguments = getattr(hk, operator), operands(operator, "no gate", H, T)
     expected = call(**arguments)
     compiled = torch.compile(call, fullgraph=True, backend="eager")

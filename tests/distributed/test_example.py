@@ -17,7 +17,7 @@ from tests.support.alike import assert_alike
 from tests.support.examples import EXAMPLES, example
 from tests.support.processes import Processes
 
-pytest.importorskip("torch.distributed.fsdp")
+pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
 
 SIZES = {"layers": 2, "heads": 4, "width": 16, "length": 16, "batch": 4, "steps": 3}
 ALONE = (1, 1, 1)

@@ -16,10 +16,10 @@ from tests.support.alike import assert_alike
 from tests.support.processes import mesh_of
 from tests.support.refusals import assert_refused
 
-fsdp = pytest.importorskip("torch.distributed.fsdp")
-parallel = pytest.importorskip("torch.distributed.tensor.parallel")
-distributed = pytest.importorskip("heads_kernels.integrations.distributed")
-checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+fsdp = pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
+parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
+distributed = hk.integrations.distributed
+checkpoint = pytest.importorskip("torch.distributed.checkpoint", reason="needs PyTorch built with torch.distributed")
 
 E, H = 16, 6
 

@@ -15,8 +15,8 @@ from tests.support.alike import assert_alike
 from tests.support.processes import mesh_of, whole
 from tests.support.refusals import assert_refused
 
-parallel = pytest.importorskip("torch.distributed.tensor.parallel")
-distributed = pytest.importorskip("heads_kernels.integrations.distributed")
+parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
+distributed = hk.integrations.distributed
 
 E, H, B, T = 16, 4, 3, 6
 LAYERS: dict[str, Callable[[], nn.Module]] = {

@@ -17,10 +17,10 @@ from torch import Tensor
 import heads_kernels as hk
 from tests.support.processes import mesh_of
 
-debug = pytest.importorskip("torch.distributed.tensor.debug")
-fsdp = pytest.importorskip("torch.distributed.fsdp")
-parallel = pytest.importorskip("torch.distributed.tensor.parallel")
-distributed = pytest.importorskip("heads_kernels.integrations.distributed")
+debug = pytest.importorskip("torch.distributed.tensor.debug", reason="needs PyTorch built with torch.distributed")
+fsdp = pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
+parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
+distributed = hk.integrations.distributed
 
 B, T, H, HK, D, DS = 2, 64, 8, 4, 16, 48
 E = H * D

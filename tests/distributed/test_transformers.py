@@ -16,9 +16,9 @@ from tests.support.processes import mesh_of, whole
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import build, packed_layers, small
 
-fsdp = pytest.importorskip("torch.distributed.fsdp")
-parallel = pytest.importorskip("torch.distributed.tensor.parallel")
-distributed = pytest.importorskip("heads_kernels.integrations.distributed")
+fsdp = pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
+parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
+distributed = hk.integrations.distributed
 
 
 # ---------------------------------------------------------------------- some heads

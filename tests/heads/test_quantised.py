@@ -16,7 +16,7 @@ from tests.support.nn_layers import B, E, Gates, H, Layers, S, formula, layer_of
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import build, outputs
 
-quantization = pytest.importorskip("torchao.quantization")
+quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
 pytestmark = [pytest.mark.check, pytest.mark.filterwarnings("ignore")]
 
 WEIGHTS = "Int8WeightOnlyConfig"

@@ -102,6 +102,21 @@ def test_a_record_is_that_of_the_layers_when_it_is_saved(tmp_path: Path) -> None
     assert kept == [[0, 1, 2], [1, 2, 3]]
 
 
+def test_a_config_can_be_printed_and_pickled() -> None:
+    """Where a layer no longer fits its layout, it keeps the last record; a pickle has that of the present layers."""
+    model = hk.integrations.transformers.use(build("bert"))
+    hk.heads.prune(model, {1: [0]})
+    whole = copy.deepcopy(model)
+    model.encoder.layer[1].attention.output.dense = nn.Identity()
+    assert "encoder.layer.1.attention" in repr(model.config)
+    copied = copy.deepcopy(model.config)
+    copied.heads_kernels["pruned"].clear()
+    assert model.config.heads_kernels["pruned"]
+    del whole.encoder.layer[0]
+    (name,) = pickle.loads(pickle.dumps(whole.config)).heads_kernels["pruned"]
+    assert name.startswith("encoder.layer.0.")
+
+
 def test_configs_inside_configs_stay_those_of_the_parts() -> None:
     parts = [build("bert", model="BertLMHeadModel", **d).config for d in ({}, {"is_decoder": True})]
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)

@@ -389,8 +389,9 @@ def test_bad_layers() -> None:
 NESTED = torch.nested.nested_tensor(list(torch.zeros(2, 5, 24)), layout=torch.jagged)
 X, Y = torch.zeros(B, T, E), torch.zeros(B, S, E)
 CAUSAL = torch.ones(S, S, dtype=torch.bool)
+#: Not of merged attention, which needs a key.
+NO_KEY = ({"key": None, "value": Y}, ValueError, "value is given without key")
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"key": None, "value": Y}, ValueError, "value is given without key"),
     ({"query": [1]}, TypeError, "query is a list"),
     ({"query": X[0]}, ValueError, r"query has shape \[5, 24\]; pass \[B, T, 24\], with batch_f"),
     ({"query": NESTED}, ValueError, "query is nested"),
@@ -411,5 +412,5 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @each_module
 def test_bad_calls(name: str) -> None:
-    refused = BAD_CALLS[1:] if name == "merged" else BAD_CALLS  # it needs a key
+    refused = BAD_CALLS if name == "merged" else [NO_KEY, *BAD_CALLS]
     assert_refused(*refused, of=partial(MODULES[name](), query=X, key=Y))

@@ -14,9 +14,9 @@ from heads_kernels.testing import CASES, Case
 from tests.support.alike import assert_alike
 from tests.support.refusals import assert_refused
 
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxscript")
-runtime = pytest.importorskip("onnxruntime")
+onnx = pytest.importorskip("onnx", reason="needs the extra [onnx]")
+pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
+runtime = pytest.importorskip("onnxruntime", reason="runs what was exported")
 pytestmark = [pytest.mark.check, pytest.mark.filterwarnings("ignore")]
 
 #: One for each part of a call; masks and score terms are the same code for both operators.

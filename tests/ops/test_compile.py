@@ -87,9 +87,11 @@ DERIVATIVES: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("kind", DERIVATIVES)
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@pytest.mark.parametrize(
+    ("operator", "backend", "is_compiled"),  # test_derivatives.py has those of eager that are not compiled
+    [(*row, each) for row in DIFFERENTIABLE for each in (False, True) if each or row[1] != "eager"],
+)
 def test_derivatives_of_functions(operator: str, backend: str, kind: str, is_compiled: bool) -> None:
     """Fused kernels refuse them. Tensors of compiled code do not show that they are differentiated: the op alone would
     give zeros."""

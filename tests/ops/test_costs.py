@@ -91,6 +91,13 @@ def test_executed_by_asking_every_pair(case: Case) -> None:
     assert 0 <= p.flops(backward=True) <= p.flops(backward=True, dense=True)
 
 
+def test_zeros_that_close_no_head() -> None:
+    """Those of a sigmoid gate, and of tokens."""
+    every = gated().flops()
+    assert gated(gate=torch.zeros(H), gate_activation="sigmoid").flops() == every
+    assert gated(gate=torch.zeros(B, H, T)).flops() == every
+
+
 # ---------------------------------------------------------------------- gates and gradients
 @pytest.mark.parametrize("closed_grad", [True, False])
 @pytest.mark.parametrize("learned", [True, False])

@@ -13,7 +13,7 @@ import heads_kernels as hk
 from heads_kernels.testing import ENTMAX, Case, check, compare, reference
 from tests.ops.calls import OPERATORS, case_of, threads
 
-_cpu = pytest.importorskip("heads_kernels._cpu")
+_cpu = pytest.importorskip("heads_kernels._cpu", reason="needs the CPU kernels")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,22 +13,28 @@ from tests.support.model_state import state
 
 
 def assert_refused(
-    *rows: tuple[Any, ...], of: Callable[..., Any] | None = None, unchanged: Iterable[nn.Module] = ()
+    *rows: tuple[Any, ...], of: Callable[..., Any] | None = None, unchanged: Sequence[nn.Module] = ()
 ) -> None:
-    """Each row is a call, or arguments of `of` (a dict of named ones), then perhaps its error, then words of it.
+    """A row is a call, or arguments of `of` (a dict of named ones), then its error if not ValueError, then a pattern.
 
-    The error is a ValueError, if not said otherwise. That of arguments begins with the words. Modules that are
-    `unchanged` are what they were after each call.
+    With `of`, the message begins with the pattern. Each call leaves the modules in `unchanged` as they were.
     """
-    before = list(map(state, unchanged))
+    assert rows
+    before = list(map(_state, unchanged))
     for given, *kinds, words in rows:
+        assert words
         call = given
         if of is not None:
             call = partial(of, **given) if isinstance(given, dict) else partial(of, *given)
         error = _error_of(call)
         assert isinstance(error, tuple(kinds) or ValueError), f"{words!r}: {error!r}"
-        assert re.search(words if of is None else f"^{words}", str(error)), f"{words!r}: {error!r}"
-        assert list(map(state, unchanged)) == before, words
+        assert re.search(words if of is None else f"^(?:{words})", str(error)), f"{words!r}: {error!r}"
+        assert list(map(_state, unchanged)) == before, words
+
+
+def _state(model: nn.Module) -> list[Any]:
+    """With the versions of its tensors, which writing in place increments."""
+    return [state(model), [tensor._version for tensor in (*model.parameters(), *model.buffers())]]
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:

@@ -109,7 +109,7 @@ def test_the_way_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_pytest_benchmark_runs_the_same_workloads() -> None:
-    pytest.importorskip("pytest_benchmark")
+    pytest.importorskip("pytest_benchmark", reason="needs the extra [bench]")
     chosen = ("benchmarks", "--benchmark-disable", "-k", "gated_closed_50 and forward")
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
     assert "3 passed" in done.stdout

@@ -87,7 +87,8 @@ def tensor_parallel_plan(module: nn.Module, mesh: DeviceMesh) -> dict[str, Paral
 
     Raises:
         ValueError: `module` has no such layers; a layer's heads cannot be split evenly (the message says how many to
-            keep); its values come from a projection with other roles.
+            keep); its values come from a projection with other roles; a layer does not have the layout of its class,
+            or a module of the model does not say how many heads it has.
     """
     found = find_layers(module)
     layers = [each for each in found if isinstance(each.module, Multihead) or hasattr(each.module, "mixing")]

@@ -33,6 +33,8 @@ def use(model: Model, *, unpad: bool = False) -> Model:
     configs. Submodels that are in use already become parts of the whole.
 
     Call it again after layers were moved, removed or added: rows of head masks are those of the layers that it found.
+    `save_pretrained` records pruned heads by the layers that the model has then, except in a model that had no pruned
+    layer before, in a part of a model taken out or copied alone, and in a loaded pickle: there too, call it again.
 
     Args:
         model: a `PreTrainedModel`, in train or eval mode. If it is wrapped (`PeftModel`, `SentenceTransformer`, a

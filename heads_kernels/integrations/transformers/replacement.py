@@ -22,11 +22,11 @@ class Replacement(nn.Module):
     `cache`. The others add to stock methods, which they call by `stock`.
     """
 
-    calls_operator = False  # True: it does, and the stock class computes attention itself
+    calls_operator = False  # whether it calls the operator although the stock class computes attention itself
     fused: Callable[..., Any] | None = None
     unread: frozenset[str] = frozenset()  # the arguments of the stock forward that `fused` need not read
-    kind: type[Replacement]  # of the two classes that the subclass is made of this one
-    before: Any  # and the stock class
+    kind: type[Replacement]  # the first of the two classes that the subclass is made of
+    before: Any  # the second one: the stock class
     names: tuple[str, ...]  # the arguments of the stock forward
     cache_name: str  # the one that is a cache; releases name it differently
 

@@ -336,7 +336,7 @@ _SM_100: Final = (
     *(
         row
         for row in _SM_90
-        if row.kernels not in ("collaborative_attention.keys", "attention_statistics")
+        if not {"collaborative_attention.keys", "attention_statistics"} & {*row.kernels.split()}
         and row.variant != "wide"
     ),
     Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=128, num_warps=8, num_stages=3)),
@@ -387,12 +387,12 @@ _TABLES: Final = {
 
 
 @functools.cache
-def _rows_of(table: str, kernel: str, variant: str) -> list[Row]:
+def _rows_of(table: str, kernel: str, variant: str) -> tuple[Row, ...]:
     """The rows of a kernel, the narrowest first; rows of the variant replace plain ones."""
     of_kernel = [row for row in _TABLES[table] if kernel in row.kernels.split()]
     rows = {row.widest: row for row in of_kernel if not row.variant}
     rows |= {row.widest: row for row in of_kernel if row.variant == variant}
-    return [rows[widest] for widest in sorted(rows)]
+    return tuple(rows[widest] for widest in sorted(rows))
 
 
 def _kind_of(capability: tuple[int, int] | None) -> str:

@@ -111,7 +111,7 @@ def tiles_of_ranges(lo, hi, rows, T, BLOCK: tl.constexpr):
 
 @triton.jit
 def before_hidden(visible, b, full_start, full_end, end, scanned, BLOCK: tl.constexpr):
-    """The end of the full tiles: that before the first hidden key, if there is one. `scanned` is 0 to SCAN - 1."""
+    """The end of the full tiles: at most the tile of the first hidden key. `scanned` is 0 to SCAN - 1."""
     hole = full_end * BLOCK
     at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
     for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, SCAN):
