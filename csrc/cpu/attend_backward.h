@@ -181,7 +181,7 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count, c
     const int columns = tile.visible.columns;
     const int64_t offset = keys.begin - gradients.begin;
     const bool sloped = with_raw && head.terms.cap != Real(0);
-    const auto [any, hiding, factor] = score_tile<Real, Operand>(tile, window, keys, scratch, sloped);
+    const auto [any, hiding, factor] = score_tile(tile, window, keys, scratch, sloped);
     if (!any) return;
     if (hiding) keys.full = false;
     Left<Operand, false> probs = rows_of(scratch.probs_packed, BLOCK_M / 2);

@@ -162,7 +162,7 @@ void received_by_keys(const StatisticsParams& params, const Operator& op, const 
         op.pack(b, h, tile->visible, scratch.rows, tile->query);
       }
       for_visible_pairs(tiles, count, range, [&](SharesTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
-        if (!score_tile<Real, Real>(tile, window, keys, scratch).any) return;
+        if (!score_tile(tile, window, keys, scratch).any) return;
         if (!keys.full) hide(scratch.scores, keys, tile.visible, tile.visible.columns);
         tile.add(scratch.scores, keys.count(), sum + keys.begin - range.begin);
       });
@@ -200,7 +200,7 @@ void attention_statistics_of(const StatisticsParams& params) {
     }
     const KeySpan all{0, op.S};
     for_visible_pairs(tiles, count, all, [&](StatisticsTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
-      if (!score_tile<Real, Real>(tile, window, keys, scratch).any) return;
+      if (!score_tile(tile, window, keys, scratch).any) return;
       if (!keys.full) hide(scratch.scores, keys, tile.visible, tile.visible.columns);
       const uint8_t* excluded = params.excluded ? params.excluded + tile.head.b * params.excluded_stride : nullptr;
       tile.step(scratch.scores, probabilities, keys, excluded);

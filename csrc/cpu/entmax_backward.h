@@ -23,7 +23,7 @@ inline void find_near_tile(const BackwardTile<Real, Operand>& tile, const KeySpa
   const KeySpan& keys = near.keys;
   const int columns = visible.columns;
   const bool capped = head.terms.cap != Real(0);
-  const Scored<Real> scored = score_tile<Real, Operand>(tile, window, keys, scratch, capped);
+  const Scored<Real> scored = score_tile(tile, window, keys, scratch, capped);
   if (!scored.any) return;
   if (!keys.full || !visible.all_rows) hide(scratch.scores, keys, visible, columns);
   for (int n = 0; n < keys.count(); ++n) {

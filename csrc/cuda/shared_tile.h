@@ -1,8 +1,7 @@
 // Tiles of rows in shared memory, and how they are copied there from global memory.
 //
-// A row is padded by 16 bytes, so that the 8 rows of a matrix are in 8 different groups of four banks;
-// so are the rows of which the lanes of a product in tf32 read a word each.
-// Rows and columns that do not exist are 0 in a tile.
+// A row is padded by 16 bytes, so that the 8 rows of a matrix are in 8 different groups of four banks. Products in tf32
+// read single words of rows, which are then in different banks too. Rows and columns that do not exist are 0 in a tile.
 #pragma once
 
 #include "common/params.h"
@@ -30,7 +29,7 @@ constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 HK_DEVICE bool is_finite(float value) { return value - value == 0.0f; }
 
-// A barrier of the block; with kVotes it tells all threads whether one of them votes, else nothing.
+// A barrier of the block. With kVotes, returns whether any thread votes, otherwise false.
 template <bool kVotes>
 HK_DEVICE bool sync_block_any([[maybe_unused]] bool vote) {
   if constexpr (kVotes) return any_in_block(vote);

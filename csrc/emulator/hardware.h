@@ -100,7 +100,7 @@ double operand(uint32_t bits) {
 // The sums of a row and 8 columns.
 using Row = double[8];
 
-// The number of the bits of x that are in `mask`.
+// x with only those of its bits that are in `mask`.
 inline double masked(double x, uint64_t mask) {
   uint64_t bits;
   std::memcpy(&bits, &x, sizeof bits);
