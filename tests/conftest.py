@@ -214,8 +214,8 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """By `make test`: tests of tools; models that are like another one; float16 and float64, which go the ways of
-    bfloat16 and float32, but for tiny cases."""
+    """By `make test`: tests of tools; models that are like another one; float16 and float64, except in tiny cases: they
+    take the code paths of bfloat16 and float32."""
     if item.path.parent.name == "tools":
         return parameters(item).get("backend") not in STARTED_FOR
     if is_like_another(item, torch.float16, torch.float64):

@@ -315,7 +315,7 @@ def test_memory_is_bounded(name: str) -> None:
 
 
 # ---------------------------------------------------------------------- what is refused
-#: Of which functions only some need what is missing.
+#: The functions that need tokens, and those that need the heads' weights.
 WITH_TOKENS = ("statistics", "relevance", "distance", "maps")
 WITH_HEADS = ("gradient", "leave one out", "distance")
 

@@ -1,4 +1,4 @@
-"""Groups of processes for tests: of the mark `processes`, and of processes that do not exist."""
+"""Process groups for tests: those of the mark `processes`, and a fake one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.processes import Processes
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    what = "processes(world): called in each of so many, a number, or the argument of the test that is one or a shape"
+    what = "processes(world): run in so many processes, a number, or an argument of the test: a number or a shape"
     config.addinivalue_line("markers", what)
 
 
@@ -42,7 +42,7 @@ def ranks() -> Iterator[Callable[[int], Processes]]:
 
 @pytest.fixture
 def fake_mesh() -> Iterator[Callable[..., Any]]:
-    """Makes a mesh of this process and others that do not exist: for what is refused before anything communicates."""
+    """Makes a mesh on a fake process group, for calls that are refused before any communication."""
     reason = "this PyTorch has no fake process group"
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg", reason=reason)
 

@@ -39,8 +39,8 @@ DIFFERENTIABLE = [(operator, name) for operator in OPERATORS for name in NAMES]
 #: Those of entmax too.
 ATTENTION = [*DIFFERENTIABLE, *(("entmax_attention", name) for name in NAMES)]
 
-#: Those with a fused kernel. A graph holds the op whatever its backend is, so eager is compiled and exported with one
-#: operator only.
+#: Those with a fused kernel. A traced graph has the same op for every backend, so that eager is compiled and exported
+#: with one operator only.
 FUSED = [row for row in DIFFERENTIABLE if row[1] != "eager"]
 
 #: All of them, and statistics of rows.

@@ -1,5 +1,5 @@
-"""Bad input, and sizes that int32 can't hold, raise before anything runs: a message names the argument, what it was and
-what would do. Refusals of a backend, and odd calls that are served."""
+"""Bad input raises before anything runs, and so do sizes that int32 can't hold; the message names the argument, its
+value and what would work. Also: what a backend refuses, and unusual calls that are served."""
 
 from __future__ import annotations
 

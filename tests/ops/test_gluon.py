@@ -1,7 +1,7 @@
-"""The kernels in Gluon, emulated: named cases that they serve, in three orders of their partitions.
+"""The kernels in Gluon: named cases that they serve, of short calls too.
 
-Their launches go to `tests/support/gluon_emulator.py`; other kernels run in Triton's interpreter. The tiles are those
-of GPUs, except where several are wanted of a short call.
+In Triton's interpreter their launches go to `tests/support/gluon_emulator.py`, in three orders of their partitions. The
+tiles are those of GPUs, except where several are wanted of a short call. With `--device cuda` the GPU runs them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from heads_kernels.backends import TRITON_INTERPRETED
 
-if not TRITON_INTERPRETED:
+if not (TRITON_INTERPRETED or torch.cuda.is_available()):
     pytest.skip("kernels are not interpreted (TRITON_INTERPRET)", allow_module_level=True)
 
 from heads_kernels.mask import Mask
@@ -40,8 +40,11 @@ from tests.support.gluon_machine import ORDERS
 
 
 def tiles_of_forward(call: Any, out: torch.Tensor) -> Tiles | None:
-    """For a call that it can serve; of fewer keys where there are few, for several tiles of them."""
-    if not triton_backend.served(call, [call.query, call.key, call.value, out]):
+    """For a call that it can serve; emulated, of fewer keys where there are few, for several tiles of them."""
+    tensors = [call.query, call.key, call.value, out]
+    if not TRITON_INTERPRETED:
+        return tiles_of_gpu("forward", call, tensors)
+    if not triton_backend.served(call, tensors):
         return None
     keys = 64 if call.S <= 256 or max(call.D, call.Dv) > 128 else 128
     stages = 2 if call.S % 2 else 3
@@ -52,11 +55,19 @@ def tiles_of_forward(call: Any, out: torch.Tensor) -> Tiles | None:
 
 
 def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
-    if call.mixing is not None:
-        return None
+    tensors = [call.query, call.key, call.value, dout]
     narrow = max(call.D, call.Dv) <= (64 if call.softcap else 128) and call.dense_mask is None
-    served = narrow and triton_backend.served(call, [call.query, call.key, call.value, dout])
-    return Tiles(64, 128, num_warps=8, num_stages=2) if served else None
+    if call.mixing is not None or not narrow:
+        return None
+    if not TRITON_INTERPRETED:
+        return tiles_of_gpu("backward", call, tensors) if triton_backend.HAS_ADDING_COPIES else None
+    return Tiles(64, 128, num_warps=8, num_stages=2) if triton_backend.served(call, tensors) else None
+
+
+def tiles_of_gpu(kernel: str, call: Any, tensors: list[torch.Tensor]) -> Tiles | None:
+    """Of this GPU, for a short call too."""
+    with mock.patch.object(triton_backend, "FEWEST_KEYS", 1):
+        return triton_backend._tiles(kernel, call, tensors)
 
 
 #: By pass: its tiles; what is replaced where the kernel is chosen; its module; one of how many cases CI runs.
@@ -78,9 +89,10 @@ KERNELS: dict[str, tuple[Any, ...]] = {
 
 @contextmanager
 def in_gluon(kernel: str, order: str) -> Iterator[mock.Mock]:
-    """Whatever the kernel can serve goes to it, emulated; the mock is its launch."""
+    """Whatever the kernel can serve goes to it, emulated unless there is a GPU; the mock is its launch."""
     _, chosen, module, _ = KERNELS[kernel]
-    with mock.patch.object(*chosen), mock.patch.object(module, "launch", side_effect=emulated(order)) as launched:
+    run = emulated(order) if TRITON_INTERPRETED else module.launch
+    with mock.patch.object(*chosen), mock.patch.object(module, "launch", side_effect=run) as launched:
         yield launched
 
 
@@ -104,9 +116,18 @@ OWN = (
 )  # fmt: skip
 
 
+def widened(case: Case) -> Case:
+    """Of the narrowest heads that the GPU's tiles are for, if it has narrower ones."""
+    if isinstance(case, CollaborativeCase):
+        return replace(case, Ds=max(case.Ds, 64), Dv=max(case.Dv, 64))
+    return replace(case, D=64, Dv=64) if max(case.D, case.Dv) < 64 else case
+
+
 def rows() -> Iterator[Any]:
     """The named cases that a kernel serves, each in one order, and OWN in all; one of some outside of a release."""
     cases = [case for case in CASES if not {"model", "long"} & {*case.tags}]
+    if not TRITON_INTERPRETED:
+        cases = [*map(widened, cases)]
     for case, dtype in itertools.product((*cases, *OWN), (torch.bfloat16, torch.float16)):
         call = case.make(dtype).parsed()
         out = torch.empty(*call.sizes[:3], call.Dv, dtype=dtype)
@@ -116,7 +137,7 @@ def rows() -> Iterator[Any]:
             name = f"{case.operator}-{case}-{str(dtype).removeprefix('torch.')}"
             number = zlib.crc32(name.encode())
             chosen = ORDERS[number // share % len(ORDERS)]
-            for order in ORDERS if case in OWN else (chosen,):
+            for order in ORDERS if case in OWN and TRITON_INTERPRETED else (chosen,):
                 often = number % share == 0 and order == chosen
                 marks = [] if often else [pytest.mark.release]
                 yield pytest.param(kernel, case, dtype, order, id=f"{kernel}-{name}-{order}", marks=marks)  # fmt: skip

@@ -1,5 +1,5 @@
-"""The examples run at tiny sizes and write what they print; experiments that are finished are not run again, and their
-page shows what is kept; modules of pair_bias are the published algorithms."""
+"""The examples run at tiny sizes and write what they print. Finished experiments are not run again, and their page
+shows the kept results. The modules of pair_bias compute the published algorithms."""
 
 from __future__ import annotations
 
