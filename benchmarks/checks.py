@@ -114,7 +114,7 @@ def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, ...] | None]:
         if name in ("gate", "content_bias") or tensor.dim() == 4:  # [B, H, ...]
             tensor = tensor[:, ::step]
         tensors[name] = tensor if rows == p.T else tensor[:, :, :rows]
-    options = dict(inputs.options)
+    options = {**inputs.options, "scale": p.scale}  # its default may depend on the number of heads
     if isinstance(mask := options.get("attn_mask"), Mask):
         options["attn_mask"] = Mask.of(tuple(_of_heads(term, step) for term in mask.terms))
     where = slice(None, None, batches), slice(None, None, step), slice(rows)

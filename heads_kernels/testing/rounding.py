@@ -10,9 +10,6 @@ and a kernel rounds where eager does not. So an ideal kernel is simulated severa
                             random sign, roundings of partial sums stay near that, in any order of blocks
     other arithmetic        is rounded to float32, whose unit roundoff is u; results that it holds as subnormal numbers
                             are 0, as on GPUs
-    lse, the largest score  on a GPU, for operands of 16 bits, are off by 2 u of the largest term for every term of a
-                            score: tensor cores align terms to the largest and truncate. A heuristic above what an
-                            H100 is off by (5.6e-6 with 4,096 keys, and 2.9e-6 was the limit without it)
 
 Each simulation multiplies numbers by another `scale` before it rounds them, and divides afterwards. So errors differ
 between simulations, as they differ between kernels. Within one simulation, equal numbers have equal errors. Equal sums
@@ -30,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from heads_kernels.call import OPERANDS, Call
-from heads_kernels.ops import eager, formula
+from heads_kernels.ops import eager
 from heads_kernels.ops.attention import Saved, allocate_gradients, finish
 from heads_kernels.testing.inputs import Inputs
 
@@ -96,7 +93,7 @@ def attention(inputs: Inputs, seed: Tensor | None, backward: bool, simulated: Ro
     with torch.no_grad(), simulated:
         out, attended, lse = eager.attend(call)
     rows = lse if call.alpha is None else lse.sum(0)
-    found = {"out": out, "lse": rows + of_tensor_cores(inputs, call, simulated)}
+    found = {"out": out, "lse": rows}
     if backward:
         saved = Saved(leaves.dout, simulated.rounded(attended, simulated.working), lse, leaves.dlse)
         needs = [operand is not None for operand in call.operands]
@@ -116,23 +113,6 @@ def attention(inputs: Inputs, seed: Tensor | None, backward: bool, simulated: Ro
 
 def at_most_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype
-
-
-def of_tensor_cores(inputs: Inputs, call: Call, simulated: Rounding) -> Tensor | float:
-    """What lse and the largest score are off by on a GPU, for operands of 16 bits: up in half of the simulations, else
-    down."""
-    if not (inputs.dout.is_cuda and inputs.dout.dtype.itemsize == 2):
-        return 0.0
-    return misaligned(call) * (1.0 if simulated.scale > 0.7 else -1.0)
-
-
-def misaligned(call: Call) -> Tensor:
-    """How far lse `[B, H, T]` moves where every term of a score is short by 2 u of the largest one."""
-    query, key = formula.operands_of_scores(call)
-    if not key.numel():
-        return query.new_zeros(())
-    term = query.abs().amax(-1) * key.abs().amax((-1, -2))[..., None]
-    return 2 * _UNIT * call.D * abs(call.scale) * term
 
 
 class Rounding(TorchFunctionMode):

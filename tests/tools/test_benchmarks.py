@@ -21,7 +21,7 @@ from benchmarks.baselines import baselines
 from benchmarks.settings import Settings
 from benchmarks.workloads import DIRECTIONS, Workload
 from heads_kernels import _cpu
-from heads_kernels.testing import Timing, accuracy
+from heads_kernels.testing import CollaborativeCase, Timing, accuracy
 from tests.support.commands import python
 
 pytestmark = pytest.mark.release
@@ -116,9 +116,11 @@ def test_pytest_benchmark_runs_the_same_workloads() -> None:
 
 
 def test_a_part_of_a_call_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of a call with many pairs: of every workload, those with a mask by head included."""
+    """In the place of a call with many pairs: of every workload, those with a mask by head included, and where the
+    default scale depends on the number of heads."""
     monkeypatch.setattr(checks, "_MOST_PAIRS", {"cpu": 1 << 9})
-    for workload in workloads.score_terms(8):
+    shared = CollaborativeCase("shared", 2, 6, 32, 32, Ds=32, Dv=16)
+    for workload in [*workloads.score_terms(8), Workload("shared", "", "", workloads.drawn(shared))]:
         assert checks.check(workload, SMOKE).failures == (), workload.name
 
 

@@ -148,13 +148,13 @@ def online_softmax(scores, row_max, row_sum, scale_log2, terms):
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    # 1 where the maximum stays. A difference of two products would be fused to a multiply-add and leave the rounding of
+    # one of them, in every tile again.
+    alpha = tl.exp2((row_max - base) * scale_log2)
     if (terms.softcap is None) and (terms.bias is None):
-        base = base * scale_log2
-        p = tl.exp2(scores * scale_log2 - base[:, None])
-        alpha = tl.exp2(row_max * scale_log2 - base)
+        p = tl.exp2(scores * scale_log2 - (base * scale_log2)[:, None])
     else:
         p = tl.exp2((scores - base[:, None]) * scale_log2)
-        alpha = tl.exp2((row_max - base) * scale_log2)
     return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
 
 
