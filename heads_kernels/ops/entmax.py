@@ -8,11 +8,16 @@ alpha tends to 1. Unlike with `tau`, the terms do not cancel there.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from heads_kernels.checks import refuse, shown
 from heads_kernels.ops.scores import NEG_INF
+
+#: A limit; at most 11 were seen, in float64. Arithmetic whose rounding moves a threshold up would never end.
+_MOST_STEPS: Final = 64
 
 
 def check_alpha_values(alpha: Tensor) -> None:
@@ -69,15 +74,16 @@ def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
     top = scores.amax(-1, keepdim=True)
     below = scores - top.masked_fill(top == NEG_INF, 0.0)
     shift = torch.zeros_like(top)
-    while True:
+    for _ in range(_MOST_STEPS):
         logs = log_probabilities(below, shift, order)
         total = logs.exp().sum(-1, keepdim=True)
         excess = -torch.expm1(-order * total.log()) / order * total
         step = (excess / slopes(logs, order).sum(-1, keepdim=True)).clamp(min=0.0)
         moved = shift + step.masked_fill(top == NEG_INF, 0.0)
         if not bool((moved > shift).any()):
-            return torch.stack([top, moved])[..., 0]
+            break
         shift = moved
+    return torch.stack([top, moved])[..., 0]
 
 
 def alpha_derivative(logs: Tensor, order: Tensor) -> Tensor:

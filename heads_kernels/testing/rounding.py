@@ -139,7 +139,9 @@ class Rounding(TorchFunctionMode):
         return result
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        found = (self.scale * tensor).to(dtype).to(tensor.dtype).div_(self.scale)
+        found = (self.scale * tensor).to(dtype).to(tensor.dtype)
+        # By a tensor: on CUDA, PyTorch multiplies by the reciprocal of a number, and rounding again would go on moving.
+        found.div_(found.new_full((), self.scale))
         return found.masked_fill_(found.abs() < _SMALLEST, 0.0)
 
     def _operand(self, tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import heads_kernels as hk
 from heads_kernels.ops import entmax
@@ -75,6 +76,24 @@ def test_values_outside_of_the_support_reach_nothing(backend):
     clean, dirty = (run("entmax_attention", backend, **each, alpha=2.0) for each in (given, poisoned))
     for name, tensor in clean.items():
         assert torch.equal(dirty[name], tensor), name
+
+
+class Upward(TorchFunctionMode):
+    """Every sum is the next larger number."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result.nextafter(result + torch.inf) if function.__name__ == "add" else result
+
+
+def test_a_threshold_is_found_where_rounding_moves_it_up_again_and_again():
+    """As on a GPU under the rounding that simulates kernels: numbers are divided by a multiplication there."""
+    scores, order = torch.randn(2, 3, 5, 40), torch.full((3, 1, 1), 0.5)
+    wanted = entmax.threshold(scores, None, order)
+    with Upward():
+        found = entmax.threshold(scores, None, order)
+    most = 2 * entmax._MOST_STEPS * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found, wanted, rtol=most, atol=most)
 
 
 def test_values_of_alpha_out_of_range(attend):
