@@ -3,9 +3,9 @@
     floor = max(FLOPs / product rate + exponentials / exp rate, bytes / copy bandwidth)
 
 Products and exponentials run on the same ports of a core, so their times add; loads and stores run beside them. FLOPs
-are those of `workloads.flops`; there is one exp a visible pair of an open head, forward as backward. Bytes are those of
-the inputs that count (visible rows of open heads), read once, and of the results, written once and whole, for hidden
-rows and closed heads are written as zeros.
+are those of `workloads.flops`, and every visible pair of an open head takes one exponential, forward and backward.
+Bytes are those of the inputs that count (visible rows of open heads), read once, and of the whole results, written
+once: hidden rows and closed heads are written as zeros.
 
 The rates are the highest that were seen, on the present number of threads and the instruction-set
 level in use, taken in turn with the kernels:
