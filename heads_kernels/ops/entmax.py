@@ -16,7 +16,7 @@ from torch import Tensor
 from heads_kernels.checks import refuse, shown
 from heads_kernels.ops.scores import NEG_INF
 
-#: A limit; at most 11 were seen, in float64. Arithmetic whose rounding moves a threshold up would never end.
+#: A limit, for arithmetic whose rounding keeps moving a threshold up; at most 11 were seen, in float64.
 _MOST_STEPS: Final = 64
 
 
@@ -63,8 +63,8 @@ def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
 
     They are the largest score of the row, -inf if it sees no key, and the distance of the threshold above it.
     Newton's method solves `sum(p) ^ order = 1`, from the largest score. The left side is a norm of the excess over the
-    threshold, so it is convex and decreasing: the threshold only increases, until rounding stops it. For equal scores,
-    and in the limit of softmax, the first step is exact.
+    threshold, so it is convex and decreasing: the threshold only increases, until rounding or `_MOST_STEPS` stops it.
+    For equal scores, and in the limit of softmax, the first step is exact.
     """
     if visible is not None:
         scores = scores.masked_fill(~visible, NEG_INF)

@@ -92,8 +92,7 @@ def attention(inputs: Inputs, seed: Tensor | None, backward: bool, simulated: Ro
     call = Call._make(t.detach() if isinstance(t, Tensor) else t for t in recorded)
     with torch.no_grad(), simulated:
         out, attended, lse = eager.attend(call)
-    rows = lse if call.alpha is None else lse.sum(0)
-    found = {"out": out, "lse": rows}
+    found = {"out": out, "lse": lse if call.alpha is None else lse.sum(0)}
     if backward:
         saved = Saved(leaves.dout, simulated.rounded(attended, simulated.working), lse, leaves.dlse)
         needs = [operand is not None for operand in call.operands]
@@ -140,7 +139,8 @@ class Rounding(TorchFunctionMode):
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         found = (self.scale * tensor).to(dtype).to(tensor.dtype)
-        # By a tensor: on CUDA, PyTorch multiplies by the reciprocal of a number, and rounding again would go on moving.
+        # By a tensor: PyTorch divides by a Python number on CUDA by multiplying with its reciprocal, and numbers
+        # that are rounded already would change.
         found.div_(found.new_full((), self.scale))
         return found.masked_fill_(found.abs() < _SMALLEST, 0.0)
 

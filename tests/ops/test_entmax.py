@@ -87,7 +87,7 @@ class Upward(TorchFunctionMode):
 
 
 def test_a_threshold_is_found_where_rounding_moves_it_up_again_and_again():
-    """As on a GPU under the rounding that simulates kernels: numbers are divided by a multiplication there."""
+    """On CUDA, where PyTorch divides by a number by multiplying with its reciprocal, simulated rounding did that."""
     scores, order = torch.randn(2, 3, 5, 40), torch.full((3, 1, 1), 0.5)
     wanted = entmax.threshold(scores, None, order)
     with Upward():

@@ -65,7 +65,7 @@ def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
 
 
 def tiles_of_gpu(kernel: str, call: Any, tensors: list[torch.Tensor]) -> Tiles | None:
-    """Of this GPU, for a short call too."""
+    """The tiles on this GPU, whatever the number of keys."""
     with mock.patch.object(triton_backend, "FEWEST_KEYS", 1):
         return triton_backend._tiles(kernel, call, tensors)
 
@@ -117,7 +117,7 @@ OWN = (
 
 
 def widened(case: Case) -> Case:
-    """Of the narrowest heads that the GPU's tiles are for, if it has narrower ones."""
+    """The case with heads as wide as the narrowest tiles of a GPU, if its own are narrower."""
     if isinstance(case, CollaborativeCase):
         return replace(case, Ds=max(case.Ds, 64), Dv=max(case.Dv, 64))
     return replace(case, D=64, Dv=64) if max(case.D, case.Dv) < 64 else case

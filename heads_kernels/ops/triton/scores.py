@@ -148,8 +148,8 @@ def online_softmax(scores, row_max, row_sum, scale_log2, terms):
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    # 1 where the maximum stays. A difference of two products would be fused to a multiply-add and leave the rounding of
-    # one of them, in every tile again.
+    # Exactly 1 where the maximum stays. The difference of two products would compile to a fused multiply-add, which
+    # leaves the rounding error of one product in every tile.
     alpha = tl.exp2((row_max - base) * scale_log2)
     if (terms.softcap is None) and (terms.bias is None):
         p = tl.exp2(scores * scale_log2 - (base * scale_log2)[:, None])
