@@ -17,8 +17,9 @@ Rings    STAGES tiles each of query and dattended, and lse and delta; two tiles 
          `dquery_ready` completes when a tile of dquery is in shared memory, `dquery_free` when it has been read there.
 Overlap  Q K^T and dO V^T are issued together. Exponentials run during the second, the gradient of scores during the
          product for dvalue; dquery is stored during the product for dkey.
-Memory   Shared: keys, values, rings, dscores, dquery. Scores, probabilities and both sums stay in registers: 232 per
-         thread of a consumer and 32 of the others, 63,488 for 384 threads.
+Memory   Shared: keys, values, rings, dscores, dquery. Scores, probabilities, both sums and, in heads of 64 features, a
+         copy of the keys and values stay in registers: 232 per thread of a consumer and 32 of the others, 63,488 for
+         384 threads.
 
 `backend` decides which calls run here. `tests/support/gluon_emulator.py` runs this file without a GPU.
 """
@@ -124,6 +125,10 @@ def _consumers(reads, shared, written, terms, visible, place, part, heads, sizes
     _make_finite(values, TILE)
     scale = gl.convert_layout(_make_finite(keys, TILE) * sizes.scale, KEY)[:, None]
     gl.barrier()
+    left_keys, left_values = keys, values
+    if BLOCK_D == 64:  # registers have room for the left operands of scores and dp: less is read of shared memory
+        LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
+        left_keys, left_values = keys.load(LEFT), values.load(LEFT)
     at = _visible_keys(visible, place, sizes.S, KEY, TILE)[:, None]
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OF_ROWS)
@@ -144,9 +149,9 @@ def _consumers(reads, shared, written, terms, visible, place, part, heads, sizes
                 dout = shared.dout.index(stage).reshape([BLOCK_M, BLOCK_D])
                 mbarrier.wait(shared.terms_ready.index(stage), phase)
                 mbarrier.wait(shared.query_ready.index(stage), phase)
-                scores = warpgroup_mma(keys, query.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                scores = warpgroup_mma(left_keys, query.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 mbarrier.wait(shared.dout_ready.index(stage), phase)
-                dp = warpgroup_mma(values, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                dp = warpgroup_mma(left_values, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 lse = shared.lse.index(stage).load(ROW)
                 scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
                 scores, cap = finish(scores, 0.0, terms, scale)
