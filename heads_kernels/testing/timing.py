@@ -14,9 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Bytes written before a sample with a cold cache: 36 times the 60 MB of L2 of an H200, and half a
-#: millisecond of work that hides the launches of the timed call.
+#: Bytes written before a sample with a cold cache: 36 times the 60 MB of L2 of an H200.
 FLUSH_BYTES = 1 << 31
+
+#: Seconds that a GPU needs to write them, at least: no memory is faster than 8 TB/s. They are written so often that the
+#: host has launched all kernels of the timed call before the first one starts.
+FLUSH_S = 2.5e-4
 
 #: Shortest sample in seconds: 200 times the resolution of the clock and the cost of reading it
 #: (about a microsecond together). Faster callables are repeated within a sample.
@@ -71,31 +74,39 @@ def time_in_turn(
     if cold and device.type == "cuda":
         flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     calls: dict[str, int] = {}
+    flushes: dict[str, int] = {}
     for name, function in callables.items():
         for _ in range(warmup):
             function()
-        calls[name] = 1
-        first = _sample(function, 1, device, flush)
+        calls[name], flushes[name] = 1, 1
+        first = _sample(function, 1, device, flush, 1)
         if flush is None:
             calls[name] = max(1, round(sample_s / max(first, 1e-9)))
+        else:
+            start = time.perf_counter()
+            function()  # returns when its kernels are launched
+            flushes[name] += int((time.perf_counter() - start) / FLUSH_S)
     samples: dict[str, list[float]] = {name: [] for name in callables}
     stop = time.perf_counter() + budget_s
     for done in range(most):
         if done >= least and time.perf_counter() > stop:
             break
         for name, function in callables.items():
-            samples[name].append(_sample(function, calls[name], device, flush))
+            samples[name].append(_sample(function, calls[name], device, flush, flushes[name]))
     return {name: Timing(tuple(taken), calls[name]) for name, taken in samples.items()}
 
 
-def _sample(function: Callable[[], object], calls: int, device: torch.device, flush: Tensor | None) -> float:
-    """Mean seconds per call of `calls` calls, after writing `flush`."""
+def _sample(
+    function: Callable[[], object], calls: int, device: torch.device, flush: Tensor | None, flushes: int
+) -> float:
+    """Mean seconds per call of `calls` calls, after writing `flush` so many times."""
     if device.type == "cuda":
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         if flush is not None:
-            flush.zero_()
+            for _ in range(flushes):
+                flush.zero_()
         begin.record()
         for _ in range(calls):
             function()

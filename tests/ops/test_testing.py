@@ -202,6 +202,17 @@ def test_turns_alternate() -> None:
     assert len(timings["a"].samples) >= 4
 
 
+@pytest.mark.gpu
+def test_launches_of_the_host_are_not_timed() -> None:
+    rows = torch.ones(1, device="cuda")
+
+    def slow() -> Tensor:
+        time.sleep(5e-3)
+        return rows + 1
+
+    assert time_in_turn({"slow": slow}, device="cuda", cold=True, budget_s=0.0)["slow"].median < 1e-3
+
+
 @pytest.mark.parametrize("resettable", [True, False])
 def test_peak_memory(resettable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not resettable:
