@@ -74,7 +74,7 @@ def attend(call: Call, backend: str) -> Tensor:
         return derivatives.attend(call)[0]
     if _is_recorded(call):
         return record(call, backend)  # type: ignore[no-any-return]
-    return attention_op(*call, False, backend)[0]  # type: ignore[no-any-return]
+    return _run(call, False, backend)[0]  # type: ignore[no-any-return]
 
 
 def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     if _is_recorded(call):
         out, lse = record(bare, backend, return_lse=True)
     else:
-        out, _, lse = attention_op(*bare, True, backend)
+        out, _, lse = _run(bare, True, backend)
     if call.gate is None:
         return out, lse
     seen = lse.detach() != float("-inf")
@@ -98,6 +98,16 @@ def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         alone = lse.detach() == call.sinks.detach().to(lse.dtype)[:, None]
         seen = ~alone | (out.detach() != 0).any(-1)
     return gates.multiply(out, call, seen), lse
+
+
+def _run(call: Call, save: bool, backend: str) -> Any:
+    """What `attention_op` returns for a valid call."""
+    tensors: Any = call[:_TENSORS]
+    if not direct.runs_without_op(backend, tensors):
+        return attention_op(*call, save, backend)
+    results = _allocate(call, save)
+    load(backend).forward(call, results)
+    return results
 
 
 def _is_recorded(call: Call) -> bool:
@@ -173,6 +183,10 @@ def _backward(runs: bool, *arguments: Any) -> list[Tensor]:
     saved, (*fields, needs, backend) = Saved(*arguments[:_SAVED]), arguments[_SAVED:]
     call = Call(*fields)
     check_arguments(backend if runs else None, call, True, **saved._asdict())
+    return _gradients(runs, call, saved, needs, backend)
+
+
+def _gradients(runs: bool, call: Call, saved: Saved, needs: Sequence[bool], backend: str) -> list[Tensor]:
     gradients = allocate_gradients(call, needs)
     if runs:
         load(backend).backward(call, saved, gradients)
@@ -189,7 +203,7 @@ def _allocate(call: Call, save: bool) -> Results:
     return Results(out, empty_heads(like, B, H, T, Dv) if keep else like.new_empty(0), lse)
 
 
-def allocate_gradients(call: Call, needs: list[bool]) -> Gradients:
+def allocate_gradients(call: Call, needs: Sequence[bool]) -> Gradients:
     """Buffers for the gradients of the operands that `needs` names."""
     query, dtype = call.query, compute_dtype(call.query.dtype)
     absent = query.new_empty(0)
@@ -266,7 +280,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: Any, *operands: Tensor | None) -> Any:
         call, backend, return_lse, results = arguments
-        out, attended, lse = results or attention_op(*call, True, backend)
+        out, attended, lse = results or _run(call, True, backend)
         if call.gate is None:
             attended = out
         ctx.save_for_backward(attended, lse, *call[:_TENSORS])
@@ -282,9 +296,10 @@ class _Attention(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()
         if create_graph and ctx.backend == "eager":
             return None, *_gradients_of_formula(call, needs, dout, dlse)
-        # In the order of `Saved`.
-        saved = dout, attended, lse, None if dlse is None else dlse.contiguous()
+        saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
         found = direct.backward(call, saved, needs) if ctx.backend == "cpu" else None
+        if found is None and not create_graph and direct.runs_without_op(ctx.backend, (*tensors, *saved)):
+            found = _gradients(True, call, saved, needs, ctx.backend)
         if found is None:
             found = backward_op(*saved, *call, needs, ctx.backend)
         sums = iter(found)

@@ -1,11 +1,16 @@
-"""The direct path: passes on the `cpu` backend that call the extension without a torch op.
+"""The direct path: passes that run without a torch op.
 
-In small calls it takes less than half of the time of an op. It is used only if the result is the same: no mode,
-transform, tracer or profiler of PyTorch, which act on ops, is active, and every tensor is plain. The extension checks
-what `parse.check` checks for these calls; forward calls that it refuses run as ops, which raise the errors.
+It is used only if the result is the same: no mode, transform, tracer or profiler of PyTorch, which act on ops, is
+active, and every tensor is plain. On `cpu`, where it takes less than half of the time of an op in small calls, the
+extension checks what `parse.check` checks; forward calls that it refuses run as ops, which raise the errors. On GPUs
+it saves the host the checks of an op, whose arguments may be anybody's.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, get_num_threads, is_grad_enabled
@@ -23,6 +28,9 @@ from heads_kernels.call import Call
 from heads_kernels.ops.library import load
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
+_ON_GPUS: Final = ("triton", "cuda")
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+_keys = torch._C._dispatch_keys
 
 
 def attend(call: Call, backend: str | None) -> Tensor | tuple[Tensor, Tensor | None, Tensor] | None:
@@ -46,6 +54,24 @@ def backward(call: Call, saved: tuple[Tensor | None, ...], needs: tuple[bool, ..
     if not is_unobserved():
         return None
     return load("cpu")._cpu.backward(call, saved, needs, get_num_threads())  # type: ignore[no-any-return]
+
+
+def runs_without_op(backend: str, tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a pass of a valid call may run on this GPU backend without an op."""
+    return backend in _ON_GPUS and is_unobserved() and all(each is None or _is_plain(each) for each in tensors)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is fully described by its memory: no subclass, and none whose sign PyTorch only notes."""
+    return type(tensor) in _PLAIN and _keys(tensor).raw_repr() in _plain_keys(tensor.device.type)
+
+
+@functools.cache
+def _plain_keys(device: str) -> tuple[int, int]:
+    with torch.inference_mode(False):
+        ordinary = torch.empty(0, device=device)
+    with torch.inference_mode():
+        return _keys(ordinary).raw_repr(), _keys(torch.empty(0, device=device)).raw_repr()
 
 
 def is_unobserved() -> bool:

@@ -297,3 +297,50 @@ def test_what_acts_on_ops_sees_the_op(acting: str, ways: list[str]) -> None:
     with contextlib.suppress(RuntimeError, SystemError, ValueError):
         ACTING[acting]()
     assert "direct" not in ways
+
+
+# ---------------------------------------------------------------------- backends of GPUs
+@pytest.fixture
+def on_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each pass ran without an op; calls run on `backend`."""
+    taken: list[bool] = []
+    function = direct.runs_without_op
+
+    def watched(*arguments: Any) -> bool:
+        taken.append(function(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(direct, "runs_without_op", watched)
+    monkeypatch.setattr(backends, "_NAMED", backends._read(backend))
+    return taken
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_same_bits_as_the_op_on_gpus(backend: str, on_gpu: list[bool]) -> None:
+    query, key, value = (operand.requires_grad_() for operand in operands())
+    gate = torch.tensor([0.0, 2.0, -1.0, 0.5])[:H].requires_grad_()
+
+    def run() -> list[Tensor]:
+        out = hk.gated_attention(query, key, value, gate=gate)
+        return [out, *torch.autograd.grad(out.sum(), (query, key, value, gate))]
+
+    assert {NAME, f"{NAME}_backward"} <= set(assert_same_as_op(run))
+    assert on_gpu == [True, True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("acting", ACTING)
+def test_what_acts_on_ops_sees_the_op_on_gpus(acting: str, backend: str, on_gpu: list[bool]) -> None:
+    torch.compiler.reset()
+    with contextlib.suppress(RuntimeError, SystemError, ValueError):
+        ACTING[acting]()
+    assert not any(on_gpu)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_sign_that_is_not_in_memory_is_read_on_gpus(backend: str, on_gpu: list[bool]) -> None:
+    query, key, value = operands()
+    out = hk.gated_attention(torch._neg_view(query), key, value)
+    assert torch.equal(out, hk.gated_attention(-query, key, value))
+    assert on_gpu == [False, True]
