@@ -1,10 +1,7 @@
-"""`python -m benchmarks.static.cuda_resources [MODULE]`: what the built CUDA kernels take of a GPU.
+"""What the built CUDA kernels take of a GPU: registers and stack of every kernel, for every part it was compiled for.
 
-Reads the machine code in `heads_kernels/_cuda*.so` with cuobjdump (of Triton's wheel, else of the
-CUDA toolkit): registers and stack of every kernel for every part that it was compiled for. The
-kernels keep no arrays on the stack, so what stands there was spilled from registers. Needs no GPU.
-
-Exit status: 0; 1 where a bound is broken; 2 where there is no module or no cuobjdump.
+Read from the machine code in `heads_kernels/_cuda*.so` with cuobjdump (of Triton's wheel, else of the CUDA toolkit).
+The kernels keep no arrays on the stack, so what stands there was spilled from registers. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -12,9 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,41 +90,3 @@ def parse(text: str) -> Iterator[Kernel]:
                 int(match[4]),
                 entry.string,
             )
-
-
-def table(kernels: Sequence[Kernel]) -> list[str]:
-    """A line a kernel and dtype: registers, and bytes of stack where there are any, by part."""
-    parts = sorted({kernel.part for kernel in kernels}, key=lambda part: int(part[3:].rstrip("a")))
-    rows: dict[tuple[str, str, tuple[int, ...]], dict[str, str]] = {}
-    for kernel in sorted(kernels, key=lambda k: (k.name, k.dtype, k.numbers)):
-        cells = rows.setdefault((kernel.name, kernel.dtype, kernel.numbers), {})
-        cells[kernel.part] = f"{kernel.registers}" + f" +{kernel.stack} B" * bool(kernel.stack)
-    lines = [f"{'kernel':52}" + "".join(f"{part:>12}" for part in parts)]
-    for (name, dtype, numbers), cells in rows.items():
-        label = f"{name} {dtype} {' '.join(map(str, numbers))}"
-        lines.append(f"{label:52}" + "".join(f"{cells.get(part, ''):>12}" for part in parts))
-    return lines
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    path, tool = Path(words[0]) if words else module(), cuobjdump()
-    if path is None or not path.is_file():
-        print("no module heads_kernels._cuda: build the package where nvcc is, or name a file")
-        return 2
-    if tool is None:
-        print("no cuobjdump: pip install triton, or put the CUDA toolkit's into PATH")
-        return 2
-    kernels = read(path, tool)
-    print(*table(kernels), sep="\n")
-    counts = Counter(kernel.part for kernel in kernels)
-    parts = ", ".join(f"{n} for {part}" for part, n in counts.items())
-    print(f"{path.name}, {path.stat().st_size / 2**20:.1f} MiB: kernels {parts}")
-    broken = [f"{kernel}: {'; '.join(kernel.broken())}" for kernel in kernels if kernel.broken()]
-    print(*broken, sep="\n")
-    return int(bool(broken))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
