@@ -125,34 +125,6 @@ def test_ragged_is_the_best_choice_of_singular_values(dim: int, calibrated: bool
     assert (factors.mixing.count_nonzero(0) == 1).all()
 
 
-def dense_als(tensor: Any, rank: int, iterations: int, seed: int) -> float:
-    """The relative error of plain alternating least squares from a random start, on the whole tensor."""
-    random = np.random.default_rng(seed)
-    factors = [random.standard_normal((size, rank)) for size in tensor.shape]
-    products = ("qhk,hr,kr->qr", "qhk,qr,kr->hr", "qhk,qr,hr->kr")
-    for _, mode in itertools.product(range(iterations), range(3)):
-        one, other = (factors[n] for n in range(3) if n != mode)
-        rows = np.einsum(products[mode], tensor, one, other, optimize=True)
-        factors[mode] = np.linalg.lstsq((one.T @ one) * (other.T @ other), rows.T, rcond=None)[0].T
-    return relative(tensor, np.einsum("qr,hr,kr->qhk", *factors))
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(("dim", "calibrated"), [(3, False), (8, True), (14, False)])
-def test_cp_is_as_good_as_dense_least_squares(dim: int, calibrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best of three long runs from random starts, on the tensor that is never built otherwise."""
-    monkeypatch.setattr(features, "_TOLERANCE", 1e-6)
-    monkeypatch.setattr(features, "_ITERATIONS", 500)
-    heads = random_heads()
-    _, _, moments = random_moments()
-    factors = heads.fit(dim, moments if calibrated else None)
-    before, after = dense(heads), dense_after(factors)
-    if calibrated:
-        before, after = whitened(moments, before), whitened(moments, after)
-    best = min(dense_als(before, dim, 300, seed) for seed in range(3))
-    assert relative(before, after) < 1.05 * best
-
-
 @CALIBRATED
 def test_the_error_never_grows(calibrated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From that of ragged on. Momentum overshoots in some sweeps of a third of these draws, which are undone."""
