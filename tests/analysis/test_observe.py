@@ -1,11 +1,13 @@
-"""Observers of a model's attention: what they see of every call, in our modules and in those of transformers."""
+"""Observers of a model's attention: what they see of every call, in our modules and in those of transformers.
+
+tests/heads/test_patching.py has blocks within blocks and on other threads, and modules of a user.
+"""
 
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +16,9 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
-from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.nn import attention_call
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import HOUSE, House
 from tests.support.refusals import assert_refused
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
@@ -137,7 +137,7 @@ def test_rows_of_cross_attention_are_never_the_encoders() -> None:
     assert all(each.all() for each in rows["cross"])
 
 
-# ---------------------------------------------------------------------- blocks, bad use, and modules of one's own
+# ---------------------------------------------------------------------- caches, bad use and copies
 @pytest.mark.parametrize("name", ["gemma2", "llama"])
 def test_a_cache_with_room_for_more_tokens(name: str) -> None:
     """Of a prompt and the steps after it the rows, the keys and the statistics of a cache that grows."""
@@ -179,21 +179,6 @@ def test_a_cache_with_room_for_more_tokens_and_a_mask_of_pairs() -> None:
         assert all(torch.equal(call.own_keys, positions[0, rows]) and call.real_queries.all() for _, call in calls)
 
 
-def test_blocks_are_nested_and_act_on_their_own_thread() -> None:
-    model, x = hk.nn.GatedMultiheadAttention(16, 4), torch.randn(1, 5, 16)
-    seen: list[str] = []
-    with hk.analysis.observe(model, lambda *_: seen.append("outer")):
-        with hk.analysis.observe(model, lambda *_: seen.append("inner")):
-            model(x)
-        thread = threading.Thread(target=model, args=(x,))
-        thread.start()
-        thread.join()
-        model(x)
-    model(x)
-    assert seen == ["outer", "inner", "outer"]
-    assert model.observer is None
-
-
 def test_bad_use_is_refused() -> None:
     layer = hk.nn.GatedMultiheadAttention(16, 4)
     assert_refused((hk.analysis.observe(layer, print, [3]).__enter__, "names layer 3"), unchanged=[layer])
@@ -201,19 +186,18 @@ def test_bad_use_is_refused() -> None:
     assert_refused((hk.analysis.observe(layer, print).__enter__, "observed already"), unchanged=[layer])
 
 
-def test_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_refused() -> None:
     """`nn.DataParallel` runs them on threads that entered no block."""
-    replicating = importlib.import_module("torch.nn.parallel.replicate")
-    monkeypatch.setattr(
-        replicating,
-        "_broadcast_coalesced_reshape",
-        lambda tensors, devices, detach=False: [[*tensors] for _ in devices],
-    )
-    model, x = nn.Sequential(hk.nn.GatedMultiheadAttention(16, 4)), torch.randn(1, 5, 16)
-    with hk.analysis.observe(model, print):
-        replica = replicating.replicate(model, [0])[0]
-        assert_refused((lambda: replica(x), "runs as a replica of nn"))
-    assert_alike(replicating.replicate(model, [0])[0](x)[0], model(x)[0])
+    layer, x = hk.nn.GatedMultiheadAttention(16, 4), torch.randn(1, 5, 16)
+
+    def replica() -> Any:
+        made = layer._replicate_for_data_parallel()
+        vars(made).update(layer._parameters)  # which it has copies of on its device
+        return made
+
+    with hk.analysis.observe(layer, print):
+        assert_refused((partial(replica(), x), "runs as a replica of nn"))
+    assert_alike(replica()(x)[0], layer(x)[0])
 
 
 @pytest.mark.parametrize("name", ["", "bert"])
@@ -251,26 +235,3 @@ def hooks_of(model: nn.Module) -> list[object]:
         for hooks in (part._forward_hooks, part._forward_pre_hooks)
         for hook in hooks.values()
     ]
-
-
-class Observed(House):
-    """It may forget to call its observer."""
-
-    observer, calls_observer = None, True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.observer is not None and self.calls_observer:
-            scale = self.width**-0.5
-            self.observer(AttentionCall.of(hk.gated_attention, *self.operands(x), scale=scale))
-        return super().forward(x)
-
-
-def test_a_module_of_ones_own_calls_its_observer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heads_kernels.heads.layouts.LAYOUTS", dict(LAYOUTS))
-    hk.heads.register_layout("Observed", HOUSE)
-    model, x = nn.Sequential(Observed()), torch.randn(2, 6, 32)
-    [(layer, call)] = calls_of(model, x)
-    assert (layer.name, call.H, call.T) == ("0", 4, 6)
-    model(x)  # nobody looks on any more
-    model[0].calls_observer = False
-    assert_refused((lambda: calls_of(model, x), r"layer 0 \('0'\) is a Observed, which does not call"))

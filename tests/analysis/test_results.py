@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from functools import partial
 
@@ -123,9 +122,6 @@ def test_means_and_odd_heads_of_each_layer() -> None:
     assert found.block(0).tolist() == [[0, 9, 1], [9, 0, 4], [1, 4, 0]]
     assert_alike(found.within(), torch.tensor([28 / 6, 24 / 12], dtype=torch.float64))
     assert found.odd() == [1, 3]
-
-
-def test_one_head_has_no_other() -> None:
     found = hk.analysis.HeadDistance("encoder", ("a",), ((0, 0),), torch.zeros(1, 1), rows=5)
     assert found.odd() == [None]
     assert found.within().isnan().all()
@@ -139,22 +135,6 @@ def test_the_embedding_has_the_distances_of_all_dimensions() -> None:
     spread = points.square().sum(0)
     assert (spread[:-1] >= spread[1:]).all()
     assert (points.gather(0, points.abs().argmax(0, keepdim=True)) > 0).all()
-
-
-def test_heads_that_look_at_different_tokens_are_ln_2_apart() -> None:
-    """Heads 0 and 1 look at the first two tokens, 2 and 3 at the others: 0 within, ln 2 between."""
-    layer = hk.nn.GatedMultiheadAttention(16, 4, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.zero_()
-        layer.q_proj.bias.fill_(1.0)
-        layer.k_proj.weight.view(4, 4, 16)[:2, :, 0] = 500.0
-        layer.k_proj.weight.view(4, 4, 16)[2:, :, 0] = -500.0
-    x = torch.zeros(1, 6, 16, dtype=torch.float64)
-    x[:, :2, 0] = 1.0
-    found = hk.analysis.distance(layer, [(x, x, x)])
-    apart = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0]]).double()
-    assert_alike(found.matrix, apart * math.log(2))
 
 
 class Branches(Layers):

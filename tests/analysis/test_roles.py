@@ -208,11 +208,6 @@ def test_planted_heads_of_repeated_tokens() -> None:
     given = batch(tokens, following(-1, 10), following(-5, 10), following(-4, 10))
     found = planted([given], repeats=True)
     assert found.repeats.rows == (9, 5, 5)
-    scores = (found.repeats.previous_token, found.repeats.duplicate_token, found.repeats.induction)
-    for head, each in enumerate(scores):
-        [own] = each.scores
-        assert own[head] > 0.99
-        assert own[[other for other in range(4) if other != head]].max() < 0.5  # rows at the start
     assert [(role.head, role.role) for role in found.repeating()] == [
         (0, "previous token"), (1, "duplicate token"), (2, "induction")]  # fmt: skip
     assert "an earlier copy" in repr(found)

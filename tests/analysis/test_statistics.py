@@ -135,7 +135,7 @@ def assert_received(found: hk.analysis.HeadReceived, maps: Maps, kind: str, last
 
 # ---------------------------------------------------------------------- all readings
 FAMILIES = [
-    "albert", "bert", "modernbert", "vit", "bart", "t5", "gpt2", "gemma3_text", "gpt_oss", "qwen3_next",
+    "albert", "bert", "modernbert", "vit", "bart", "t5", "gpt2", "gemma2", "gemma3_text", "gpt_oss", "qwen3_next",
     "llama", "mistral",
 ]  # fmt: skip
 
@@ -165,7 +165,10 @@ def assert_readings(model: Any, batch: Any, expected: dict[str, Maps]) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_readings_of_families(name: str) -> None:
-    """Padding on the right and on the left, causal, windows, grouped keys, position biases, cross-attention."""
+    """Padding on the right and on the left, causal, windows, grouped keys, cross-attention, all terms of scores.
+
+    An observed call has the arguments of the operator, and of the statistics that test_families.py has of all families.
+    """
     stock = tiny_models.build(name).double()
     batch = tiny_models.batch(stock)
     model = use(copy.deepcopy(stock))

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,31 +106,21 @@ FAMILIES = ("bert", "albert", "vit", "gpt2", "t5", "bart")
 
 def calls(model: Any, arguments: dict[str, Tensor]) -> dict[str, list[Call]]:
     """For each run of each layer of a stock model: inputs of queries and keys, which are real, whether causal."""
-    found: dict[str, list[Call]] = {}
-    real = arguments.get("attention_mask")
-    target = arguments.get("decoder_attention_mask", real)
-
-    def keep(layer: Any) -> Any:
-        def hook(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            x = named["hidden_states"] if "hidden_states" in named else positional[0]
-            y = named.get("key_value_states")
-            y = named.get("encoder_hidden_states") if y is None else y
-            y = x if y is None or layer.kind != "cross" else y
-            rows, keys = real, real
-            if layer.kind != "encoder":
-                rows = target
-                keys = real if layer.kind == "cross" else target
-            rows = torch.ones(x.shape[:2]) if rows is None else rows
-            keys = torch.ones(y.shape[:2]) if keys is None else keys
-            call = x.detach(), y.detach(), rows.bool(), keys.bool(), layer.kind == "decoder"
-            found.setdefault(layer.name, []).append(call)
-
-        return hook
-
-    for layer in projected_layers(model):
-        layer.module.register_forward_pre_hook(keep(layer), with_kwargs=True)
+    layers = projected_layers(model)
+    inputs: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}  # of a query, of a key and so on
+    for layer in layers:
+        for projection in (layer.query, layer.key):
+            keep = partial(lambda own, _, args: own.append(args[0]), inputs[layer.name])
+            projection.linear.register_forward_pre_hook(keep)
     with torch.no_grad():
         model(**arguments)
+    real = arguments.get("attention_mask", torch.ones(inputs[layers[0].name][0].shape[:2])).bool()
+    target = arguments.get("decoder_attention_mask", real).bool()
+    found = {}
+    for layer in layers:
+        masks = real if layer.kind == "encoder" else target, target if layer.kind == "decoder" else real
+        pairs = zip(inputs[layer.name][::2], inputs[layer.name][1::2], strict=True)
+        found[layer.name] = [(*pair, *masks, layer.kind == "decoder") for pair in pairs]
     return found
 
 

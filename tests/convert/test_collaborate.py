@@ -16,7 +16,7 @@ from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.call import active_widths
-from heads_kernels.convert import Conversion, Curves, collaborate, curves, plot
+from heads_kernels.convert import Curves, collaborate, curves, plot
 from heads_kernels.convert.budget import Sizes
 from heads_kernels.convert.features import METHODS
 from heads_kernels.heads import projected_layers
@@ -174,8 +174,7 @@ def test_ragged_heads_get_groups() -> None:
 # ---------------------------------------------------------------------- what is reported
 def test_the_report() -> None:
     model = build("bert")
-    found = collaborate(model, [32, 10], calibration=[batch(model)], length=50)
-    assert isinstance(found, Conversion)
+    found = collaborate(model, [1000, 10], calibration=[batch(model)], length=50)  # the first has a rank of 32
     assert [report.exact for report in found.reports] == [True, False]
     assert found.flops == sum(report.flops for report in found.reports)
     assert {report.length for report in found.reports} == {50}
@@ -189,6 +188,27 @@ def test_the_report() -> None:
     ragged = collaborate(build("bert"), 4, method="ragged")
     assert math.inf in [report.break_even for report in ragged.reports]
     assert "always" in str(ragged)
+
+
+def test_what_grouped_keys_had_is_counted() -> None:
+    H, Hk, D = 8, 2, 4
+    model = torch.nn.Sequential(GatedMultiheadAttention(32, H, num_key_heads=Hk))
+    parts = [model[0].q_proj, model[0].k_proj]
+    before = sum(each.numel() for part in parts for each in part.parameters())
+    found = collaborate(model, 32)
+    [report] = found.reports
+    assert report.parameters_before == before == 32 * 32 + 32 * 8 + 32 + 8
+    assert found.parameters > found.parameters_before
+    T, F = report.length, report.executed_features
+    # projections of queries, keys and values, scores, weighted values, output
+    rows = 2 * T * 32 * (H * D + 2 * Hk * D + 32)
+    assert report.flops_before == rows + 2 * 2 * T * T * H * D
+    # One key of 32 features and content biases in the place of 2 keys of 4; values are grouped as before.
+    rows += 2 * T * 32 * (32 - Hk * D + H)
+    assert report.flops == rows + T * F + T * T * H + 2 * T * T * (F + H * D)
+    assert report.break_even == 0
+    found = collaborate(torch.nn.Sequential(GatedMultiheadAttention(32, H, num_key_heads=Hk)), 5)
+    assert found.reports[0].break_even == round(32 * (32 + 8 - 2 * 5) / (8 * 5 - 32))
 
 
 @pytest.mark.check
@@ -212,6 +232,13 @@ def test_the_plot(monkeypatch: pytest.MonkeyPatch) -> None:
         plot(found)
 
 
+def test_curves_leave_a_model_of_stock_attention() -> None:
+    model = build("bert")
+    before = state(model)
+    curves(model, [batch(model)])
+    assert state(model) == before
+
+
 # ---------------------------------------------------------------------- what is warned of
 def test_more_flops_at_the_length() -> None:
     """From about the break-even length on; a warning that is an error changes nothing."""
@@ -232,12 +259,6 @@ def test_more_flops_at_the_length() -> None:
     with pytest.raises(UserWarning, match="more FLOPs"):
         quiet(model, 20, length=1000)
     assert state(model) == before
-
-
-def test_no_layer_gets_more_features_than_its_rank() -> None:
-    found = collaborate(encoder(), [E, 1000], method="ragged", progress=False)
-    assert found.dims == (E, E)
-    assert found.reports[1].exact
 
 
 # ---------------------------------------------------------------------- bad input

@@ -69,14 +69,14 @@ def test_with_all_features_nothing_changes(options: dict[str, Any]) -> None:
 
 
 def test_what_the_module_was_it_stays() -> None:
-    model = nn.Sequential(layer_of(scale=0.3, dropout=0.1, output_gate="head", dtype=torch.float32))
+    model = nn.Sequential(layer_of(scale=0.3, dropout=0.1, output_gate="head", batch_first=False, dtype=torch.float32))
     old = model.train()[0]
     old.head_gate = gate = Gates([1.0, 0.0, 0.5, 1.0])
     old.q_proj.requires_grad_(False)
     convert(model, 10)
     new = model[0]
     assert (new.scale, new.dropout, new.output_gate, new.training) == (0.3, 0.1, "head", True)
-    assert new.ragged
+    assert (new.batch_first, new.ragged) == (False, True)
     assert new.head_gate is gate
     assert new.gate_proj is old.gate_proj
     asked = {n: p.requires_grad for n, p in new.named_parameters() if "_proj.b" not in n}

@@ -6,6 +6,7 @@ tests/transformers has full-rank factors of every family (test_families.py) and 
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
-from heads_kernels.convert.budget import Sizes
 from heads_kernels.convert.install import read_heads
 from heads_kernels.heads import projected_layers
 from heads_kernels.heads.shared import SharedProjection
@@ -63,7 +63,7 @@ def test_cross_attention_of_gpt2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
 def test_parts_and_their_training(name: str) -> None:
-    """Parameters are those that are counted, in the dtype and with the gradients asked for; zeros of ragged stay."""
+    """They have the gradients that the projections were asked for; zeros of ragged stay."""
     model = in_use(name)
     frozen = projected_layers(model)[0]
     frozen.key.linear.requires_grad_(name == "gpt2")  # whose projections are fused
@@ -78,8 +78,6 @@ def test_parts_and_their_training(name: str) -> None:
         for projection in (layer.query, layer.key):
             assert isinstance(projection.linear, SharedProjection)
             own += projection.linear.parameters()
-        counted = Sizes(layer.query.inputs, layer.key.inputs, 32, 4).parameters(12)
-        assert sum(parameter.numel() for parameter in own) == counted
         before |= {part: part.detach().clone() for part in own if part.requires_grad}
     first = projected_layers(model)[0]
     assert first.key.linear.content.weight.requires_grad == (name == "gpt2")
@@ -90,15 +88,6 @@ def test_parts_and_their_training(name: str) -> None:
         optimiser.step()
     assert all(not torch.equal(old, new) for new, old in before.items())
     assert all(layer.module.mixing.count_nonzero() == 12 for layer in projected_layers(model))
-
-
-def test_a_float_mask_and_dropout() -> None:
-    mask = torch.randn(3, 1, 9, 9, dtype=torch.float64)
-    expected = outputs(in_use("bert").double(), attention_mask=mask)
-    assert_alike(outputs(convert(in_use("bert").double()), attention_mask=mask), expected)
-    model = convert(in_use("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5), 12, "cp")
-    whole = outputs(model)
-    assert not torch.equal(outputs(model.train()), whole)
 
 
 class Copies(TorchDispatchMode):
@@ -145,9 +134,51 @@ def test_a_cache_of_shared_keys(cache: str) -> None:
         assert_alike(model(token, past_key_values=each).logits, expected)
 
 
+# ---------------------------------------------------------------------- heads that share keys and values
+#: Query heads, value heads and their width in the grouped families.
+H, Hk, D = 8, 2, 4
+
+
+def test_values_stay_grouped() -> None:
+    """Values are the same parameters; a cache has `Ds + Hk D` numbers a token and layer, instead of `2 Hk D`."""
+    model = in_use("llama")
+    before = [layer.value.linear.weight for layer in projected_layers(model)]
+    convert(model, 6)
+    for layer, weight in zip(projected_layers(model), before, strict=True):
+        assert layer.value.linear.weight is weight
+        assert (layer.num_heads, layer.value.heads, layer.value_dim) == (H, Hk, D)
+        assert layer.module.num_key_value_groups == H // Hk
+    for each in model(batch(model)["input_ids"]).past_key_values.layers:
+        assert (each.keys.shape[1::2], each.values.shape[1::2]) == ((1, 6), (Hk, D))
+
+
+#: Heads that are pruned, one step after the other, and the value heads that are left: those of groups of one size, or
+#: of its divisors. At once, the last would be two of 2.
+PRUNED: list[tuple[list[list[int]], int]] = [
+    ([[0, 1, 2, 3]], 1),
+    ([[1, 2, 4, 7]], 2),
+    ([[5, 7]], 3),
+    ([[0, 5, 7]], 5),
+    ([list(range(H))], 0),
+    ([[5, 7], [0, 2]], 4),
+]
+
+
+@pytest.mark.parametrize(("steps", "left"), PRUNED)
+def test_pruned_groups_of_values(steps: list[list[int]], left: int) -> None:
+    """tests/transformers/test_families.py has their files."""
+    pruned = convert(in_use("llama"), 14)
+    for gone in steps:
+        hk.heads.close(pruned, {0: gone, 1: [0]})
+        expected = outputs(pruned)
+        hk.heads.prune(pruned, hk.heads.closed(pruned))
+    assert projected_layers(pruned)[0].value.heads == left
+    assert_alike(outputs(pruned), expected)
+
+
 # ---------------------------------------------------------------------- files
-def test_the_record_is_in_the_config() -> None:
-    """Names read well."""
+def test_the_record_is_in_the_config(tmp_path: Path) -> None:
+    """Names read well, and other entries stay."""
     model = in_use("bert", model="BertForSequenceClassification")
     convert(model, 13)
     names = [f"bert.encoder.layer.{n}.attention.self" for n in range(2)]
@@ -161,25 +192,23 @@ def test_the_record_is_in_the_config() -> None:
     assert found == {
         "mixing": [4, 13], "query.weight": [13, 32], "key.weight": [13, 32], "key.content.weight": [4, 32],
     }  # fmt: skip
+    model.config.heads_kernels["another"] = 1
     hk.heads.prune(model, {1: [0]})
     left = {"heads": [1, 2, 3], "key_heads": 1, "head_dim": 13, "value_dim": 8}
     pruned = {names[1].removeprefix("bert."): left}
-    assert model.config.heads_kernels == {"pruned": pruned, "converted": shapes}
+    assert model.config.heads_kernels == {"another": 1, "pruned": pruned, "converted": shapes}
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert written["heads_kernels"] == model.config.heads_kernels
 
 
-def test_files_beside_gates_and_whole_models(tmp_path: Path) -> None:
+def test_files_of_converted_and_of_whole_models(tmp_path: Path) -> None:
     """What a file needs is said, and nothing is changed."""
-    model, path = convert(in_use("bert"), 13), tmp_path / "model.safetensors"
-    hk.heads.gate(model, hk.nn.HardConcrete, layers=[1])
-    hk.heads.save(model, path)
-    loaded, stock = in_use("bert"), build("bert", "sdpa")
-    assert_refused((lambda: hk.heads.load(loaded, path), r"which has .*head_gate"), unchanged=[loaded])
-    hk.heads.save(convert(in_use("bert"), 13), path)
-    for _ in range(2):  # the second time it is converted already
-        hk.heads.load(loaded, path)
+    converted, stock, path = convert(in_use("bert"), 13), build("bert", "sdpa"), tmp_path / "model.safetensors"
+    hk.heads.save(converted, path)
     assert_refused((lambda: hk.heads.load(stock, path), "attn_implementation is 'sdpa'"), unchanged=[stock])
     hk.heads.save(stock, path)
-    assert_refused((lambda: hk.heads.load(loaded, path), "before pruning and conversion"), unchanged=[loaded])
+    assert_refused((lambda: hk.heads.load(converted, path), "before pruning and conversion"), unchanged=[converted])
 
 
 # ---------------------------------------------------------------------- copies
@@ -222,7 +251,7 @@ def test_layers_that_cannot_be_read() -> None:
     )
 
 
-class Normed(transformers.models.vit.modeling_vit.ViTAttention):  # type: ignore[misc]
+class Normed(transformers.models.vit.modeling_vit.ViTAttention):
     """Somebody's, with a norm of its queries."""
 
     def changed(self, query: Tensor) -> Tensor:

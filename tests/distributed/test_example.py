@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.support.alike import assert_alike
-from tests.support.examples import EXAMPLES, example
+from tests.support.examples import example
 from tests.support.processes import Processes
 
 pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
@@ -75,11 +76,18 @@ def test_any_mesh(shape: tuple[int, int, int], method: str, folder: Path, ranks:
 
 
 @pytest.mark.check
-def test_command(tmp_path: Path) -> None:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *run, str(EXAMPLES / "distributed" / "train.py")]
-    command += ["--mesh", "1", "1", "2", "--steps", "2"]
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("loss") == 3
+@pytest.mark.processes(2)
+def test_command() -> None:
+    """In two processes that have their group already."""
+    printed = io.StringIO()
+    with (
+        example("distributed/train.py") as module,
+        mock.patch.object(sys, "argv", ["train.py", "--mesh", "1", "1", "2", "--steps", "2"]),
+        mock.patch.object(module.distributed, "init_process_group") as begin,
+        mock.patch.object(module.distributed, "destroy_process_group") as end,
+        contextlib.redirect_stdout(printed),
+    ):
+        module.main()
+    begin.assert_called_once_with("gloo")
+    end.assert_called_once_with()
+    assert printed.getvalue().count("loss") == (3 if torch.distributed.get_rank() == 0 else 0)

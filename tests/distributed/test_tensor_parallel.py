@@ -93,21 +93,6 @@ def test_converted_layers_that_are_split_by_another_plan(fake_mesh: Callable[...
     assert_refused((lambda: outputs(model), r"key\.content\.weight is a DTensor"))
 
 
-def test_noise_of_gates(fake_mesh: Callable[..., Any]) -> None:
-    """A plan of the caller's own does not hand the mesh to gates."""
-    layer, x, mesh = LAYERS["gated"](), torch.randn(2, T, E), fake_mesh(1)
-    plan: dict[str, Any] = {f"{name}_proj": parallel.ColwiseParallel() for name in "qkv"}
-    parallel.parallelize_module(layer, mesh, plan | {"out_proj": parallel.RowwiseParallel()})
-    layer(x)
-    layer.head_gate = hk.nn.FixedGate(torch.tensor([1.0, 0.0, 1.0, 0.5]))
-    layer(x)
-    layer.head_gate = hk.nn.HardConcrete(H)
-    assert_refused((lambda: layer(x), r"head_gate draws noise .*; put their mesh into head_gate\.meshes"))
-    layer.eval()(x)
-    layer.train().head_gate.meshes = (mesh,)
-    layer(x)
-
-
 def shared_key(H: int, **options: Any) -> nn.Module:
     return hk.nn.CollaborativeMultiheadAttention(6 * H, H, 12, **options)
 

@@ -1,4 +1,7 @@
-"""An operation that fails leaves its model as it was: any operation, wherever an error or Ctrl-C stops it."""
+"""An operation that fails leaves its model as it was: any operation, wherever an error or Ctrl-C stops it.
+
+Of those that only read a model tests/analysis/test_what_holds.py says it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from heads_kernels.convert import calibrate, collaborate, curves
+from heads_kernels.convert import collaborate
 from heads_kernels.integrations.transformers import release, use
 from tests.convert.converted_models import encoder
 from tests.support.model_state import state
@@ -137,38 +140,3 @@ def test_changes_are_whole_or_undone(name: str, tmp_path: Path) -> None:
         assert torch.equal(run(model), expected)
     operation(model, *arguments)
     assert state(model) != before
-
-
-#: Beside those of `hk.analysis`, of which tests/analysis/test_what_holds.py says it.
-READINGS: dict[str, Callable[[Any, Any], Any]] = {
-    "calibrate": calibrate,
-    "curves": curves,
-    "collaborate": lambda model, data: collaborate(model, 8, calibration=data, progress=False),
-}
-
-
-@pytest.mark.parametrize("name", READINGS)
-def test_readings_leave_nothing(name: str) -> None:
-    """An error of the data after a batch, one of the model in a pass, and none."""
-    model = in_use().train()
-    next(model.children()).eval()
-    before = state(model)
-
-    def batches() -> Iterator[Any]:
-        yield batch(model)
-        raise KeyboardInterrupt
-
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        READINGS[name](model, batches())
-    assert state(model) == before
-    handle = model.encoder.layer[1].register_forward_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        READINGS[name](model, [batch(model)])
-    handle.remove()
-    assert state(model) == before
-    if name != "collaborate":
-        READINGS[name](model, [batch(model)])
-        assert state(model) == before

@@ -47,23 +47,6 @@ def test_kinds_of_a_bert_decoder() -> None:
     assert layers[1].name == "bert.encoder.layer.0.crossattention.self"
 
 
-def test_fused_projection_of_gpt2_and_its_cross_attention() -> None:
-    model = build("gpt2", add_cross_attention=True)
-    own, cross = hk.heads.projected_layers(model)[:2]
-    assert (own.kind, cross.kind) == ("decoder", "cross")
-    assert own.query.linear is own.key.linear is own.value.linear
-    assert (own.query.start, own.key.start, own.value.start) == (0, 32, 64)
-    assert own.value.features([3, 0]).tolist() == [*range(88, 96), *range(64, 72)]
-    assert cross.query.linear is not cross.key.linear
-    assert (cross.query.start, cross.key.start, cross.value.start) == (0, 0, 32)
-
-
-def test_projections_beside_the_four() -> None:
-    for name, width in (("afmoe", 4), ("step3p7_text", 1)):
-        (beside,) = hk.heads.projected_layers(build(name))[0].beside
-        assert (beside.heads, beside.width) == (8, width)
-
-
 def test_layers_of_the_packages_own_modules() -> None:
     decoder = {
         "self_attn": hk.nn.CollaborativeMultiheadAttention(32, 4, 12),
@@ -113,7 +96,7 @@ def test_a_layout_that_fits_is_registered(H: int) -> None:
 class Manor(House):
     """With an argument of its own."""
 
-    def forward(self, x: Tensor, times: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
         return super().forward(x * times.exp())
 
 

@@ -112,7 +112,6 @@ def test_gradients_pass_through_replacements() -> None:
     with hk.heads.outputs(model) as recorded, hk.heads.patch(model, {0: {1: new, 3: "mean"}}):
         run().square().sum().backward()
     assert recorded[0][0].shape == (2, 5, 4, 4)
-    assert new.grad is not None
     assert new.grad.abs().min() > 0
     rows = layer.value.linear.weight.grad.view(4, 4, 16).abs().amax((1, 2))
     assert rows[1] == 0  # its values reach nothing
@@ -178,13 +177,16 @@ def test_a_block_acts_on_its_own_thread() -> None:
 
 
 class Own(House):
-    """Between the call of its observer and the change, `meanwhile` runs; if it is `deaf`, it changes nothing."""
+    """Between the call of its observer and the change, `meanwhile` runs.
 
-    observer, meanwhile, deaf = None, None, False
+    If it is `silent`, it does not call its observer; if it is `deaf`, it changes nothing.
+    """
+
+    observer, meanwhile, silent, deaf = None, None, False, False
 
     def forward(self, x: Tensor) -> Tensor:
-        operands = self.operands(x)
-        change = self.observer and self.observer(AttentionCall.of(hk.gated_attention, *operands))
+        operands, observer = self.operands(x), None if self.silent else self.observer
+        change = observer and observer(AttentionCall.of(hk.gated_attention, *operands))
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()
@@ -253,10 +255,12 @@ def test_what_is_refused(own: Any) -> None:
         of=partial(patched, model, run),
         unchanged=[model],
     )
-    stock, own[0].deaf = build("bert"), True
+    stock, silent, own[0].deaf = build("bert"), nn.Sequential(Own()), True
+    silent[0].silent = True
     assert_refused(
         ((model, lambda: model.layers[0](x), {0: zero, 1: zero}), r".*layer 1 \('layers.1'\) did not run in the block"),
         ((own, lambda: own(x.repeat(1, 1, 2)), {0: zero}), ".*is a Own, which does not change the outputs"),
+        ((silent, lambda: silent(x.repeat(1, 1, 2)), {0: zero}), r"layer 0 \('0'\) is a Own, which does not call"),
         ((stock, lambda: outputs(stock), {0: zero}), r".*call .*use\(model\) first"),
         of=patched,
         unchanged=[model, stock],

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,20 +19,14 @@ from heads_kernels.convert import collaborate
 from heads_kernels.heads import projected_layers
 from tests.support.alike import assert_alike
 from tests.support.refusals import assert_refused
-from tests.support.tiny_models import as_linear, build, outputs
+from tests.support.tiny_models import build, outputs
 
 
-@contextmanager
-def closed_by_hand(model: Any, heads: dict[int, list[int]]) -> Iterator[None]:
-    """For a while the columns of W_O are 0 where their head is closed."""
-    linears = {layer.output.linear: layer for layer in hk.heads.projected_layers(model)}
-    before = {linear: linear.weight.detach().clone() for linear in linears}
-    for linear, layer in linears.items():
-        columns = layer.output.features(heads.get(layer.index, []))
-        as_linear(linear, linear.weight.data)[:, columns] = 0.0
-    yield
-    for linear, weight in before.items():
-        linear.weight.data.copy_(weight)
+def outputs_with_closed_heads(model: Any, heads: dict[int, list[int]], **changes: Tensor) -> Tensor:
+    """Of a copy in use, which test_families.py compares with stock."""
+    copied = hk.integrations.transformers.use(copy.deepcopy(model))
+    hk.heads.close(copied, heads)
+    return outputs(copied, **changes)
 
 
 @pytest.mark.parametrize(("name", "changes"), [("bert", {"is_decoder": True}), ("gpt2", {})])
@@ -43,8 +35,7 @@ def test_cross_attention_beside_a_cache(name: str, changes: dict[str, bool]) -> 
         model = build(name, add_cross_attention=True, **changes).double()
         memory = torch.randn(3, 4, 32, dtype=torch.float64)
         heads = {layer.index: gone for layer in hk.heads.attention_layers(model)}
-        with closed_by_hand(model, heads):
-            expected = outputs(model, encoder_hidden_states=memory)
+        expected = outputs_with_closed_heads(model, heads, encoder_hidden_states=memory)
         hk.heads.prune(model, heads)
         assert_alike(outputs(model, encoder_hidden_states=memory), expected)
 
@@ -61,11 +52,10 @@ def test_cross_attention_beside_a_cache(name: str, changes: dict[str, bool]) -> 
     ],
 )
 def test_key_heads_of_grouped_queries(gone: list[int], key_heads: list[int]) -> None:
-    model = build("llama").double()
+    model = build("llama")
     old = hk.heads.projected_layers(model)[0]
     rows = old.key.linear.weight.detach().clone()
-    with closed_by_hand(model, {0: gone}):
-        expected = outputs(model)
+    expected = outputs_with_closed_heads(model, {0: gone})
     hk.heads.prune(model, {0: gone})
     layer = hk.heads.projected_layers(model)[0]
     assert layer.num_key_heads == len(key_heads)
@@ -177,7 +167,7 @@ def hooked(linear: nn.Linear) -> nn.Linear:
 
 
 def patched(linear: nn.Linear) -> nn.Linear:
-    linear.forward = lambda x: x  # type: ignore[method-assign]
+    linear.forward = lambda x: x
     return linear
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import heads_kernels as hk
-from tests.support.alike import assert_alike
-from tests.support.nn_layers import B, E, Gates, H, Layers, S, formula, layer_of
+from tests.support.nn_layers import B, E, Gates, H, Layers, S
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import build, outputs
 
@@ -45,18 +44,6 @@ def modules() -> Layers:
 def run(model: nn.Module, x: Tensor) -> Tensor:
     """What the layers add to x."""
     return model(x, is_causal=True) - x
-
-
-@BOTH
-def test_heads_are_those_of_the_formula(kind: str) -> None:
-    """Of what the quantised projections give; that of the output rounds the heads, so it is left out."""
-    layer, x = quantised(layer_of(dtype=torch.float32), kind), torch.randn(B, S, E)
-    layer.out_proj = nn.Identity()
-    assert type(layer.q_proj.weight) is not nn.Parameter
-    gates = torch.tensor([1.0, 0.0, 0.5, 2.0])
-    layer.head_gate = hk.nn.FixedGate(gates)
-    with torch.no_grad():
-        assert_alike(layer(x)[0], formula(layer, x, x, gates=gates[:, None, None]))
 
 
 @BOTH

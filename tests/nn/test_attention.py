@@ -1,4 +1,4 @@
-"""Attention modules against their formulas in float64, with entmax and merged too; made of torch's own modules."""
+"""Attention modules against their formulas in float64, with caches, entmax, averages; made of torch's own modules."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.support.nn_layers import (
     H,
     S,
     T,
-    by_head,
     formula,
     gradients,
     layer_of,
+    output_gate,
     shared_layer_of,
     spread,
     torch_attention,
@@ -74,6 +74,8 @@ def test_native_masks_and_those_of_the_module_hide_the_same() -> None:
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ordinary": (layer_of, {}),
     "entmax": (layer_of, {"entmax": True}),
+    "gate of heads": (layer_of, {"output_gate": "head"}),
+    "gate of elements": (shared_layer_of, {"output_gate": "element"}),
     "content bias": (shared_layer_of, {}),
     "shared biases": (shared_layer_of, {"qk_bias": True, "content_bias": False}),
     "both": (shared_layer_of, {"qk_bias": True}),
@@ -117,21 +119,6 @@ def test_the_scale_is_that_of_ordinary_heads() -> None:
 
 
 # ---------------------------------------------------------------------- gates
-@pytest.mark.parametrize("output_gate", ["head", "element"])
-def test_gates(output_gate: str) -> None:
-    """An output gate beside a head gate; test_modules.py has head gates alone."""
-    layer = layer_of(output_gate=output_gate, num_key_heads=2)
-    layer.head_gate = Gates([0.0, 1.0, 0.25, -2.0])
-    x = torch.randn(B, S, E).double()
-    logits = by_head(layer.gate_proj(x), 1 if output_gate == "head" else layer.value_dim)
-    assert logits.shape[1] == H
-    gates = layer.head_gate.gates[:, None, None] / (1 + torch.exp(-logits))
-    out, wanted = layer(x)[0], formula(layer, x, x, gates=gates)
-    assert_alike(out, wanted)
-    leaves = list(layer.parameters())
-    assert_alike(gradients(out, *leaves), gradients(wanted, *leaves))
-
-
 def test_head_gate_says_whether_closed_heads_have_a_gradient() -> None:
     layer, x = layer_of(), torch.randn(B, S, E).double()
     gate = layer.head_gate = Gates([0.0, 1.0, 1.0, 1.0])
@@ -150,29 +137,79 @@ def test_zeros_of_mixing_train_unless_ragged(ragged: bool, gated: bool) -> None:
         layer.head_gate = hk.nn.HardConcrete(H)
     layer(torch.randn(B, T, E))[0].square().sum().backward()
     zeros = layer.mixing == 0
-    assert layer.mixing.grad is not None
     assert layer.mixing.grad[~zeros].any()
     assert layer.mixing.grad[zeros].any() != ragged
+
+
+# ---------------------------------------------------------------------- caches
+@torch.no_grad()
+def test_a_growing_cache_is_copied_seldom() -> None:
+    layer, cache, rooms = layer_of(), hk.nn.KeyValueCache(), set()
+    for _ in range(33):
+        layer(torch.randn(B, 1, E).double(), cache=cache)
+        nothing = torch.empty(B, 0, H, 6).double()
+        rooms.add(cache.append(nothing, nothing)[0].data_ptr())
+    assert cache.length == 33
+    assert len(rooms) <= 7  # 1, 2, 4, 8, 16, 32, 64
+
+
+@torch.no_grad()
+def test_the_source_of_encoder_decoder_attention_is_projected_once() -> None:
+    layer, x, memory = layer_of(), torch.randn(B, T, E).double(), torch.randn(B, S, E).double()
+    full = layer(x, memory, key_padding_mask=PADDED)[0]
+    calls = []
+    layer.k_proj.register_forward_hook(lambda *call: calls.append(call))
+    cache = hk.nn.KeyValueCache()
+    steps = [layer(row, memory, key_padding_mask=PADDED, cache=cache)[0] for row in x.split(2, dim=1)]
+    assert_alike(torch.cat(steps, 1), full)
+    assert len(calls) == 1
+    assert cache.length == S
+
+
+def test_a_cache_that_does_not_fit_is_refused() -> None:
+    layer, x, cache = layer_of(), torch.randn(B, S, E).double(), hk.nn.KeyValueCache()
+    filled = r"cache is filled while gradients.*no_grad"
+    assert_refused(
+        (lambda: layer(x, cache=hk.nn.KeyValueCache()), filled),
+        (lambda: layer(x, x.clone(), cache=hk.nn.KeyValueCache()), filled),
+    )
+    with torch.no_grad():
+        layer(x, cache=cache)
+        layer(x, x.clone(), cache=(of_source := hk.nn.KeyValueCache()))
+        assert_refused(
+            (lambda: layer(x[:1, :1], cache=cache), r"cache holds \[\(2, 4, 6, .*\[\(1, 4, 6, "),
+            (lambda: layer(x, x.clone(), cache=cache), "cache holds the tokens of self-attention"),
+            (lambda: layer(x, cache=of_source), "cache holds the source of encoder-decoder"),
+            (lambda: layer(x[:1], x[:1].clone(), cache=of_source), "cache holds batch 2, but query has"),
+            (lambda: cache.reorder(torch.ones(2)), TypeError, "beams has"),
+            (lambda: cache.reorder(torch.tensor([[0]])), "beams has"),
+            (lambda: cache.reorder([0, 1]), TypeError, "beams is"),
+        )
+
+
+@torch.no_grad()
+def test_a_cache_of_shared_keys_and_grouped_values() -> None:
+    """`Ds + H + Hv Dv` numbers a token; test_modules.py has the outputs."""
+    layer = hk.nn.CollaborativeMultiheadAttention(E, H, 10, num_value_heads=2)
+    cache, x = hk.nn.KeyValueCache(), torch.randn(B, S, E)
+    layer(x, is_causal=True, cache=cache)
+    held = cache.append(*(each[:, :0] for each in layer.source(x, x)))
+    assert sum(each.nbytes for each in held) == B * S * (10 + H + 2 * E // H) * x.element_size()
 
 
 # ---------------------------------------------------------------------- entmax
 def entmax_layer(*logits: float, dtype: torch.dtype = torch.float32) -> hk.nn.GatedMultiheadAttention:
     """Of sharp attention, with these `alpha_logits`."""
     made = hk.nn.GatedMultiheadAttention(E, H, entmax=True, dtype=dtype)
-    assert made.alpha_logits is not None
     with torch.no_grad():
         made.alpha_logits.copy_(torch.tensor(logits))
         made.q_proj.weight.mul_(4)
     return made
 
 
-def test_alpha_is_learned() -> None:
+def test_alpha_begins_in_the_middle() -> None:
     made = hk.nn.GatedMultiheadAttention(E, H, entmax=True)
-    assert torch.equal(made.alpha, torch.full((H,), 1.5))  # type: ignore[arg-type]
-    made(torch.randn(B, S, E))[0].square().sum().backward()
-    assert made.alpha_logits is not None
-    assert made.alpha_logits.grad is not None
-    assert made.alpha_logits.grad.all()
+    assert torch.equal(made.alpha, torch.full((H,), 1.5))
     assert "entmax=True" in repr(made)
     assert hk.nn.GatedMultiheadAttention(E, H).alpha is None
 
@@ -180,7 +217,6 @@ def test_alpha_is_learned() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_alpha_stays_where_entmax_is_defined(dtype: torch.dtype) -> None:
     made = entmax_layer(-1000.0, -30.0, 30.0, 1000.0, dtype=dtype)
-    assert made.alpha is not None
     assert ((made.alpha > 1) & (made.alpha <= 2)).all()
     assert made(torch.randn(B, S, E, dtype=dtype))[0].isfinite().all()
 
@@ -238,16 +274,12 @@ def averages(layer: hk.nn.MergedAttention, x: Tensor, real: Tensor) -> Tensor:
     return heads
 
 
-def merged_formula(
-    layer: hk.nn.MergedAttention, x: Tensor, y: Tensor, real: Tensor | None = None, gates: Tensor | None = None
-) -> Tensor:
+def merged_formula(layer: hk.nn.MergedAttention, x: Tensor, y: Tensor, real: Tensor) -> Tensor:
     """The formula: attention to `y`, and what W_O makes of the averages."""
-    real = torch.ones(B, T, dtype=torch.bool) if real is None else real
     visible = (real[:, None, :, None] & ~PADDED[:, None, None, :]).expand(B, H, T, S)
-    beside = averages(layer, x, real)
-    beside = beside if gates is None else beside * gates
+    beside = averages(layer, x, real) * output_gate(layer, x)
     summed = beside.transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
-    return formula(layer, x, y, visible, gates) + summed
+    return formula(layer, x, y, visible) + summed
 
 
 @pytest.mark.parametrize(
@@ -256,10 +288,12 @@ def merged_formula(
         ({}, {}),
         ({"num_key_heads": 2, "bias": False}, {"mask": hk.Mask(query_mask=~ROWS)}),
         ({"value_dim": 3}, {"mask": hk.Mask(query_lengths=[5, 2])}),
+        ({"output_gate": "head"}, {}),
+        ({"output_gate": "element"}, {}),
     ],
 )
 def test_merged_attention(options: dict[str, Any], hidden: dict[str, Any]) -> None:
-    """Output and the gradients of input and weights."""
+    """Output and the gradients of input and weights; test_modules.py has head gates."""
     layer, (x, y) = merged(**options), rows_and_memory()
     mask = hidden.get("mask", hk.Mask())
     out = layer(x, y, key_padding_mask=PADDED, **hidden)[0]
@@ -267,19 +301,6 @@ def test_merged_attention(options: dict[str, Any], hidden: dict[str, Any]) -> No
     assert_alike(out, wanted)
     leaves = [x, *layer.parameters()]
     assert_alike(gradients(out, *leaves), gradients(wanted, *leaves))
-
-
-@pytest.mark.parametrize("output_gate", [None, "head", "element"])
-def test_gates_multiply_both_parts(output_gate: str | None) -> None:
-    layer, (x, y) = merged(output_gate=output_gate), rows_and_memory()
-    if output_gate is None:
-        layer.head_gate = Gates([0.5, 0.0, 2.0, -1.0])
-        gates = layer.head_gate.gates.double()[None, :, None, None]
-    else:
-        assert layer.gate_proj is not None
-        gates = layer.gate_proj(x).unflatten(2, (H, -1)).transpose(1, 2).sigmoid()
-    out = layer(x, y, key_padding_mask=PADDED)[0]
-    assert_alike(out, merged_formula(layer, x, y, gates=gates))
 
 
 def test_the_average_of_bfloat16_is_summed_in_float32() -> None:

@@ -42,8 +42,7 @@ SHAPES = [(B, H, T, S), (1, H, T, S), (B, 1, 1, S), (H, T, 1), (T, S), (S,), ()]
 def test_bias_is_added_to_the_scores(shape: tuple[int, ...]) -> None:
     layer = layer_of(num_key_heads=2, output_gate="element")
     x, y, bias = random(B, T, E), random(B, S, E), random(*shape).requires_grad_()
-    gates = layer.gate_proj(x).unflatten(2, (H, -1)).transpose(1, 2).sigmoid()
-    out, expected = layer(x, y, bias=bias)[0], formula(layer, x, y, gates=gates, bias=bias)
+    out, expected = layer(x, y, bias=bias)[0], formula(layer, x, y, bias=bias)
     assert_alike(out, expected)
     leaves = bias, *layer.parameters()
     assert_alike(gradients(out, *leaves), gradients(expected, *leaves))
@@ -90,7 +89,6 @@ def test_masks_are_those_of_torch(shape: tuple[int, ...]) -> None:
 def test_a_float_mask_of_zeros_that_learns_has_a_gradient() -> None:
     layer, x, added = layer_of(), random(B, S, E), torch.zeros(S, S).requires_grad_()
     layer(x, attn_mask=added)[0].square().sum().backward()
-    assert added.grad is not None
     assert added.grad.ne(0).any()
     words = r"attn_mask requires a gradient.*is_causal; pass it as bias"
     assert_refused((lambda: layer(x, attn_mask=added, is_causal=True), words))

@@ -178,23 +178,6 @@ def test_layouts_of_the_batch(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "merged"])  # whose averages would mix
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_is_padded(name: str, causal: bool) -> None:
-    """Outputs of real tokens, and gradients of all weights."""
-    layer, x = with_gates(name), inputs()
-    real = torch.tensor([[True] * 5 + [False] * 2, [False] * 3 + [True] * 4])
-    found = []
-    for is_packed in (False, True):
-        if is_packed:
-            packed, mask, pad_back = hk.nn.unpad(x, real)
-            out = pad_back(run(layer, packed, mask=mask & hk.Mask(causal=causal)))
-        else:
-            out = run(layer, x, key_padding_mask=~real, is_causal=causal)
-        found.append([out[real], *gradients(out[real], *layer.parameters())])
-    assert_alike(found[1], found[0])
-
-
 @each_module
 def test_gates_multiply_heads(name: str) -> None:
     """`[H]`, `[B, H]` and `[B, H, T]`: a gate says from the batch size and the length what it gives."""
@@ -328,9 +311,8 @@ def test_exported(name: str) -> None:
 
 @pytest.mark.check
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", ["grouped", "ragged"])
-def test_exported_masks(name: str, call: str) -> None:
-    layer = made(name, dtype=torch.float32)
+def test_exported_masks(call: str) -> None:
+    layer = made("ragged", dtype=torch.float32)
     layer.head_gate = hk.nn.HardConcrete(H)
     with torch.no_grad():
         layer.head_gate.log_alpha.copy_(torch.tensor([-3.0, 0.1, 3.0, 0.5]))

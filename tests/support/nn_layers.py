@@ -74,8 +74,8 @@ def formula(
     gates: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The layer by its weights; `visible` `[B, H, T, S]`, `gates` of any shape that broadcasts to `[B, H, T, Dv]`,
-    `bias` of any that broadcasts to `visible`."""
+    """The layer by its weights, output gate included; `visible` `[B, H, T, S]`, `gates` of any shape that broadcasts to
+    `[B, H, T, Dv]`, `bias` of any that broadcasts to `visible`."""
     terms = {"attn_mask": visible, "bias": bias, "scale": layer.scale}
     query, key = layer.q_proj(x), layer.k_proj(y)
     if isinstance(layer, hk.nn.CollaborativeMultiheadAttention):
@@ -86,10 +86,17 @@ def formula(
         query, key = by_head(query, layer.head_dim), by_head(key, layer.head_dim)
         terms |= {} if layer.alpha is None else {"alpha": layer.alpha}
     operands = query, key, by_head(layer.v_proj(y), layer.value_dim)
-    heads = plain(parse(layer.operator.__name__, *operands, **terms)[0]).out
+    heads = plain(parse(layer.operator.__name__, *operands, **terms)[0]).out * output_gate(layer, x)
     heads = heads if gates is None else heads * gates
     out: Tensor = layer.out_proj(heads.transpose(1, 2).flatten(2))
     return out
+
+
+def output_gate(layer: Any, x: Tensor) -> Tensor:
+    """Of each head, `[B, H, T, 1]` or `[B, H, T, Dv]`; a 1 of a layer without."""
+    if layer.gate_proj is None:
+        return x.new_ones(())
+    return by_head(layer.gate_proj(x), 1 if layer.output_gate == "head" else layer.value_dim).sigmoid()
 
 
 def by_head(rows: Tensor, width: int) -> Tensor:

@@ -420,8 +420,3 @@ def packed_layers(model: nn.Module) -> list[bool]:
     """Of each layer of a model under `unpad` whether it has run packed."""
     found = (vars(module).get(UNPADDED) for module in model.modules())
     return [bool(own.probed) for own in found if own is not None]
-
-
-def as_linear(projection: nn.Module, tensor: Tensor) -> Tensor:
-    """Its weight, or the gradient of that, `[D_out, D_in]`: transformers' Conv1D has it transposed."""
-    return tensor.T if type(projection).__name__ == "Conv1D" else tensor

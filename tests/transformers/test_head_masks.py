@@ -48,8 +48,13 @@ def test_rows_of_pruned_layers(name: str) -> None:
     assert_alike(outputs(model, head_mask=row), expected)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("order", [[1, 0], [1], [0, 1, 2], [2, 1]], ids=["reversed", "less", "more", "another"])
+@pytest.mark.parametrize(
+    ("order", "compiled"),
+    [
+        *((order, False) for order in ([1, 0], [1], [0, 1, 2], [2, 1])),
+        *((order, True) for order in ([1, 0], [0, 1, 2])),
+    ],
+)
 def test_layers_that_changed_places(order: list[int], compiled: bool) -> None:
     """The rows of a mask and the statistics are those of the order that `use` found, which `use` finds again."""
     model = use(build("bert"))
@@ -242,16 +247,6 @@ def test_threads_do_not_share_head_masks() -> None:
         assert_alike(running[index].result(60), alone[index])
 
 
-def test_a_layer_that_another_thread_calls_reads_no_mask() -> None:
-    """It is called alone, within a pass that has one."""
-    model = use(build("bert"))
-    layer, x = model.encoder.layer[0], torch.randn(2, 5, model.config.hidden_size)
-    found = []
-    model.embeddings.register_forward_hook(lambda *_: found.append(in_thread(partial(layer, x)).result(60)))
-    outputs(model, head_mask=torch.zeros(4))
-    assert_alike(found[0], layer(x))
-
-
 @pytest.mark.check
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -259,31 +254,20 @@ def test_a_layer_that_another_thread_calls_reads_no_mask() -> None:
 def test_compiles_whole(handed: bool, checkpointing: bool) -> None:
     model = (use(build("llama", num_hidden_layers=1)) if handed else stablelm()).train()
     layers, H = model.config.num_hidden_layers, model.config.num_attention_heads
-    masks = [None, *torch.rand(2, layers, H)]
-    expected = [with_gradients(model, head_mask=mask, use_cache=False) for mask in masks]
+    passes = [{"attention_mask": None}, *({"head_mask": mask} for mask in torch.rand(2, layers, H))]
+    expected = [with_gradients(model, **changes, use_cache=False) for changes in passes]
     if checkpointing:
         model.gradient_checkpointing_enable()
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for mask, outcome in zip(masks, expected, strict=True):
-        found = with_gradients(compiled, head_mask=mask, use_cache=False)
+    for changes, outcome in zip(passes, expected, strict=True):
+        found = with_gradients(compiled, **changes, use_cache=False)
         assert_alike({n.removeprefix("_orig_mod."): t for n, t in found.items()}, outcome)
-
-
-def test_layers_compiled_one_by_one() -> None:
-    model = use(build("bert"))
-    masks = [None, *torch.rand(3, 2, 4)]
-    expected = [outputs(model, head_mask=mask) for mask in masks]
-    torch.compiler.reset()
-    for layer in model.encoder.layer:
-        layer.compile(fullgraph=True, backend="eager")
-    for mask, outcome in zip(masks, expected, strict=True):
-        assert_alike(outputs(model, head_mask=mask), outcome)
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_model_is_compiled_beside_an_eager_pass(whole: bool) -> None:
-    """Another thread begins a pass while this one compiles a model, whole or layer by layer."""
+    """Another thread begins a pass while this one compiles a model, whole or layer by layer; then other masks."""
     model, compiled = use(build("bert")), use(build("bert"))
     masks = torch.rand(2, 2, 4)
     expected = [outputs(model, head_mask=mask) for mask in masks]
@@ -307,6 +291,8 @@ def test_a_model_is_compiled_beside_an_eager_pass(whole: bool) -> None:
     may_end.set()
     for each in running:
         assert_alike(each.result(60), expected[1])
+    for mask in (masks[1], None):
+        assert_alike(outputs(compiled, head_mask=mask), outputs(model, head_mask=mask))
 
 
 # ---------------------------------------------------------------------- statistics

@@ -130,7 +130,6 @@ def test_blocks_in_compiled_code_are_refused() -> None:
 
     def prepared(blocks: Tensor, documents: Tensor) -> Tensor:
         found = prepare_mask(2, 8, 8, mask_function=with_blocks(blocks, documents))
-        assert found is not None
         return dense_of(found)
 
     compiled = torch.compile(prepared, fullgraph=True)
@@ -273,11 +272,9 @@ def test_a_mask_stays_as_it_was_made() -> None:
     """Within a pass nothing compares it; a write to the caller's padding belongs to the next pass."""
     real = padding(9)
     made = prepare_mask(batch_size=B, q_length=9, kv_length=9, attention_mask=real)
-    assert made is not None
     assert isinstance(made.mask, hk.Mask)
     before = made.mask.to_dense(B, 1, 9, 9)
     real[:] = True
     assert torch.equal(made.mask.to_dense(B, 1, 9, 9), before)
     after = prepare_mask(batch_size=B, q_length=9, kv_length=9, attention_mask=real)
-    assert after is not None
     assert not torch.equal(dense_of(after)[:, 0], before[:, 0])

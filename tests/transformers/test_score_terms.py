@@ -14,7 +14,6 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.heads.configs import NAME
 from heads_kernels.integrations.transformers import release, use
-from heads_kernels.integrations.transformers.masks import RelativeBias
 from heads_kernels.integrations.transformers.output_gated import OutputGated
 from tests.support.alike import assert_alike
 from tests.support.refusals import assert_refused
@@ -36,9 +35,7 @@ def test_offsets_are_the_stock_bias(name: str, far: int) -> None:
             expected = module.compute_bias(T, S, past_seen_tokens=start)
             use(model)
             bias = module.compute_bias(T, S, past_seen_tokens=start)
-            assert isinstance(bias, RelativeBias)
             offsets = bias.offsets(None, (T, S), expected.device)
-            assert offsets is not None
             assert torch.equal(offsets.to_dense(T, S), expected[0])
             release(model)
 
@@ -53,14 +50,6 @@ def test_relative_positions_without_use(name: str) -> None:
     for part in (use(model), model.encoder, model.decoder):
         part.config._attn_implementation_internal = "eager"
     assert_alike(with_gradients(model), expected)
-
-
-def test_pruned_heads_keep_their_biases_without_use() -> None:
-    model = build("t5", NAME)
-    hk.heads.close(model, {0: [0], 1: [1, 2], 3: [0]})
-    expected = outputs(model)
-    hk.heads.prune(model, hk.heads.closed(model))
-    assert_alike(outputs(model), expected)
 
 
 @pytest.mark.parametrize("name", [*T5_LIKE, "bloom", "mpt", "mpnet", "gemma2", *SINKS])

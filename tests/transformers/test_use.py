@@ -7,7 +7,6 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from torch import nn
 from transformers.models.laguna import modeling_laguna
 from transformers.models.mpt import modeling_mpt
 
-import heads_kernels as hk
-from heads_kernels.integrations.transformers import from_pretrained, release, use
+from heads_kernels.integrations.transformers import release, use
 from heads_kernels.integrations.transformers.replacement import Replacement
 from tests.support.alike import assert_alike
 from tests.support.model_state import structure
@@ -108,34 +106,13 @@ def test_a_forward_that_was_wrapped_and_put_back_is_released() -> None:
     assert "forward" not in vars(module)
 
 
-def test_release_of_a_model_that_was_made_with_the_name() -> None:
-    """Its implementation was the package's before."""
-    model = build("bert", "heads_kernels")
-    expected = outputs(model)
-    assert release(use(model)).config._attn_implementation == "heads_kernels"
-    assert torch.equal(outputs(model), expected)
-
-
-@pytest.mark.parametrize(("layers", "kept"), [([1, 0], [[0, 1, 2], [1, 2, 3]]), ([1], [[0, 1, 2]])])
-def test_pruned_layers_that_moved_or_left_are_saved(layers: list[int], kept: list[list[int]], tmp_path: Path) -> None:
-    """As many heads of each layer are left, but not the same."""
-    model = use(build("bert"))
-    hk.heads.prune(model, {0: [0], 1: [3]})
-    model.encoder.layer = nn.ModuleList(model.encoder.layer[index] for index in layers)
-    model.config.num_hidden_layers = len(layers)
-    use(model).save_pretrained(tmp_path)
-    loaded = from_pretrained(tmp_path, type(model))
-    assert [layer.module.kept_heads.tolist() for layer in hk.heads.attention_layers(loaded)] == kept
-    assert_alike(outputs(loaded), outputs(model))
-
-
-def test_a_model_in_use_is_put_to_use_again() -> None:
-    model = build("bert")
-    before = model.config._attn_implementation
+@pytest.mark.parametrize("before", ["sdpa", "heads_kernels"])
+def test_a_model_in_use_is_put_to_use_again(before: str) -> None:
+    model = build("bert", before)
     use(model).set_attn_implementation("eager")
     use(model)
     assert model.config._attn_implementation == "heads_kernels"
-    model(**batch(model), head_mask=torch.ones(4))
+    assert not torch.equal(outputs(model), outputs(model, head_mask=torch.zeros(4)))
     assert release(model).config._attn_implementation == before
 
 
