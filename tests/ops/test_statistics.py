@@ -171,7 +171,7 @@ def test_empty_calls(sizes: tuple[int, ...], backend: str) -> None:
         assert not got.entropy.any()
 
 
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("operator", ["attention_statistics", "collaborative_attention"])
 def test_received_is_the_same_with_any_number_of_threads(operator: str, backend: str) -> None:
     given = tensors(operator, B=1, T=300, S=333, D=24, dtype=torch.float32)
