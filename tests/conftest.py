@@ -102,7 +102,7 @@ def pytest_collection() -> Iterator[object]:
 @pytest.hookimpl(trylast=True)  # behind the one that sends the report
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Nothing runs on the GPU any more in a process whose CUDA context is broken."""
-    if not (report.failed and torch.cuda.is_initialized()):
+    if not (report.failed and torch.cuda.is_available() and torch.cuda.is_initialized()):  # a test may replace the last
         return
     try:
         torch.cuda.synchronize()

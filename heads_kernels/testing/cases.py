@@ -61,7 +61,7 @@ GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("one_row", 2, 2, 1, 67, D=16, Dv=16, gate="BHT"),
     GatedCase("length_63", 1, 2, 63, 63, D=32, Dv=32),
     GatedCase("length_65_causal", 1, 2, 65, 65, D=32, Dv=32, is_causal=True),
-    GatedCase("length_1000", 1, 2, 1000, 1003, D=32, Dv=32, gate="H"),
+    GatedCase("length_1000", 1, 2, 200, 1003, D=32, Dv=32, gate="H"),
     GatedCase("length_1000_causal", 1, 2, 1000, 1000, D=16, Dv=16, is_causal=True),
     GatedCase("cross", 2, 2, 37, 130, D=32, Dv=48),
     GatedCase("grouped", 2, 6, 34, 35, D=16, Dv=16, Hk=2, gate="H"),

@@ -10,44 +10,45 @@ import torch
 
 from heads_kernels.mask import Mask, as_mask
 from tests.mask.masks import all_real, longs
+from tests.support.refusals import assert_refused
 
 SPARSE, SPARSE_LENGTHS = all_real(2, 5).to_sparse(), longs(1, 2).to_sparse()
 NESTED = torch.nested.nested_tensor([torch.ones(5, dtype=torch.bool)] * 2)
 
 #: What an argument is, whatever the call.
-ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"causal": "left"}, ValueError, r"causal is 'left'; .*lower_right"),
-    ({"window": (1, 2, 3)}, ValueError, r"window is \(1, 2, 3\); .*\(left, right\)"),
-    ({"window": (1, -2)}, ValueError, r"window is \(1, -2\); .*-1 = unlimited"),
+ARGUMENTS: list[tuple[Any, ...]] = [
+    ({"causal": "left"}, r"causal is 'left'; .*lower_right"),
+    ({"window": (1, 2, 3)}, r"window is \(1, 2, 3\); .*\(left, right\)"),
+    ({"window": (1, -2)}, r"window is \(1, -2\); .*-1 = unlimited"),
     ({"window": (1.0, 0)}, TypeError, r"window is \(1.0, 0\)"),
-    ({"window": [(1, 0), 4]}, ValueError, r"window is 4; .*for each head: a list of H such pairs"),
-    ({"window": longs(4, 9)}, ValueError, r"window has shape \[2\]; .*integer tensor \[H, 2\]"),
-    ({"window": longs(4, -2)[None]}, ValueError, "window has -2; -1 is unlimited"),
+    ({"window": [(1, 0), 4]}, r"window is 4; .*for each head: a list of H such pairs"),
+    ({"window": longs(4, 9)}, r"window has shape \[2\]; .*integer tensor \[H, 2\]"),
+    ({"window": longs(4, -2)[None]}, "window has -2; -1 is unlimited"),
     ({"window": torch.ones(3, 2)}, TypeError, "window has dtype torch.float32"),
-    ({"first_keys": 4}, ValueError, "first_keys is given without window; pass window="),
-    ({"window": (1, 0), "first_keys": -1}, ValueError, "first_keys is -1; counts go from 0 to S"),
-    ({"window": (1, 0), "first_keys": longs(1, -1)}, ValueError, "first_keys has -1; pass an int"),
+    ({"first_keys": 4}, "first_keys is given without window; pass window="),
+    ({"window": (1, 0), "first_keys": -1}, "first_keys is -1; counts go from 0 to S"),
+    ({"window": (1, 0), "first_keys": longs(1, -1)}, "first_keys has -1; pass an int"),
     ({"window": (1, 0), "first_keys": [1.5]}, TypeError, r"first_keys is \[1.5\]; pass an int"),
-    ({"causal": False, "prefix_lengths": [1]}, ValueError, "prefix_lengths .*pass causal=True"),
+    ({"causal": False, "prefix_lengths": [1]}, "prefix_lengths .*pass causal=True"),
     ({"key_lengths": torch.ones(2)}, TypeError, "key_lengths has dtype torch.float32; .*integer"),
     ({"key_lengths": 3}, TypeError, "key_lengths is a int; .*list of B ints"),
     ({"query_lengths": [1.5]}, TypeError, r"query_lengths is \[1.5\]"),
-    ({"query_lengths": longs(1)[None]}, ValueError, r"query_lengths has shape \[1, 1\]"),
+    ({"query_lengths": longs(1)[None]}, r"query_lengths has shape \[1, 1\]"),
     *(
-        ({name: [length, 1]}, ValueError, rf"{name} has {words}; lengths go from 0 to T or S")
+        ({name: [length, 1]}, rf"{name} has {words}; lengths go from 0 to T or S")
         for name in ("key_lengths", "query_lengths", "prefix_lengths")
         for length, words in ((-(2**70), r"about -2\*\*70"), (2**31, "2147483648"))
     ),
     ({"key_mask": longs(1)[None]}, TypeError, "key_mask has dtype torch.int64; .*True = real key"),
-    ({"key_mask": all_real(5)}, ValueError, r"key_mask has shape \[5\]; pass .*\[B, S\]"),
+    ({"key_mask": all_real(5)}, r"key_mask has shape \[5\]; pass .*\[B, S\]"),
     ({"query_mask": torch.ones(1, 4)}, TypeError, r"query_mask has dtype .*\[B, T\]"),
     ({"document_ids": torch.ones(4)}, TypeError, "document_ids has dtype torch.float32"),
-    ({"document_ids": longs(1)[None, None]}, ValueError, "document_ids has shape"),
-    ({"document_ids": (longs(1),)}, ValueError, "document_ids has 1 parts; .*a pair"),
+    ({"document_ids": longs(1)[None, None]}, "document_ids has shape"),
+    ({"document_ids": (longs(1),)}, "document_ids has 1 parts; .*a pair"),
     ({"document_ids": 3}, TypeError, "document_ids is a int"),
-    ({"document_ids": (longs(0, 1), longs(2, 1))}, ValueError, "document_ids does not ascend"),
+    ({"document_ids": (longs(0, 1), longs(2, 1))}, "document_ids does not ascend"),
     *(
-        ({name: given}, ValueError, rf"{name} has layout \w+; pass .* dense")
+        ({name: given}, rf"{name} has layout \w+; pass .* dense")
         for name, given in [
             ("key_mask", SPARSE),
             ("key_mask", SPARSE.to_sparse_csr()),
@@ -61,26 +62,19 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 def test_arguments() -> None:
-    for arguments, error, words in ARGUMENTS:
-        with pytest.raises(error, match=f"^{words}") as refusal:
-            Mask(**{"causal": True, **arguments})
-        assert type(refusal.value) is error
-
-
-CU_SEQLENS: list[tuple[Any, Any, type[Exception], str]] = [
-    ([0, 4], 4, TypeError, "cu_seqlens is a list"),
-    (longs(0)[None], 4, ValueError, r"cu_seqlens has shape \[1, 1\]"),
-    (longs(1, 4), 4, ValueError, r"cu_seqlens is \[1, 4\]"),
-    (longs(0, 5), 4, ValueError, r"cu_seqlens is \[0, 5\]; .*at most total = 4"),
-    (longs(0, 4), 4.0, TypeError, "total is a float; pass .*an int"),
-    (longs(0, 2), 2**70, ValueError, "total is .*; pass a length from 0"),
-]
+    assert_refused(*(({"causal": True, **given}, *row) for given, *row in ARGUMENTS), of=Mask)
 
 
 def test_cu_seqlens() -> None:
-    for given, total, error, words in CU_SEQLENS:
-        with pytest.raises(error, match=f"^{words}"):
-            Mask.from_cu_seqlens(given, total)
+    assert_refused(
+        (([0, 4], 4), TypeError, "cu_seqlens is a list"),
+        ((longs(0)[None], 4), r"cu_seqlens has shape \[1, 1\]"),
+        ((longs(1, 4), 4), r"cu_seqlens is \[1, 4\]"),
+        ((longs(0, 5), 4), r"cu_seqlens is \[0, 5\]; .*at most total = 4"),
+        ((longs(0, 4), 4.0), TypeError, "total is a float; pass .*an int"),
+        ((longs(0, 2), 2**70), "total is .*; pass a length from 0"),
+        of=Mask.from_cu_seqlens,
+    )
 
 
 def from_tensor(mask: Any) -> Mask:
@@ -122,9 +116,8 @@ CALLS: list[tuple[Callable[[], Mask], str]] = [
 
 
 def test_calls() -> None:
-    for make, words in CALLS:
-        with pytest.raises(ValueError, match=f"^{words}"):
-            make().intervals(2, 3, 4, 5, "cpu")
+    rows = (((make,), words) for make, words in CALLS)
+    assert_refused(*rows, of=lambda make: make().intervals(2, 3, 4, 5, "cpu"))
 
 
 def test_a_tensor_does_not_join_a_mask_by_an_operator() -> None:

@@ -24,6 +24,7 @@ from heads_kernels.ops.philox import seed_of
 from heads_kernels.parse import parse
 from heads_kernels.testing import CASES, ENTMAX, Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
 from tests.support.alike import assert_alike
+from tests.support.poison import hide
 
 #: Sizes of `tensors` by default.
 B, H, T, S, D, Dv = 2, 4, 5, 7, 8, 6
@@ -56,6 +57,18 @@ def threads(count: int) -> Iterator[None]:
     torch.set_num_threads(count)
     yield
     torch.set_num_threads(before)
+
+
+@contextmanager
+def at_level(level: str) -> Iterator[None]:
+    """The CPU kernels are those of this instruction-set level."""
+    kernels = import_module("heads_kernels._cpu")
+    before = kernels.level()
+    kernels.use_level(level)
+    try:
+        yield
+    finally:
+        kernels.use_level(before)
 
 
 @contextmanager
@@ -152,6 +165,15 @@ def assert_same_bits(backend: str, found: Any, expected: Any) -> None:
     else:
         for one, other in zip(found, expected, strict=True):
             assert_same_bits(backend, one, other)
+
+
+def assert_hidden_reaches_nothing(inputs: Inputs, backend: str, bad: float) -> None:
+    """What a mask or bias hides reaches nothing where it is `bad`, and has a gradient of 0."""
+    poisoned, places = hide(inputs, bad)
+    want, got = inputs.backward(backend), poisoned.backward(backend)
+    assert_same_bits(backend, got, want)
+    for name, place in places.items():
+        assert not got[1][name][place].any(), f"d{name} of what is hidden"
 
 
 def tensors(

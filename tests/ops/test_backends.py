@@ -9,6 +9,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -25,12 +26,20 @@ Unsupported = Callable[[Call], list[str]]
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both backends are there and serve CPU tensors."""
-    monkeypatch.setattr(backends, "TRITON_INTERPRETED", True)
-    monkeypatch.setattr(backends, "_TRITON_MISSING", "")
-    monkeypatch.setattr(backends, "CUDA_EMULATED", True)
-    monkeypatch.setattr(backends, "_CUDA_MISSING", "")
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both backends are there, and not simulated."""
+    for name in ("TRITON_INTERPRETED", "CUDA_EMULATED"):
+        monkeypatch.setattr(backends, name, False)
+    for name in ("_TRITON_MISSING", "_CUDA_MISSING"):
+        monkeypatch.setattr(backends, name, "")
+    monkeypatch.setattr(backends, "_CAPABLE", set())
+
+
+@pytest.fixture
+def simulated(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They serve CPU tensors."""
+    for name in ("TRITON_INTERPRETED", "CUDA_EMULATED"):
+        monkeypatch.setattr(backends, name, True)
 
 
 Serving = Callable[..., None]
@@ -87,7 +96,7 @@ def gate_free(B: int, H: int, T: int) -> Call:
     return parsed("gated_attention", one.expand(B, H, T, 8), *(one.expand(B, H, 1, 8),) * 2)
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("simulated")
 def test_rows_that_32_bits_do_not_reach() -> None:
     far = torch.empty_strided((1, 2, 3, 8), (8, 8, 2**23, 1), device="meta")
     problem = parsed("gated_attention", far, far[:, :, :, :], far)
@@ -117,13 +126,13 @@ def test_rows_of_dout_may_be_anywhere(operator: str, backend: str) -> None:
         assert_same_bits(backend, found, expected)
 
 
-def on_gpu(index: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Arguments that are there by name only; in a FakeTensorMode."""
-    device = f"cuda:{index}"
-    return {name: torch.empty(t.shape, dtype=dtype, device=device) for name, t in tensors("gated_attention").items()}
+def on_gpu(index: int, dtype: torch.dtype = torch.float32) -> Call:
+    """A call of tensors that are there by name only."""
+    with FakeTensorMode():
+        return gated(**{name: t.to(f"cuda:{index}", dtype) for name, t in tensors("gated_attention").items()})
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("unsupported", BACKENDS.values(), ids=BACKENDS)
 def test_refusals(unsupported: Unsupported, case: str) -> None:
@@ -131,7 +140,7 @@ def test_refusals(unsupported: Unsupported, case: str) -> None:
     assert any(found.startswith(reason) for found in unsupported(make()))
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("unsupported", BACKENDS.values(), ids=BACKENDS)
 def test_what_is_served(unsupported: Unsupported) -> None:
     assert unsupported(wide(256, 256)) == []
@@ -145,99 +154,69 @@ def test_what_is_served(unsupported: Unsupported) -> None:
     assert unsupported(gated(attn_mask=torch.rand(5, 7) < 0.5, **terms)) == []
 
 
-def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TRITON_INTERPRETED", "CUDA_EMULATED"):
-        monkeypatch.setattr(backends, name, False)
-    for name in ("_TRITON_MISSING", "_CUDA_MISSING"):
-        monkeypatch.setattr(backends, name, "")
+@pytest.mark.usefixtures("installed")
+def test_cpu_tensors_need_the_interpreter() -> None:
     (reason,) = backends.triton(gated())
     assert "TRITON_INTERPRET=1" in reason
     assert backends.cuda(gated()) == ["tensors are on cpu; it serves CUDA tensors"]
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_gpu_that_cuda_can_not_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extension is asked, and no more once it has said that it can."""
-    asked = []
-
-    def unsupported_device(index: int) -> str:
-        asked.append(index)
-        return "GPU 0 is too old" if index == 0 else ""
-
-    monkeypatch.setattr(backends, "CUDA_EMULATED", False)
-    monkeypatch.setattr(backends, "_CUDA_MISSING", "")
-    monkeypatch.setattr(backends, "_CAPABLE", set())
-    extension = types.SimpleNamespace(unsupported_device=unsupported_device)
+    extension = mock.Mock()
+    extension.unsupported_device.side_effect = lambda index: "" if index else "GPU 0 is too old"
     monkeypatch.setitem(sys.modules, "heads_kernels._cuda", extension)
-    with FakeTensorMode():
-        old, new = (gated(**on_gpu(index)) for index in (0, 1))
-        for _ in range(2):
-            assert backends.cuda(old) == ["GPU 0 is too old"]
-            assert backends.cuda(new) == []
-    assert asked == [0, 1, 0]
+    for _ in range(2):
+        assert backends.cuda(on_gpu(0)) == ["GPU 0 is too old"]
+        assert backends.cuda(on_gpu(1)) == []
+    assert extension.unsupported_device.mock_calls == [mock.call(0), mock.call(1), mock.call(0)]
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A T4 and an A100, which PyTorch uses and on which Triton is installed."""
-    monkeypatch.setattr(backends, "TRITON_INTERPRETED", False)
-    monkeypatch.setattr(backends, "_TRITON_MISSING", "")
-    monkeypatch.setattr(backends.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(backends.torch.cuda, "device_count", lambda: 2)
+def two_gpus(installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
+    """A T4 and an A100, which PyTorch uses and on which Triton is installed; its driver."""
     parts = [(7, 5), (8, 0)]
+    for name, found in (("is_initialized", True), ("device_count", 2), ("device", contextlib.nullcontext())):
+        monkeypatch.setattr(backends.torch.cuda, name, mock.Mock(return_value=found))
     monkeypatch.setattr(backends.torch.cuda, "get_device_capability", parts.__getitem__)
-    backends._triton_start_error.cache_clear()
-    yield
-    backends._triton_start_error.cache_clear()
-
-
-def active_driver(monkeypatch: pytest.MonkeyPatch, start: Callable[[], object]) -> None:
-    """`start` in the place of Triton's first access to a GPU."""
-    driver = type("Driver", (), {"active": property(lambda self: start())})()
+    driver = mock.Mock()
     monkeypatch.setitem(sys.modules, "triton.runtime", types.SimpleNamespace(driver=driver))
+    backends._triton_start_error.cache_clear()
+    yield driver
+    backends._triton_start_error.cache_clear()
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_gpu_without_tensor_cores_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    active_driver(monkeypatch, lambda: types.SimpleNamespace(utils=None))
-    with FakeTensorMode():
-        old, new = (gated(**on_gpu(index)) for index in (0, 1))
-        assert backends.triton(old) == ["GPU 0 has compute capability 7.5; it serves 8.0 and newer"]
-        assert backends.triton(new) == []
-        monkeypatch.setattr(backends.torch.version, "hip", "7.0")
-        assert backends.triton(old) == []
+    assert backends.triton(on_gpu(0)) == ["GPU 0 has compute capability 7.5; it serves 8.0 and newer"]
+    assert backends.triton(on_gpu(1)) == []
+    monkeypatch.setattr(backends.torch.version, "hip", "7.0")
+    assert backends.triton(on_gpu(0)) == []
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_without_a_compiler(two_gpus: mock.Mock) -> None:
     """It is asked once a process, and the reason is in words."""
-    asked = []
-
-    def start() -> object:
-        asked.append(None)
-        raise RuntimeError("Failed to find C compiler")
-
-    active_driver(monkeypatch, start)
-    with FakeTensorMode():
-        problem = gated(**on_gpu(1))
-        for _ in range(2):
-            (reason,) = backends.triton(problem)
-        assert reason.startswith("Triton does not start: Failed to find C compiler; it needs a C ")
-    assert len(asked) == 1
+    start = mock.PropertyMock(side_effect=RuntimeError("Failed to find C compiler"))
+    type(two_gpus).active = start
+    for _ in range(2):
+        (reason,) = backends.triton(on_gpu(1))
+    assert reason.startswith("Triton does not start: Failed to find C compiler; it needs a C ")
+    assert start.call_count == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float32_prefers_tensor_cores(dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the variable names another order."""
     serving("triton", "cuda", "eager")
-    with FakeTensorMode():
-        problem = gated(**on_gpu(0, dtype))
-        choice = backends.choose(problem)
-        first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
-        assert choice.backend == backends.select(problem) == first
-        assert choice.refusals[second] == [f"could serve it too, but {first!r} comes first"]
-        assert backends.select(problem, second) == second
-        monkeypatch.setattr(backends, "_NAMED", backends._read("triton,cuda"))
-        assert backends.select(problem) == "triton"
+    problem = on_gpu(0, dtype)
+    choice = backends.choose(problem)
+    first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
+    assert choice.backend == backends.select(problem) == first
+    assert choice.refusals[second] == [f"could serve it too, but {first!r} comes first"]
+    assert backends.select(problem, second) == second
+    monkeypatch.setattr(backends, "_NAMED", backends._read("triton,cuda"))
+    assert backends.select(problem) == "triton"
 
 
 def test_the_order_of_the_variable(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,33 +267,29 @@ def test_compiled_calls_take_the_order_as_a_constant(monkeypatch: pytest.MonkeyP
     assert x.grad is not None
 
 
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("ask", ["_unsupported_by_cuda", "_unsupported_by_triton"])
 def test_a_choice_traces(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     extension = types.SimpleNamespace(unsupported_device=lambda index: f"GPU {index} is too old")
     monkeypatch.setitem(sys.modules, "heads_kernels._cuda", extension)
-    monkeypatch.setattr(backends.torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(backends.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(backends.torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(backends.torch.cuda, "get_device_capability", lambda index: (7, 5))
-    expected = len(getattr(backends, ask)(7))
+    expected = len(getattr(backends, ask)(0))
 
     @torch.compile(fullgraph=True, backend="eager")
     def refused(query: torch.Tensor) -> torch.Tensor:
-        return query + len(getattr(backends, ask)(7))
+        return query + len(getattr(backends, ask)(0))
 
     assert refused(torch.zeros(1)).item() == expected > 0
 
 
+@pytest.mark.usefixtures("installed")
 def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the build wrote down is the reason, for CPU and CUDA tensors alike."""
-    monkeypatch.setattr(backends, "CUDA_EMULATED", False)
+    """What the build wrote down is the reason."""
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     missing = {"cuda": {"missing": "there was no nvcc"}}
     monkeypatch.setattr(backends, "build_info", lambda: missing)
     assert backends._cuda_missing() == ("the extension heads_kernels._cuda was not built: there was no nvcc")
     monkeypatch.setattr(backends, "_CUDA_MISSING", backends._cuda_missing())
-    with FakeTensorMode():
-        assert backends.cuda(gated(**on_gpu(0))) == [backends._cuda_missing()]
+    assert backends.cuda(on_gpu(0)) == [backends._cuda_missing()]
 
 
 @pytest.mark.parametrize(

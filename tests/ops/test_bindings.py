@@ -35,8 +35,8 @@ def rows(*sizes: int) -> Tensor:
     return empty(*sizes, dtype=torch.float32)
 
 
-def call(shared: bool, splits: int = 2) -> Tensors:
-    """A valid call of every pass, by the names of its tensors; parts of gradients by `splits`."""
+def call(shared: bool) -> Tensors:
+    """A valid call of every pass, by the names of its tensors: two parts of gradients, three of results."""
     return {
         "query": empty(B, T, D) if shared else empty(B, H, T, D),
         "key": empty(B, S, D) if shared else empty(B, Hk, S, D),
@@ -70,16 +70,19 @@ def call(shared: bool, splits: int = 2) -> Tensors:
         "rows": rows(2, B, H, T),
         "dgate": rows(B, H, T),
         "dattended": None,
-        "dkey": rows(splits * B, S, D) if shared else rows(splits * B, Hk, S, D),
-        "dvalue": empty(B, H, S, Dv) if shared else rows(splits * B, Hk, S, Dv),
+        "dkey": rows(2 * B, S, D) if shared else rows(2 * B, Hk, S, D),
+        "dvalue": empty(B, H, S, Dv) if shared else rows(2 * B, Hk, S, Dv),
         "dcontent_bias": rows(B, H, S) if shared else None,
         "dquery": rows(B, T, D) if shared else empty(B, H, T, D),
         "dmixing": rows(B, 1, H, D) if shared else None,
-        "dbias": None if shared else rows(splits, B, 1, T, S),
+        "dbias": None if shared else rows(2, B, 1, T, S),
         "doffset_bias": rows(2, B, H, 128) if shared else None,
         "dsinks": rows(B, H, T),
         "alpha": None,
         "dalpha": None,
+        "acc": rows(3, B, H, T, Dv),
+        "row_max": rows(3, B, H, T),
+        "row_sum": rows(3, B, H, T),
     }
 
 
@@ -106,8 +109,8 @@ def of_cpu(shared: bool) -> Tensors:
 
 
 def fields(c: Tensors) -> Call:
-    tensors = {name: c[name] for name in Call._fields if name in c}
-    return Call(**tensors, band_lo=-S, band_hi=S, scale=0.5, softcap=2.0, dropout_p=0.5)
+    numbers = {"band_lo": -S, "band_hi": S, "scale": 0.5, "softcap": 2.0, "dropout_p": 0.5}
+    return Call(**numbers | {name: c[name] for name in Call._fields if name in c})
 
 
 def named(c: Tensors, *names: str) -> tuple[Any, ...]:
@@ -125,27 +128,33 @@ _SCORES = (
 _CALL = (*_SCORES, "value", "gate", "seed")
 _STATISTICS = ("lse", "max_score", "max_prob", "argmax", "entropy", "received")
 _TILED = (*_CALL, "dense_cells")
+_PARTS = ("acc", "row_max", "row_sum")
 _READ = ("dout", "lse", "delta")
 #: Gradients, written only where they are asked for; an empty one is not.
 GRADIENTS = [f"d{name}" for name in OPERANDS]
 
 
 def cpu_forward(c: Tensors) -> None:
-    cpu.attention_forward(fields(c), named(c, *Results._fields), 1)
+    cpu.attention_forward(fields(c), named(c, *Results._fields), c.get("threads", 1))
 
 
 def cpu_backward(c: Tensors) -> None:
     cpu.attention_backward(fields(c), named(c, *Saved._fields), named(c, *GRADIENTS), 1)
 
 
-def of_keys(name: str, writes: tuple[str, ...], splits: int | None = None) -> Callable[[Tensors], None]:
+def cuda_forward(c: Tensors, *parts: str) -> None:
+    """With the names of parts, keys are split."""
+    cuda.attention_forward(fields(c), named(c, *Results._fields), named(c, *parts) or None, c["dense_cells"], HERE)
+
+
+def over_tiles(name: str, writes: tuple[str, ...], splits: int | None = None) -> Callable[[Tensors], None]:
     """A backward pass of CUDA over tiles; splits of keys are those of a dense bias where they are None."""
 
-    def run(c: Tensors) -> None:
+    def backward(c: Tensors) -> None:
         parts = (1 if c["dbias"] is None else 2) if splits is None else splits
         getattr(cuda, name)(fields(c), named(c, *_READ), named(c, *writes), parts, c["dense_cells"], HERE)
 
-    return run
+    return backward
 
 
 #: Each pass by name: its call, and the tensors that it reads and writes.
@@ -160,10 +169,8 @@ CPU_PASSES: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
     "entmax_backward": (cpu_backward, ("alpha", "dalpha")),
 }
 CUDA_PASSES: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
-    "forward": (
-        lambda c: cuda.attention_forward(fields(c), named(c, *Results._fields), None, c["dense_cells"], HERE),
-        (*_TILED, "out", "attended", "lse"),
-    ),
+    "forward": (cuda_forward, (*_TILED, "out", "attended", "lse")),
+    "split_forward": (lambda c: cuda_forward(c, *_PARTS), _PARTS),
     "closed": (
         lambda c: cuda.attention_closed(fields(c), c["dout"], c["dgate"], c["dense_cells"], HERE),
         (*_TILED, "dout", "dgate"),
@@ -175,7 +182,7 @@ CUDA_PASSES: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
         (*_CALL, "dout", "attended", "lse", "dlse", "delta", "dgate", "dsinks"),
     ),
     **{
-        name: (of_keys(f"attention_{name}", writes, splits), (*_TILED, *_READ, *writes))
+        name: (over_tiles(f"attention_{name}", writes, splits), (*_TILED, *_READ, *writes))
         for name, writes, splits in (
             ("keys", ("dkey", "dvalue", "dcontent_bias"), 2),
             ("queries", ("dquery", "dmixing"), 1),
@@ -188,11 +195,15 @@ CUDA_PASSES: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
     ),
     "cells": (lambda c: cuda.dense_cells(c["dense_mask"], c["dense_cells"], HERE), ("dense_mask", "dense_cells")),
 }
-RUNS = [*CPU_PASSES, *(pytest.param(name, marks=[pytest.mark.check, needs_emulator]) for name in CUDA_PASSES)]
 PASSES = CPU_PASSES | CUDA_PASSES
 
 
-def run(name: str, c: Tensors) -> None:
+def of_pass(name: str, *more: Any) -> Any:
+    """A row of a table; those of CUDA need the emulator."""
+    return pytest.param(name, *more, marks=[pytest.mark.check, needs_emulator] if name in CUDA_PASSES else [])
+
+
+def run_pass(name: str, c: Tensors) -> None:
     PASSES[name][0](c)
 
 
@@ -245,38 +256,38 @@ def made(name: str, shared: bool) -> Tensors:
     return of_cpu(shared) if name.startswith("cpu") else call(shared)
 
 
-def is_served(run: str, name: str, how: str) -> bool:
+def is_served(of: str, name: str, how: str) -> bool:
     if how == "None":
-        return name in OPTIONAL and name not in NEEDED.get(run, ())
+        return name in OPTIONAL and name not in NEEDED.get(of, ())
     if how == "empty":
-        return name in OUTPUTS.get(run, ())
-    if run == "cells" and name == "dense_mask":  # as many cells
+        return name in OUTPUTS.get(of, ())
+    if of == "cells" and name == "dense_mask":  # as many cells
         return how in ("shorter", "longer")
     if how == "double":  # beside the query, of the CPU's kernels
-        of_saved = ("dout", "attended") if run == "cpu_backward" else ()
+        of_saved = ("dout", "attended") if of == "cpu_backward" else ()
         own = ("gate", "mixing", "content_bias", *_TERMS, *of_saved)
-        return run.startswith("cpu") and name in own
+        return of.startswith("cpu") and name in own
     return False
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("each", RUNS)
+@pytest.mark.parametrize("each", [of_pass(name) for name in PASSES])
 def test_every_tensor_of_a_pass(each: str, shared: bool) -> None:
     """A valid call runs; one tensor spoiled, it is served or refused by name."""
     good = made(each, shared)
-    run(each, good)
+    run_pass(each, good)
     for name, how in product(PASSES[each][1], SPOILED):
         if good[name] is None:
             continue
         spoiled = made(each, shared)
         spoiled[name] = SPOILED[how](spoiled[name])
         if is_served(each, name, how):
-            run(each, spoiled)
+            run_pass(each, spoiled)
             continue
         own = "(dout|dattended)" if name == "dout" else name  # of the last passes of CUDA
         blamed = own if how in NAMED and how != "None" else r"\w+"
         with pytest.raises(ValueError, match=rf"^{blamed} .*does not fit"):
-            run(each, spoiled)
+            run_pass(each, spoiled)
 
 
 def test_tuples_that_are_too_short() -> None:
@@ -300,77 +311,49 @@ def test_tuples_that_are_too_short() -> None:
                 function(*given)
 
 
-@pytest.mark.parametrize("how", ["threads", "band", "dropout_p", "activation", "seed"])
-def test_numbers_that_do_not_fit(how: str) -> None:
-    c = of_cpu(shared=False)
-    wrong: dict[str, Any] = {
-        "threads": {},
-        "band": {"band_lo": -(2**40)},
-        "dropout_p": {"dropout_p": float("nan")},
-        "activation": {"gate_activation": "relu"},
-        "seed": {"seed": None},
-    }
-    call, threads = fields(c)._replace(**wrong[how]), 0 if how == "threads" else 1
-    with pytest.raises(ValueError, match=how):
-        cpu.attention_forward(call, named(c, *Results._fields), threads)
+def apart(t: Tensor) -> Tensor:
+    """Numbers that are not contiguous."""
+    return torch.stack([t] * 2, -1)[..., 0]
 
 
-@pytest.mark.parametrize("name", ["dlse", "sinks"])
-def test_what_entmax_has_not(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{name} comes with alpha"):
-        run("entmax_backward", {**of_entmax(), name: of_cpu(shared=False)[name]})
+SHARED, OWN = call(shared=True), call(shared=False)
+_FLOATS, _SPLIT = rows(B, H, T), rows(3, B, H, T, Dv)
+#: Of a pass, with a shared query and key or not, what else is in the call, and the words of the refusal.
+REFUSED = [
+    ("cpu_forward", False, {"threads": 0}, "threads"),
+    ("cpu_forward", False, {"band_lo": -(2**40)}, "band"),
+    ("cpu_forward", False, {"dropout_p": float("nan")}, "dropout_p"),
+    ("cpu_forward", False, {"gate_activation": "relu"}, "activation"),
+    ("cpu_forward", False, {"seed": None}, "seed"),
+    ("entmax_backward", False, {"dlse": _FLOATS}, "^dlse comes with alpha"),
+    ("entmax_backward", False, {"sinks": OWN["sinks"]}, "^sinks comes with alpha"),
+    *(
+        ("entmax_forward", False, {"alpha": torch.full((H,), value)}, "alpha has the value")
+        for value in (1.0, 2.1, float("nan"))
+    ),
+    ("cpu_forward", True, {"value": apart(SHARED["value"])}, "value.*does not fit"),
+    ("cpu_forward", True, {"lse": apart(_FLOATS)}, "lse.*does not fit"),
+    ("cpu_backward", True, {"dmixing": apart(rows(B, H, D))}, "dmixing.*does not fit"),
+    ("forward", True, {"value": apart(SHARED["value"])}, "value.*does not fit"),
+    ("forward", True, {"out": apart(SHARED["out"])}, "out.*does not fit"),
+    ("first", True, {"dout": apart(SHARED["dout"])}, "dout.*does not fit"),
+    ("keys", True, {"dkey": apart(SHARED["dkey"])}, "dkey.*does not fit"),
+    # Parts are as many as splits, and float.
+    ("split_forward", True, {"acc": _SPLIT[:1]}, "acc"),
+    ("split_forward", False, {"acc": _SPLIT[:0]}, "acc"),
+    ("split_forward", False, {"row_max": rows(2, B, H, T)}, "row_max"),
+    ("split_forward", False, {"row_sum": empty(3, B, H, T)}, "row_sum"),
+    ("keys", False, {"dkey": rows(B, Hk, S, D)}, "dkey"),
+    ("keys", False, {"dkey": empty(2 * B, Hk, S, D)}, "dkey"),
+    ("queries", True, {"dquery": empty(B, T, D)}, "dquery"),  # adds up in memory
+    ("queries", True, {"dmixing": rows(B, 2, H, D)}, "dmixing"),
+]
 
 
-@pytest.mark.parametrize("value", [1.0, 2.1, float("nan")])
-def test_alpha_out_of_range(value: float) -> None:
-    with pytest.raises(ValueError, match="alpha has the value"):
-        run("entmax_forward", {**of_entmax(), "alpha": torch.full((H,), value)})
-
-
-def test_rows_that_are_not_contiguous() -> None:
-    passes = [("cpu_forward", "value"), ("cpu_forward", "lse"), ("cpu_backward", "dmixing")]
-    if cuda is not None:
-        passes += [("forward", "value"), ("forward", "out"), ("first", "dout"), ("keys", "dkey")]
-    for each, name in passes:
-        spoiled = made(each, shared=True)
-        spoiled[name] = torch.stack([spoiled[name]] * 2, -1)[..., 0]
-        with pytest.raises(ValueError, match="does not fit"):
-            run(each, spoiled)
-
-
-@pytest.mark.check
-@needs_emulator
-@pytest.mark.parametrize("shared", [False, True])
-def test_parts_of_split_keys(shared: bool) -> None:
-    def run_in_parts(c: Tensors, **changes: Any) -> None:
-        heads = c["out"].shape[:3]
-        given = {"acc": rows(3, *c["out"].shape), "row_max": rows(3, *heads)}
-        given |= {"row_sum": rows(3, *heads), **changes}
-        parts, results = tuple(given.values()), named(c, *Results._fields)
-        cuda.attention_forward(fields(c), results, parts, c["dense_cells"], HERE)
-
-    c = call(shared=shared)
-    run_in_parts(c)
-    assert c["out"].isfinite().all()
-    for name, wrong in {
-        "acc": rows(1 if shared else 0, *c["out"].shape),
-        "row_max": rows(2, *c["out"].shape[:3]),
-        "row_sum": empty(3, *c["out"].shape[:3]),
-    }.items():
-        with pytest.raises(ValueError, match=name):
-            run_in_parts(c, **{name: wrong})
-
-
-@pytest.mark.check
-@needs_emulator
-def test_parts_are_as_many_as_splits_and_float() -> None:
-    for wrong in (rows(B, Hk, S, D), empty(2 * B, Hk, S, D)):
-        with pytest.raises(ValueError, match="dkey"):
-            run("keys", {**call(shared=False), "dkey": wrong})
-    with pytest.raises(ValueError, match="dquery"):  # adds up in memory
-        run("queries", {**call(shared=True), "dquery": empty(B, T, D)})
-    with pytest.raises(ValueError, match="dmixing"):
-        run("queries", {**call(shared=True), "dmixing": rows(B, 2, H, D)})
+@pytest.mark.parametrize(("each", "shared", "changes", "words"), [of_pass(*row) for row in REFUSED])
+def test_what_does_not_fit(each: str, shared: bool, changes: Tensors, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run_pass(each, made(each, shared) | changes)
 
 
 @pytest.mark.check

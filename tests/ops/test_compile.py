@@ -47,28 +47,24 @@ def compare_compiled(run: Callable[..., Any], compiled: Callable[..., Any], valu
     assert_alike(got, want)
 
 
-COMPILED: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "plain": (None, {}),
-    "gate, causal": ("head", {"is_causal": True, "closed_grad": False}),
-    "sigmoid, window": ("token", {"gate_activation": "sigmoid", "attn_mask": hk.Mask(window=(3, 0))}),
-    "dropout": (None, {"dropout_p": 0.25, "attn_mask": hk.Mask(causal="lower_right")}),
-    "bias": ("head", {"softcap": 2.0, "with": ("bias", "sinks")}),
-    "offsets": (None, {"is_causal": True, "with": ("offset_table",)}),
+#: Sizes of tensors beside the operands, and options.
+COMPILED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "gate, causal": ({"gate": "H"}, {"is_causal": True, "closed_grad": False}),
+    "sigmoid, window": ({"gate": "BHT"}, {"gate_activation": "sigmoid", "attn_mask": hk.Mask(window=(3, 0))}),
+    "dropout": ({}, {"dropout_p": 0.25, "attn_mask": hk.Mask(causal="lower_right")}),
+    "bias": ({"gate": "H", "bias": "HTS", "sinks": "H"}, {"softcap": 2.0}),
+    "offsets": ({"offset_table": "HD"}, {"is_causal": True}),
 }
 
 
-def compiled_arguments(
-    operator: str, gate: str | None, T: int, S: int, terms: tuple[str, ...] = ()
-) -> dict[str, Tensor]:
+def compiled_arguments(operator: str, T: int, S: int, **beside: str) -> dict[str, Tensor]:
     arguments = tensors(operator, T=T, S=S, dtype=torch.float32, grad=True)
-    if gate is not None:
-        shape = {"head": (H,), "token": (B, H, T)}[gate]
-        arguments["gate"] = torch.randn(shape, requires_grad=True)
     if operator == "entmax_attention":
         arguments["alpha"] = torch.full((H,), 1.5, requires_grad=True)
-    for name in terms:
-        shape = {"bias": (1, H, T, S), "sinks": (H,), "offset_table": (H, 11)}[name]
-        arguments[name] = torch.randn(shape, requires_grad=True)
+    sizes = {"B": B, "H": H, "T": T, "S": S, "D": 11}
+    for name, letters in beside.items():
+        arguments[name] = torch.randn([sizes[letter] for letter in letters], requires_grad=True)
     return arguments
 
 
@@ -129,29 +125,30 @@ DYNAMIC = [
 @pytest.mark.parametrize(("operator", "backend", "case"), DYNAMIC)
 def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
     """One graph, without a break, serves every length: the second call does not compile again."""
-    gate, options = COMPILED[case]
-    terms = options.get("with", ())
-    options = {name: value for name, value in options.items() if name != "with"}
+    beside, options = COMPILED[case]
     torch.compiler.reset()
-    arguments = compiled_arguments(operator, gate, T, S, terms)
+    arguments = compiled_arguments(operator, T, S, **beside)
     serve(operator, backend, **with_offsets(arguments), **options)
     run = function(operator, backend, list(arguments), **options)
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     compare_compiled(run, compiled, list(arguments.values()))
     with torch.compiler.set_stance("fail_on_recompile"):
         for t, s in ((9, 13), (12, 12), (33, 40)):
-            values = list(compiled_arguments(operator, gate, t, s, terms).values())
-            compare_compiled(run, compiled, values)
+            compare_compiled(run, compiled, list(compiled_arguments(operator, t, s, **beside).values()))
 
 
 @pytest.mark.parametrize(
-    ("operator", "backend"), [*FUSED, EAGER, *(("entmax_attention", name) for name in ("cpu", "eager"))]
+    ("operator", "backend"),
+    [
+        pytest.param(*row, marks=[] if row[1] in ("cpu", "eager") else pytest.mark.slow)  # graphs are those of cpu
+        for row in (*FUSED, EAGER, *(("entmax_attention", name) for name in ("cpu", "eager")))
+    ],
 )
 def test_compile_masks(operator: str, backend: str) -> None:
     """A mask made of tensors of the batch, in the graph: other lengths do not compile again. With lse, or a gate."""
     torch.compiler.reset()
-    gate, options = ("head", {}) if operator == "entmax_attention" else (None, {"return_lse": True})
-    arguments = compiled_arguments(operator, gate, T, S)
+    beside, options = ({"gate": "H"}, {}) if operator == "entmax_attention" else ({}, {"return_lse": True})
+    arguments = compiled_arguments(operator, T, S, **beside)
     serve(operator, backend, **arguments)
     names = list(arguments)
 
@@ -162,7 +159,7 @@ def test_compile_masks(operator: str, backend: str) -> None:
 
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for t, s in ((T, S), (16, 16)):
-        values = list(compiled_arguments(operator, gate, t, s).values())
+        values = list(compiled_arguments(operator, t, s, **beside).values())
         key_mask = torch.rand(B, s) > 0.3
         stance = "default" if (t, s) == (T, S) else "fail_on_recompile"
         with torch.compiler.set_stance(stance):
@@ -242,12 +239,11 @@ for call, operands in (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("operator", "backend"), FUSED)
-def test_compile_inductor(operator: str, backend: str, dynamic: bool) -> None:
+def test_compile_inductor(operator: str, backend: str) -> None:
     """Among other operations, as in a model, through inductor, forward and backward."""
     torch.compiler.reset()
-    arguments = compiled_arguments(operator, "head", T, S)
+    arguments = compiled_arguments(operator, T, S, gate="H")
     names = list(arguments)
     options: dict[str, Any] = {"is_causal": True}
     serve(operator, backend, **arguments, **options)
@@ -256,10 +252,10 @@ def test_compile_inductor(operator: str, backend: str, dynamic: bool) -> None:
         out = function(operator, backend, names, **options)(*[v * 1.5 for v in values])
         return out.transpose(1, 2).flatten(2) @ weight
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
     weight = torch.randn(H * Dv, 3, requires_grad=True)
-    for t, s in ((T, S), (9, 12)) if dynamic else ((T, S),):
-        values = list(compiled_arguments(operator, "head", t, s).values())
+    for t, s in ((T, S), (9, 12)):
+        values = list(compiled_arguments(operator, t, s, gate="H").values())
         compare_compiled(run, compiled, [weight, *values])
 
 

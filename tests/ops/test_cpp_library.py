@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import heads_kernels as hk
-from heads_kernels.testing import CASES
-from tests.ops.calls import tensors
+from tests.ops.calls import QUICK, tensors
 from tests.support.commands import ROOT, python
 
 COMPILER = shutil.which("g++")
@@ -78,9 +77,9 @@ def repeated(calls: Calls, folder: Path) -> list[str]:
 def test_results_are_those_of_the_package(dtype: torch.dtype, tmp_path: Path) -> None:
     """With a gradient, so that what a backward pass reads is saved, in float32; without in bfloat16."""
     with Calls() as calls:
-        for case in CASES:
+        for case in QUICK:
             case.make(dtype, requires_grad=dtype == torch.float32).call("cpu")
-    assert repeated(calls, tmp_path) == ["attention"] * len(CASES)
+    assert repeated(calls, tmp_path) == ["attention"] * len(QUICK)
 
 
 def test_statistics_are_those_of_the_package(tmp_path: Path) -> None:

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 
 import heads_kernels as hk
-from heads_kernels.testing import ENTMAX, Case, check, compare, reference
-from tests.ops.calls import OPERATORS, case_of, threads
+from heads_kernels.testing import compare, reference
+from tests.ops.calls import OPERATORS, at_level, case_of, threads
 
 _cpu = pytest.importorskip("heads_kernels._cpu", reason="needs the CPU kernels")
 
 
-@contextmanager
-def at(level: str) -> Iterator[None]:
-    before = _cpu.level()
-    _cpu.use_level(level)
-    try:
-        yield
-    finally:
-        _cpu.use_level(before)
-
-
 @pytest.fixture(params=_cpu.available_levels())
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    with at(request.param):
+    with at_level(request.param):
         yield request.param
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", ENTMAX)
-def test_entmax(case: Case, dtype: torch.dtype) -> None:
-    """Levels share the oracle of `check`; `make selftest` has the other operators on every level."""
-    for level in _cpu.available_levels():
-        with at(level):
-            report = check(case, dtype, "cpu")
-        assert report.ok, f"{level}: {report}"
 
 
 @pytest.mark.parametrize("views", ["overlap", "one row"])

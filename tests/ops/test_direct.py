@@ -116,24 +116,28 @@ def test_same_bits_as_the_op(operator: str, case: str, dtype: torch.dtype, ways:
     assert names.count(f"{NAME}_backward") == 1
 
 
-#: Query, key and value.
-VIEWS: dict[str, Callable[[], Tensor]] = {
-    "tokens first": lambda: torch.randn(B, T, 3, H, D).permute(2, 0, 3, 1, 4),
-    "overlapping rows": lambda: torch.randn(999).as_strided((3, B, H, T, D), (99, 20, 9, 1, 1)),
-    "width 1": lambda: torch.randn(3, B, T, H, 1).transpose(2, 3),
-    "one batch for all": lambda: torch.randn(3, 1, H, T, D).expand(3, B, H, T, D),
+#: Query, key and value, and the way of their passes.
+VIEWS: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "tokens first": (lambda: torch.randn(B, T, 3, H, D).permute(2, 0, 3, 1, 4), "direct"),
+    "overlapping rows": (lambda: torch.randn(999).as_strided((3, B, H, T, D), (99, 20, 9, 1, 1)), "direct"),
+    "width 1": (lambda: torch.randn(3, B, T, H, 1).transpose(2, 3), "direct"),
+    "one batch for all": (lambda: torch.randn(3, 1, H, T, D).expand(3, B, H, T, D), "direct"),
+    "no batch": (lambda: torch.randn(3, H, T, D), "direct"),
+    "sign that is not in memory": (lambda: torch._neg_view(torch.randn(3, B, H, T, D)), "op"),
 }
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_memory_order_is_that_of_the_op(view: str) -> None:
-    operands = [each.requires_grad_() for each in VIEWS[view]().unbind()]
+def test_memory_order_is_that_of_the_op(view: str, ways: list[str]) -> None:
+    make, way = VIEWS[view]
+    operands = [each.requires_grad_() for each in make().unbind()]
 
     def run() -> list[Tensor]:
         out = hk.gated_attention(*operands)
         return [out, *torch.autograd.grad(out.sum(), operands)]
 
     assert_same_as_op(run)
+    assert ways[0] == way
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -188,30 +192,6 @@ def test_saved_tensors_go_through_hooks() -> None:
     with torch.no_grad():
         key.fill_(torch.nan)
     assert torch.equal(torch.autograd.grad(out.sum(), query)[0], expected)
-
-
-def test_batch_dimensions(ways: list[str]) -> None:
-    query, key, value = torch.randn(3, H, 5, D)
-    expected = hk.gated_attention(query[None], key[None], value[None])
-    assert ways == ["direct"]
-    assert torch.equal(hk.gated_attention(query, key, value), expected[0])
-    assert ways == ["direct", "direct"]
-
-
-def test_rows_that_are_not_contiguous_are_served_by_another_backend(ways: list[str]) -> None:
-    query = torch.randn(B, H, D, T).mT
-    hk.gated_attention(query, query, query, backend="eager")
-    with pytest.raises(ValueError, match="query has stride"):
-        hk.gated_attention(query, query, query, backend="cpu")
-    assert "direct" not in ways
-
-
-def test_a_sign_that_is_not_in_memory_is_read(ways: list[str]) -> None:
-    plain = torch.randn(B, H, T, D)
-    negative = torch._neg_view(plain)
-    out = hk.gated_attention(negative, plain, plain)
-    assert ways == ["op"]
-    assert torch.equal(out, hk.gated_attention(-plain, plain, plain))
 
 
 def test_a_tensor_without_memory_is_refused_as_by_the_op() -> None:

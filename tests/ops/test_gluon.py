@@ -33,8 +33,7 @@ from heads_kernels.ops.triton.gluon_tiles import place_of
 from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import CASES, Case, CollaborativeCase, GatedCase, check, masks
-from tests.ops.calls import on_kind_of_gpu
-from tests.ops.test_poison import assert_hidden_reaches_nothing
+from tests.ops.calls import assert_hidden_reaches_nothing, on_kind_of_gpu
 from tests.support.gluon_emulator import emulated
 from tests.support.gluon_machine import ORDERS
 

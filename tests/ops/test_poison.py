@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, find
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, find
 from heads_kernels.testing.case import surrounded
 from tests.ops.calls import (
     DIFFERENTIABLE,
     NAMES,
     OPERATORS,
     QUICK,
+    assert_hidden_reaches_nothing,
     assert_same_bits,
     call,
     drawn_dlse,
@@ -31,7 +32,7 @@ from tests.ops.calls import (
     with_dlse,
 )
 from tests.support.alike import assert_alike, rounding
-from tests.support.poison import dirty_allocator, hide
+from tests.support.poison import dirty_allocator
 
 #: A bias hides rows: with sinks `lse`, their sink, does not tell that they see nothing.
 BESIDE_SINKS = [
@@ -64,15 +65,6 @@ def test_all_that_is_written_and_nothing_beside_what_is_read(case: Case, backend
 
 
 # ---------------------------------------------------------------------- hidden keys and rows
-def assert_hidden_reaches_nothing(inputs: Inputs, backend: str, bad: float) -> None:
-    """What is hidden reaches nothing, and has a gradient of 0."""
-    poisoned, places = hide(inputs, bad)
-    want, got = inputs.backward(backend), poisoned.backward(backend)
-    assert_same_bits(backend, got, want)
-    for name, place in places.items():
-        assert not got[1][name][place].any(), f"d{name} of what is hidden"
-
-
 @pytest.mark.parametrize(
     ("case", "backend", "bad"),
     [
@@ -90,9 +82,7 @@ FEW = [find(o, n) for o in OPERATORS for n in ("padded", "holes", "padded_causal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("case", "backend"), list(product(FEW, NAMES)))
 def test_hidden_values_in_other_dtypes(case: Case, backend: str, dtype: torch.dtype) -> None:
-    inputs = inputs_of(case, backend, dtype)
-    assert_hidden_reaches_nothing(inputs, backend, torch.nan)
-    assert_hidden_reaches_nothing(drawn_dlse(inputs), backend, torch.nan)
+    assert_hidden_reaches_nothing(drawn_dlse(inputs_of(case, backend, dtype)), backend, torch.nan)
 
 
 @pytest.mark.parametrize("at", [2, 31, 64])

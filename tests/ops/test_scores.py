@@ -13,32 +13,23 @@ from heads_kernels.ops import eager, scores
 from heads_kernels.testing import CASES, ENTMAX, Case
 from tests.ops.calls import DIFFERENTIABLE, run, tensors
 from tests.support.alike import assert_alike
+from tests.support.refusals import assert_refused
 
 B, H, T, S = 2, 4, 37, 70
 
 
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_a_table_of_offsets_is_its_dense_bias(operator: str, backend: str) -> None:
-    given = tensors(operator, T=T, S=S, dtype=torch.float32)
-    table = torch.randn(H, 33)
-    found = run(operator, backend, **given, offset_table=table)
-    i, j = torch.arange(T)[:, None], torch.arange(S)
-    columns = (j - i + 16).clamp(0, 32)
-    want = run(operator, backend, **given, bias=table[:, columns])
-    of_pairs = want.pop("bias")  # [H, T, S]
-    summed = torch.zeros(H, 33).index_add(1, columns.flatten(), of_pairs.flatten(1))
-    assert_alike(found, {**want, "offset_table": summed})
-    moved = hk.OffsetBias(table, first=-20).to_dense(T, S)
-    assert_alike(moved, table[:, (j - i + 20).clamp(0, 32)])
-
-
-def test_alibi() -> None:
-    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
-    i, j = torch.arange(T)[:, None], torch.arange(S)
-    want = -slopes[:, None, None] * (j - i).abs()
-    assert_alike(hk.OffsetBias.alibi(slopes).to_dense(T, S), want)
-    later = hk.OffsetBias.alibi(slopes).starting_at(S - T).to_dense(T, S)
-    assert_alike(later, -slopes[:, None, None] * (j - i - (S - T)).abs())
+def test_a_bias_of_offsets_is_dense() -> None:
+    """A table and the slopes of ALiBi, also for rows that start later."""
+    table, slopes = torch.randn(H, 33), torch.tensor([0.5, 0.25])
+    apart = torch.arange(S) - torch.arange(T)[:, None]
+    for bias, expected in (
+        (hk.OffsetBias(table), table[:, (apart + 16).clamp(0, 32)]),
+        (hk.OffsetBias(table, first=-20), table[:, (apart + 20).clamp(0, 32)]),
+        (hk.OffsetBias(table).starting_at(S - T), table[:, (apart - (S - T) + 16).clamp(0, 32)]),
+        (hk.OffsetBias.alibi(slopes), -slopes[:, None, None] * apart.abs()),
+        (hk.OffsetBias.alibi(slopes).starting_at(S - T), -slopes[:, None, None] * (apart - (S - T)).abs()),
+    ):
+        assert_alike(bias.to_dense(T, S), expected)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -104,17 +95,20 @@ def test_any_batch_dimensions_share_a_bias(operator: str, backend: str, lead: tu
 
 def test_bad_tables() -> None:
     two = torch.zeros(32, 2)
-    for make, message in (
-        (lambda: hk.OffsetBias(torch.zeros(3)), "table has shape"),
-        (lambda: hk.OffsetBias(torch.zeros(2, 0)), "table has shape"),
-        (lambda: hk.OffsetBias(two.long()), "table has dtype"),
-        (lambda: hk.OffsetBias(two, first=1.0), "first is a float"),  # type: ignore[arg-type]
-        (lambda: hk.OffsetBias.alibi(two), "slopes has shape"),
-        (lambda: hk.OffsetBias.t5(two, max_distance=8), "max_distance is 8"),
-        (lambda: hk.OffsetBias.t5(two, max_distance=2**62), f"max_distance is {2**62}"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            make()
+    assert_refused(
+        ((torch.zeros(3),), r"table has shape \[3\]; pass \[H, n\]"),
+        ((torch.zeros(2, 0),), r"table has shape \[2, 0\]; pass \[H, n\]"),
+        ((two.long(),), TypeError, "table has dtype torch.int64"),
+        ((two, 1.0), TypeError, "first is a float"),
+        of=hk.OffsetBias,
+    )
+    assert_refused(((two,), r"slopes has shape \[32, 2\]; pass one slope per head"), of=hk.OffsetBias.alibi)
+    assert_refused(
+        ({"weight": two[:3]}, r"weight has shape \[3, 2\]; pass \[buckets, H\], at least 4"),
+        ({"weight": two, "max_distance": 8}, "max_distance is 8; pass more than 8"),
+        ({"weight": two, "max_distance": 2**62}, f"max_distance is {2**62}; pass at most"),
+        of=hk.OffsetBias.t5,
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.testing import CASES, Case, find, row_statistics
@@ -16,9 +15,12 @@ from tests.ops.calls import NAMES, OPERATORS, assert_same_bits, call, serve, ten
 from tests.support.alike import assert_alike
 from tests.support.plain import plain
 
-#: Not those that differ in their gates alone.
+#: Not those that differ in their gates alone, and of 1000 keys those with few rows.
 QUICK = [
-    case for case in CASES if not (case.dropout_p or "model" in case.tags or case.name.startswith(("gate_", "closed")))
+    case
+    for case in CASES
+    if not (case.dropout_p or "model" in case.tags or case.name.startswith(("gate_", "closed")))
+    and case.T * case.S < 500_000
 ]
 
 
@@ -41,6 +43,21 @@ def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
     serve("attention_statistics", backend, **row_statistics.statistics_arguments(case.make(dtype)))
     report = row_statistics.compare_statistics(expected(case, dtype, torch.get_default_device()), backend)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_oracle_is_the_plain_formula(case: Case) -> None:
+    """Eager in float64: what keys receive are the probabilities by the weights of rows."""
+    if not case.S:
+        pytest.skip("no keys: test_empty_calls")
+    inputs = case.make(torch.float64)
+    weights = row_statistics.row_weights(inputs)
+    given = row_statistics.statistics_arguments(inputs)
+    found = measure("eager", **given, received=weights)
+    _, lse, p = plain(inputs.parsed())
+    assert_alike((found.lse, found.max_prob), (lse, p.amax(-1)))
+    assert_alike(found.entropy, torch.special.entr(p).sum(-1))
+    assert_alike(found.received, (p * weights[..., None]).sum(2))
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -92,27 +109,6 @@ def test_no_gradient(backend: str) -> None:
 
 
 # ---------------------------------------------------------------------- what keys receive
-
-
-@pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_received_is_the_gradient_of_a_value_of_ones(operator: str, backend: str) -> None:
-    """d (sum_i w_i out_i) / d value_j of values of width 1, with a mask, sinks, a cap and a bias."""
-    B, H, T, S = 2, 4, 70, 75
-    given: dict[str, Any] = tensors(operator, B=B, Hk=H, T=T, S=S, dtype=torch.float32)
-    del given["value"]
-    given |= {"bias": torch.randn(H, T, S), "softcap": 2.0, "sinks": torch.randn(H)}
-    mask = hk.Mask(causal="lower_right", key_lengths=[75, 30], query_lengths=[70, 61])
-    weights = torch.randn(B, H, T)
-    received = measure(backend, **given, attn_mask=mask, received=weights).received
-    wide = {n: value.double() if isinstance(value, Tensor) else value for n, value in given.items()}
-    value = torch.ones(B, H, S, 1, dtype=torch.float64, requires_grad=True)
-    out = getattr(hk, operator)(value=value, **wide, attn_mask=mask, backend="eager")[..., 0]
-    (expected,) = torch.autograd.grad(out, value, weights.double())
-    # Kernels for GPUs round the mixed query to the working dtype, here float32.
-    assert_alike(received.double(), expected[..., 0], dtype=torch.float32)
-
-
 @pytest.mark.parametrize("backend", NAMES)
 def test_weights_of_rows_broadcast(backend: str) -> None:
     given = tensors("attention_statistics", T=70, S=66, dtype=torch.float32)
@@ -175,7 +171,7 @@ def test_empty_calls(sizes: tuple[int, ...], backend: str) -> None:
         assert not got.entropy.any()
 
 
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("operator", ["attention_statistics", "collaborative_attention"])
 def test_received_is_the_same_with_any_number_of_threads(operator: str, backend: str) -> None:
     given = tensors(operator, B=1, T=300, S=333, D=24, dtype=torch.float32)
