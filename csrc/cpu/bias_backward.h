@@ -40,8 +40,8 @@ struct BiasEntries {
 
 // The gradient of a bias in a separate pass. One thread sums a block of rows of one entry over the heads that share it,
 // in their order. If the bias broadcasts over rows, and for offsets (summed over batches afterwards), it sums all rows.
-template <typename Real, typename Operand, typename Operator>
-void bias_backward(const Operator& op, const BackwardParams& p) {
+template <typename Real, typename Operand>
+void bias_backward(const Attention<Real, Operand>& op, const BackwardParams& p) {
   if (!p.dbias && !p.doffset_bias) return;
   const BiasEntries dense(p);
   const int64_t entries = p.dbias ? dense.count() : op.B * op.H;
@@ -62,7 +62,7 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
     const int64_t end = all_rows ? op.T : std::min(op.T, begin + tiles_together * BLOCK_M);
     const auto head_rows = [&](int64_t b, int64_t h, const BiasGradient<Real>& sums) {
       const KeyGradients<Real> keys{0, nullptr, nullptr, nullptr, sums};
-      const HeadGradients read = head_gradients<Real>(op, p, b, h, false);
+      const HeadGradients read = head_gradients(op, p, b, h, false);
       for (int64_t first = begin; first < end; first += tiles_together * BLOCK_M) {
         const size_t mark = workspace.mark();
         auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(tiles_together);

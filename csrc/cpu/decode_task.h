@@ -19,13 +19,13 @@ struct PartSums {
 // Measured on Zen 4 against half and twice the size.
 constexpr int64_t kBlock = 4096;
 
-template <typename Operand, typename Number, typename Operator>
+template <typename Operand, typename Number>
 class DecodeTask {
   using Real = RealOf<Operand>;
   using Row = PartRow<Real>;
 
  public:
-  DecodeTask(const ForwardParams& params, const Operator& op)
+  DecodeTask(const ForwardParams& params, const Attention<Real, Operand>& op)
       : p_(params),
         op_(op),
         rows_(op.heads_per_key * op.T),
@@ -100,7 +100,7 @@ class DecodeTask {
   };
 
   const ForwardParams& p_;
-  const Operator& op_;
+  const Attention<Real, Operand>& op_;
   const int64_t rows_;                       // of the heads that share a key head
   const int64_t query_stride_, out_stride_;  // whole loads
 
