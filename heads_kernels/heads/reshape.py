@@ -347,11 +347,11 @@ def _mixing(layer: ProjectedLayer, dim: int) -> nn.Parameter:
 
 def _values(layer: ProjectedLayer) -> nn.Linear:
     """The projection of values, out of a fused one."""
-    linear, chosen = layer.value.linear, layer.value.features(range(layer.value.heads))
-    weight = (linear.weight.T if is_transposed(linear) else linear.weight).detach()[chosen]
+    linear = layer.value.linear
+    weight, bias = layer.value.rows()
     width, inputs = weight.shape
-    made = nn.Linear(inputs, width, bias=linear.bias is not None, device="meta")
+    made = nn.Linear(inputs, width, bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.contiguous(), linear.weight.requires_grad)
-    if linear.bias is not None:
-        made.bias = nn.Parameter(linear.bias.detach()[chosen], linear.bias.requires_grad)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, linear.bias.requires_grad)
     return made
