@@ -152,6 +152,12 @@ struct Attention {
     }
   }
 
+  // Of the backward pass.
+  explicit Attention(const BackwardParams& p) : Attention(static_cast<const AttentionParams&>(p)) {
+    skips_closed = !p.closed_grad;
+    skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;
+  }
+
   Head<Real> head(int64_t b, int64_t h) const {
     Rows content_bias;
     if (const Tensor& t = params.content_bias) {

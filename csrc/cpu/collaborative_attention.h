@@ -64,10 +64,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
         Ds_padded(round_up(this->D, kLanes<Real>)),
         tiles_together(std::clamp<int64_t>(this->query_tiles, 1,
                                            tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(*this)))),
-        groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {
-    this->skips_closed = !p.closed_grad;
-    this->skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;
-  }
+        groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {}
 
   int64_t value_heads() const { return this->H / this->heads_per_value; }
 

@@ -11,10 +11,7 @@ template <typename Real, typename Operand>
 struct GatedAttentionBackward : Attention<Real, Operand> {
   const BackwardParams& backward;
 
-  explicit GatedAttentionBackward(const BackwardParams& p) : Attention<Real, Operand>(p), backward(p) {
-    this->skips_closed = !p.closed_grad;
-    this->skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;
-  }
+  explicit GatedAttentionBackward(const BackwardParams& p) : Attention<Real, Operand>(p), backward(p) {}
 
   int64_t key_heads() const { return backward.key.size[1]; }
 
