@@ -61,15 +61,13 @@ struct TileScratch {
   Panel<Operand> key, value;
 
   static constexpr int64_t kWeights = kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
-  static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
-  static int64_t bytes(const Attention<Real, Operand>& op, int64_t Dv) {
-    return bytes_of<TileScratch>(op, Dv, int64_t{1});
-  }
+  static int64_t width(const Attention<Real, Operand>& op) { return row_stride<Real>(std::max(op.D, op.Dv)); }
+  static int64_t bytes(const Attention<Real, Operand>& op) { return bytes_of<TileScratch>(op, int64_t{1}); }
   // `op` has D and, with entmax, the number of tiles of keys that a query tile keeps; `tiles`: how many query tiles may
   // read a window.
-  TileScratch(Workspace& w, const Attention<Real, Operand>& op, int64_t Dv, int64_t tiles)
-      : rows(w.take<Real>(BLOCK_M * width(op.D, Dv))),
-        row(w.take<Real>(width(op.D, Dv))),
+  TileScratch(Workspace& w, const Attention<Real, Operand>& op, int64_t tiles)
+      : rows(w.take<Real>(BLOCK_M * width(op))),
+        row(w.take<Real>(width(op))),
         scores(w.take<Real>(BLOCK_N * BLOCK_M)),
         bias(w.take<Real>(BLOCK_N * BLOCK_M)),
         bias_rows(w.take<Real>(BLOCK_M * row_stride<Real>(BLOCK_N))),
@@ -80,7 +78,7 @@ struct TileScratch {
         near(w.take<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>))),
         kept(w.take_objects<KeySpan>(op.kept_tiles)),
         key(w, op.D, tiles > 1),
-        value(w, Dv, tiles > 1) {}
+        value(w, op.Dv, tiles > 1) {}
 };
 
 // pairs[n][m] (+)= sum over k of keys[n][k] * rows[k][m] of the pairs of a tile that intervals leave visible; others

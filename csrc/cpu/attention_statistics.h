@@ -140,11 +140,11 @@ void received_by_keys(const StatisticsParams& params, const Attention<Real, Real
   const int64_t wanted = ceil_div(kItemsPerThread * params.threads, heads);
   const int64_t each = ceil_div(windows, std::min(windows, wanted)) * BLOCK_N;  // keys of an item
   const int64_t parts = ceil_div(op.S, each);
-  const int64_t bytes = size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) + buffer_bytes<double>(each);
+  const int64_t bytes = size * tile_bytes + TileScratch<Real, Real>::bytes(op) + buffer_bytes<double>(each);
   parallel_for(heads * parts, params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
     const int64_t head = item / parts, b = head / op.H, h = head % op.H;
     const KeySpan range{item % parts * each, std::min(op.S, (item % parts + 1) * each)};
-    TileScratch<Real, Real> scratch(workspace, op, 1, size);
+    TileScratch<Real, Real> scratch(workspace, op, size);
     double* const sum = workspace.take<double>(each);
     std::fill_n(sum, each, 0.0);
     const size_t mark = workspace.mark();
@@ -182,9 +182,9 @@ void attention_statistics(const StatisticsParams& params) {
   const int64_t tile_bytes = buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + QueryTile<Real, Real>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
   const int64_t bytes =
-      items.size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) + buffer_bytes<Real>(BLOCK_N * BLOCK_M);
+      items.size * tile_bytes + TileScratch<Real, Real>::bytes(op) + buffer_bytes<Real>(BLOCK_N * BLOCK_M);
   parallel_for(items.count(), params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
-    TileScratch<Real, Real> scratch(workspace, op, 1, items.size);
+    TileScratch<Real, Real> scratch(workspace, op, items.size);
     Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
     auto* tiles = workspace.take_objects<StatisticsTile<Real>>(items.size);
     int64_t count = 0;

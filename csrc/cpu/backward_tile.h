@@ -89,24 +89,18 @@ struct BackwardScratch : TileScratch<Real, Operand> {
   Real* kept_slopes;           // [tiles of keys][64][64]; empty without a cap
   Panel<Operand> near_keys;
 
-  static int64_t bytes(const Attention<Real, Operand>& op, int64_t Dv) {
-    return bytes_of<BackwardScratch>(op, Dv, int64_t{1});
-  }
-  static int64_t near_width(const Attention<Real, Operand>& op) { return op.kept_tiles > 0 ? op.D : 0; }
-  static int64_t capped_tiles(const Attention<Real, Operand>& op) {
-    return op.params.terms.softcap != 0.0 ? op.kept_tiles : 0;
-  }
-  BackwardScratch(Workspace& w, const Attention<Real, Operand>& op, int64_t Dv, int64_t tiles)
-      : TileScratch<Real, Operand>(w, op, Dv, tiles),
-        more_rows(w.take<Real>(BLOCK_M * this->width(op.D, Dv))),
+  static int64_t bytes(const Attention<Real, Operand>& op) { return bytes_of<BackwardScratch>(op, int64_t{1}); }
+  BackwardScratch(Workspace& w, const Attention<Real, Operand>& op, int64_t tiles)
+      : TileScratch<Real, Operand>(w, op, tiles),
+        more_rows(w.take<Real>(BLOCK_M * this->width(op))),
         dprobs(w.take<Real>(BLOCK_N * BLOCK_M)),
         dropped(w.take<Real>(BLOCK_N * BLOCK_M)),
         slopes(w.take<Real>(BLOCK_N * BLOCK_M)),
         probs_packed(w.take<Operand>(this->kWeights)),
         dscores_packed(w.take<Operand>(this->kWeights)),
         near_tiles(w.take_objects<NearTile<Real>>(op.kept_tiles)),
-        kept_slopes(w.take<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M)),
-        near_keys(w, near_width(op), false) {}
+        kept_slopes(w.take<Real>((op.params.terms.softcap != 0.0 ? op.kept_tiles : 0) * BLOCK_N * BLOCK_M)),
+        near_keys(w, op.kept_tiles > 0 ? op.D : 0, false) {}
 };
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.
@@ -301,7 +295,7 @@ inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, c
 // Prepares everything in a query tile except `query_rows`, and stores its rows of the gate's gradient; `pack` fills
 // `tile.query`. Returns false if the head or all rows are closed, or no row sees a key.
 template <typename Real, typename Operand, typename Pack>
-inline bool prepare_tile(const Attention<Real, Operand>& op, bool closed_grad, const HeadGradients& gradients,
+inline bool prepare_tile(const Attention<Real, Operand>& op, const HeadGradients& gradients,
                          BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch, Pack pack) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
@@ -310,7 +304,7 @@ inline bool prepare_tile(const Attention<Real, Operand>& op, bool closed_grad, c
   if (skipped && gradients.dsinks)
     std::fill_n(static_cast<Real*>(gradients.dsinks) + visible.first, visible.count, Real(0));
   if (skipped && !gradients.dgate) return false;
-  if (skipped && !(closed_grad && visible.any)) {
+  if (skipped && (op.skips_closed || !visible.any)) {
     std::fill_n(static_cast<Real*>(gradients.dgate) + visible.first, visible.count, Real(0));
     return false;
   }
@@ -325,9 +319,9 @@ inline bool prepare_tile(const Attention<Real, Operand>& op, bool closed_grad, c
 }
 
 template <typename Real, typename Operand>
-inline bool prepare_tile(const Attention<Real, Operand>& op, bool closed_grad, const HeadGradients& gradients,
+inline bool prepare_tile(const Attention<Real, Operand>& op, const HeadGradients& gradients,
                          BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch) {
-  return prepare_tile(op, closed_grad, gradients, tile, scratch,
+  return prepare_tile(op, gradients, tile, scratch,
                       [&] { op.pack(tile.head.b, tile.head.h, tile.visible, scratch.rows, tile.query); });
 }
 

@@ -53,10 +53,10 @@ void bias_backward(const Attention<Real, Operand>& op, const BackwardParams& p) 
       std::min(tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)), std::max<int64_t>(1, op.query_tiles));
   const int64_t tiles_together = std::clamp<int64_t>(op.query_tiles * entries / wanted, 1, most);
   const int64_t parts = all_rows ? 1 : ceil_div(op.query_tiles, tiles_together);
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + tiles_together * tile_bytes;
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op) + tiles_together * tile_bytes;
 
   parallel_for(entries * parts, p.threads, 2 * op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
-    BackwardScratch<Real, Operand> scratch(workspace, op, op.Dv, tiles_together);
+    BackwardScratch<Real, Operand> scratch(workspace, op, tiles_together);
     const int64_t entry = item / parts;
     const int64_t begin = all_rows ? 0 : item % parts * tiles_together * BLOCK_M;
     const int64_t end = all_rows ? op.T : std::min(op.T, begin + tiles_together * BLOCK_M);
@@ -71,7 +71,7 @@ void bias_backward(const Attention<Real, Operand>& op, const BackwardParams& p) 
         for (int64_t row = first; row < last; row += BLOCK_M) {
           const VisibleRows<Real> visible(p.mask, b, h, row, op.T, op.S);
           auto* tile = new (tiles + count) BackwardTile<Real, Operand>(workspace, op, b, h, visible);
-          count += prepare_tile(op, p.closed_grad, read, *tile, scratch);
+          count += prepare_tile(op, read, *tile, scratch);
         }
         attend_all_backward<Real>(tiles, count, p, Real(1), {0, op.S}, Ranges{}, keys, nullptr, nullptr, scratch);
         workspace.rewind(mark);

@@ -19,8 +19,7 @@ inline int64_t groups_of_heads(int64_t H, int64_t Hv, int64_t T, int64_t S) {
   return groups;
 }
 
-// query[d][m] = factor[d] * queries[d][m] over the features, both transposed, and zero where a row
-// sees nothing.
+// query[d][m] = factor[d] * queries[d][m] over the features, both transposed, and zero where a row sees nothing.
 template <typename Real>
 inline void mix_queries(const Real* queries, const VisibleRows<Real>& visible, Ranges features, const Real* factor,
                         int64_t, Real* query) {
@@ -73,8 +72,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
   // Sums over the heads of a group: dQ as transposed tiles, then dK [S][Ds_stride].
   int64_t shared_count() const { return tiles_count() + this->S * Ds_stride; }
 
-  // The queries of the batch element, and the accumulators of one head and of the heads that share
-  // its value.
+  // The queries of the batch element, and the accumulators of one head and of the heads that share its value.
   struct Group {
     Real* queries;  // transposed tiles
     Real* dvalue;   // [S][Dv]
@@ -98,8 +96,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
     std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
     const HeadGradients gradients = head_gradients(*this, p, b, h, true);
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias, {}};
-    // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of
-    // them.
+    // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of them.
     const Range all{0, D};
     Ranges dquery_features;
     if (p.dmixing && p.closed_grad) {
@@ -119,7 +116,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
         const auto pack = [&] {
           mix_queries(own.queries + row * Ds_padded, visible, head.features, this->factors_of(h), D, tile.query);
         };
-        if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch, pack) || !pairs) continue;
+        if (!prepare_tile(*this, gradients, tile, scratch, pack) || !pairs) continue;
         load_queries(tile, rows_at(p.query, b), this->mixing.data() + h * D, scratch);
         ++count;
       }
@@ -176,7 +173,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
   // The heads of group g of batch b; `shared` receives the sums of dQ and dK.
   void group(int64_t b, int64_t g, Real* shared, Workspace& workspace) const {
     const size_t mark = workspace.mark();
-    BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, tiles_together);
+    BackwardScratch<Real, Operand> scratch(workspace, *this, tiles_together);
     const Group own{workspace.take<Real>(tiles_count()), workspace.take<Real>(this->S * Dv_stride),
                     workspace.take<Real>(Ds_stride)};
     transpose_queries(b, own.queries, scratch.rows);
@@ -220,7 +217,7 @@ void collaborative_attention_backward(const BackwardParams& params) {
   const int64_t B = op.B, groups = op.groups, count = op.shared_count();
   const int64_t work = 5 * op.multiply_adds() / 2;
   const int64_t row_bytes = buffer_bytes<Real>(BLOCK_M * op.Ds_stride);
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + op.group_bytes() +
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op) + op.group_bytes() +
                         op.tiles_together * BackwardTile<Real, Operand>::bytes(op);
   if (B == 0 || B >= params.threads || groups == 1) {
     parallel_for(B, params.threads, work, bytes + 2 * buffer_bytes<Real>(count) + row_bytes,

@@ -55,9 +55,9 @@ void attention_forward(const ForwardParams& params) {
   const int64_t tile_bytes = buffer_bytes<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
   store_closed_heads(params, op);
-  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op, op.Dv);
+  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op);
   parallel_for(items.count(), params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
-    TileScratch<Real, Operand> scratch(workspace, op, op.Dv, items.size);
+    TileScratch<Real, Operand> scratch(workspace, op, items.size);
     QueryTile<Real, Operand>* tiles = workspace.take_objects<QueryTile<Real, Operand>>(items.size);
     int64_t count = 0;
     const Range places = items.tiles(item);

@@ -48,7 +48,7 @@ struct GatedAttentionBackward : Attention<Real, Operand> {
       const HeadGradients gradients = head_gradients(*this, p, at.b, at.h, with_rows);
       BackwardTile<Real, Operand>& tile =
           *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, at.b, at.h, visible);
-      if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
+      if (!prepare_tile(*this, gradients, tile, scratch) || !pairs) continue;
       load_queries<Real>(tile, this->query_rows(at.b, at.h), nullptr, scratch);
       ++count;
     }
@@ -64,7 +64,7 @@ struct GatedAttentionBackward : Attention<Real, Operand> {
   // `bias`.
   void key_head(const WorkItems& items, int64_t index, const KeySpan& range, bool with_rows,
                 const BiasGradient<Real>& bias, Workspace& workspace) const {
-    BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, items.size);
+    BackwardScratch<Real, Operand> scratch(workspace, *this, items.size);
     KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, bias};
     if (backward.dkey) keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
     if (backward.dvalue) keys.dvalue = zeros<Real>(workspace, range.count() * row_stride<Real>(this->Dv));
@@ -93,7 +93,7 @@ void gated_attention_backward(const BackwardParams& given) {
   const int64_t heads = op.B * op.key_heads(), work = 5 * op.multiply_adds() / 2;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const WorkItems whole(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)), 1);
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + whole.size * tile_bytes;
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op) + whole.size * tile_bytes;
   const BiasEntries bias(params);
   // Not if it broadcasts over rows: the order of its sums would depend on the tiles of a work item.
   const bool on_the_way = params.dbias && params.dbias.size[3] != 1 && op.heads_per_key == 1 && op.S > 0;
@@ -124,7 +124,7 @@ void gated_attention_backward(const BackwardParams& given) {
     const WorkItems items(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)),
                           kItemsPerThread * params.threads);
     parallel_for(items.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
-      BackwardScratch<Real, Operand> scratch(w, op, op.Dv, items.size);
+      BackwardScratch<Real, Operand> scratch(w, op, items.size);
       op.tiles_backward(items, item, {0, op.S}, true, KeyGradients<Real>{}, centers.get(), scratch, w);
     });
   }
