@@ -261,7 +261,6 @@ def share(model: nn.Module, layer: ProjectedLayer, dim: int, *, ragged: bool, sl
             content_heads=layer.num_heads if role == "key" and not rotary else None,
             slots=slots,
             bias=rotary and old.linear.bias is not None,
-            device="meta",
         )
         for role, old in (("query", layer.query), ("key", layer.key))
     }
