@@ -27,7 +27,7 @@ class Decoder {
   Decoder(const ForwardParams& params, const Attention<Real, Operand>& op)
       : p_(params),
         op_(op),
-        task_(params, op),
+        task_(op),
         heads_(op.heads_per_key),
         key_heads_(op.H / heads_),
         parts_(std::max<int64_t>(1, ceil_div(op.S, kPart))),
