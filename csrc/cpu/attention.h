@@ -124,9 +124,10 @@ struct Attention {
   int64_t B, H, T, S, D, Dv, query_tiles;
   int64_t heads_per_key, heads_per_value;    // query heads that share a key head, and a value head
   int64_t kept_tiles;                        // tiles of scores that entmax keeps of a query tile
-  std::vector<Real> mixing;                  // [H][D], of collaborative attention
+  std::vector<Real> mixing;                  // [H][D]; collaborative attention only
   std::vector<Real> factors;                 // [H][D] of the features of a query; gated attention: [D]
-  std::vector<std::vector<Range>> features;  // per head: runs of chunks that are not all zero; gated attention: all
+  std::vector<std::vector<Range>> features;  // [H] runs of chunks that are not all zero; collaborative attention only
+  Range all_features;
   BiasImage<Real> image;
 
   explicit Attention(const AttentionParams& p)
@@ -143,12 +144,12 @@ struct Attention {
         heads_per_key(group_of(collaborative ? 1 : p.key.size[1])),
         heads_per_value(collaborative ? group_of(p.value ? p.value.size[1] : H) : heads_per_key),
         kept_tiles(p.alpha ? ceil_div(S, BLOCK_N) : 0),
+        all_features{0, D},
         image(p, B, H, T, S) {
     if (collaborative) {
       read_mixing();
     } else {
       factors.assign(D, query_scale());
-      features = {{{0, D}}};
     }
   }
 
@@ -178,8 +179,8 @@ struct Attention {
   }
 
   Ranges features_of(int64_t h) const {
-    const std::vector<Range>& own = features[collaborative ? h : 0];
-    return {own.data(), static_cast<int64_t>(own.size())};
+    if (!collaborative) return {&all_features, 1};
+    return {features[h].data(), static_cast<int64_t>(features[h].size())};
   }
   const Real* factors_of(int64_t h) const { return factors.data() + (collaborative ? h * D : 0); }
 

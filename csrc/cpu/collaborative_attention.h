@@ -97,10 +97,9 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
     const HeadGradients gradients = head_gradients(*this, p, b, h, true);
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias, {}};
     // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of them.
-    const Range all{0, D};
     Ranges dquery_features;
     if (p.dmixing && p.closed_grad) {
-      dquery_features = {&all, 1};
+      dquery_features = {&this->all_features, 1};
     } else if (p.dmixing || dquery) {
       dquery_features = head.features;
     }
