@@ -58,7 +58,7 @@ def maps(
         One `HeadMaps` for each run of a layer with some of the heads, in the order in which the layers ran.
 
     Raises:
-        TypeError, ValueError: as `statistics`; also if a head or example does not exist, or an example is padding.
+        TypeError, ValueError: as `statistics`; also if a head or example does not exist, or has no token.
     """
     layers = attention_layers(model)
     every = {layer.index: range(layer.num_heads) for layer in layers}

@@ -101,8 +101,8 @@ def statistics(
         token_sets: for `to_tokens`, `{name: tokens}`, with tokens as in `exclude_keys`.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; data has no batches, or no token that reaches a layer; a layer
-            has entmax in the place of softmax; the attention function of a transformers model is not this package's.
+        TypeError, ValueError: an argument is invalid; data has no batches, or no token that reaches a layer; the
+            attention function of a transformers model is not this package's.
     """
     there = attention_layers(model)
     chosen = choose_layers(there, layers)
@@ -205,7 +205,8 @@ def received(model: nn.Module, data: Iterable[Any], *, last_rows: int | None = N
         last_rows: the number of each example's last query rows that count; None: all rows.
 
     Raises:
-        TypeError, ValueError: as `statistics`; also if a layer runs on different tokens in one pass.
+        TypeError, ValueError: as `statistics`; also if a layer has entmax in the place of softmax, or runs on different
+            tokens in one pass.
     """
     if last_rows is not None:
         check_size("last_rows", last_rows)
