@@ -73,12 +73,12 @@ def read_heads(layer: ProjectedLayer) -> AnyHeads:
 
 def _by_head(projection: Projection, repeats: int = 1) -> tuple[Tensor, Tensor | None]:
     """Weight `[heads, width, D_in]` and bias `[heads, width]`, each head so many times."""
-    weight, bias = (
-        None if rows is None else rows.unflatten(0, (projection.heads, -1)).repeat_interleave(repeats, 0)
-        for rows in projection.rows()
-    )
-    assert weight is not None
-    return weight, bias
+    weight, bias = projection.rows()
+
+    def split(rows: Tensor) -> Tensor:
+        return rows.view(projection.heads, -1, *rows.shape[1:]).repeat_interleave(repeats, 0)
+
+    return split(weight), None if bias is None else split(bias)
 
 
 def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, ragged: bool) -> None:
