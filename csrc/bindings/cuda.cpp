@@ -294,9 +294,8 @@ void attention_bias(const py::tuple& call, const py::tuple& read, const py::tupl
   launch(params, target, [&](auto kernels, auto& to) { kernels.attention_bias(params, to); });
 }
 
-// `results` is that of set_statistics.
-// `rows` is float [2, B, H, T] contiguous if `received` is requested, for the results of the pass
-// by rows that the pass by keys reads, else None.
+// `results` is that of set_statistics. If `received` is requested, `rows` is float [2, B, H, T], contiguous, where the
+// pass by rows stores what the pass by keys reads; otherwise it is None.
 void attention_statistics(const py::tuple& call, const py::tuple& results, py::handle rows, py::handle cells,
                           const Target& target) {
   cuda::StatisticsPass params;

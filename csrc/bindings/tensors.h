@@ -42,27 +42,15 @@ struct Tensor {  // DLTensor
 
   Element element() const {
     enum { kInt, kUInt, kFloat, kBfloat = 4, kBool = 6 };
-    const int kind = code << 8 | bits;
-    switch (kind) {
-      case kFloat << 8 | 32:
-        return Element::kFloat32;
-      case kFloat << 8 | 64:
-        return Element::kFloat64;
-      case kBfloat << 8 | 16:
-        return Element::kBFloat16;
-      case kFloat << 8 | 16:
-        return Element::kFloat16;
-      case kInt << 8 | 32:
-        return Element::kInt32;
-      case kInt << 8 | 64:
-        return Element::kInt64;
-      case kUInt << 8 | 8:
-        return Element::kUInt8;
-      case kBool << 8 | 8:
-        return Element::kBool;
-      default:
-        return Element::kOther;
-    }
+    constexpr struct {
+      uint8_t code, bits;
+      Element element;
+    } kKnown[] = {{kFloat, 32, Element::kFloat32}, {kFloat, 64, Element::kFloat64}, {kBfloat, 16, Element::kBFloat16},
+                  {kFloat, 16, Element::kFloat16}, {kInt, 32, Element::kInt32},     {kInt, 64, Element::kInt64},
+                  {kUInt, 8, Element::kUInt8},     {kBool, 8, Element::kBool}};
+    for (const auto& known : kKnown)
+      if (code == known.code && bits == known.bits) return known.element;
+    return Element::kOther;
   }
 };
 

@@ -10,48 +10,13 @@
 #include <cmath>
 #include <limits>
 
-#include "cpu/gate.h"
+#include "cpu/attention.h"
 #include "cpu/gemm.h"
 #include "cpu/panel.h"
-#include "cpu/rows.h"
 #include "cpu/softmax.h"
-#include "cpu/visible.h"
 #include "cpu/workspace.h"
 
 namespace hk::HK_LEVEL {
-
-// A view of ranges in ascending order; it does not own them.
-struct Ranges {
-  const Range* first = nullptr;
-  int64_t count = 0;
-  const Range* begin() const { return first; }
-  const Range* end() const { return first + count; }
-  bool empty() const { return count == 0; }
-};
-
-// The inputs of one head of one batch element.
-template <typename Real>
-struct Head {
-  int64_t b, h;
-  Rows key;           // [S][D]
-  Rows value;         // [S][Dv]
-  Rows content_bias;  // [1][S]; absent for gated attention
-  Real scale;         // of raw products
-  int64_t D, Dv;
-  Ranges features;  // features with a nonzero factor
-  HeadTerms<Real> terms;
-  Real order = 0;  // alpha - 1 of entmax; 0: softmax
-
-  // Whether a key adds to a row, NaN included. With entmax only keys that are visible have a weight.
-  bool adds(const VisibleRows<Real>& visible, int m, int64_t key, const Real* weight) const {
-    if (order != Real(0)) return *weight != Real(0);
-    return visible.row_sees_key(m, key) && !terms.hides(visible.first + m, key);
-  }
-};
-
-// Whether the scale is folded into the query. Pairs round the query, so there it multiplies the scores instead.
-template <typename Operand>
-constexpr bool kScaledQuery = kNumbers<Operand> == 1;
 
 // The forward state of a tile of query rows.
 template <typename Real, typename Operand>
@@ -65,12 +30,10 @@ struct QueryTile {
   alignas(64) Real threshold[BLOCK_M] = {};  // of entmax, above the largest score of the row
 
   static constexpr int64_t query_words(int64_t D) { return packed<Operand>(D) * BLOCK_M; }
-  template <typename Operator>
-  static int64_t bytes(const Operator& op) {
+  static int64_t bytes(const Attention<Real, Operand>& op) {
     return buffer_bytes<Operand>(query_words(op.D)) + buffer_bytes<Real>(round_up(op.Dv, kLanes<Real>) * BLOCK_M);
   }
-  template <typename Operator>
-  QueryTile(Workspace& w, const Operator& op, int64_t b, int64_t h, const VisibleRows<Real>& rows)
+  QueryTile(Workspace& w, const Attention<Real, Operand>& op, int64_t b, int64_t h, const VisibleRows<Real>& rows)
       : head(op.head(b, h)),
         visible(rows),
         query(w.take<Operand>(query_words(op.D))),
@@ -98,17 +61,13 @@ struct TileScratch {
   Panel<Operand> key, value;
 
   static constexpr int64_t kWeights = kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
-  static int64_t width(int64_t D, int64_t Dv) { return row_stride<Real>(std::max(D, Dv)); }
-  template <typename Operator>
-  static int64_t bytes(const Operator& op, int64_t Dv) {
-    return bytes_of<TileScratch>(op, Dv, int64_t{1});
-  }
+  static int64_t width(const Attention<Real, Operand>& op) { return row_stride<Real>(std::max(op.D, op.Dv)); }
+  static int64_t bytes(const Attention<Real, Operand>& op) { return bytes_of<TileScratch>(op, int64_t{1}); }
   // `op` has D and, with entmax, the number of tiles of keys that a query tile keeps; `tiles`: how many query tiles may
   // read a window.
-  template <typename Operator>
-  TileScratch(Workspace& w, const Operator& op, int64_t Dv, int64_t tiles)
-      : rows(w.take<Real>(BLOCK_M * width(op.D, Dv))),
-        row(w.take<Real>(width(op.D, Dv))),
+  TileScratch(Workspace& w, const Attention<Real, Operand>& op, int64_t tiles)
+      : rows(w.take<Real>(BLOCK_M * width(op))),
+        row(w.take<Real>(width(op))),
         scores(w.take<Real>(BLOCK_N * BLOCK_M)),
         bias(w.take<Real>(BLOCK_N * BLOCK_M)),
         bias_rows(w.take<Real>(BLOCK_M * row_stride<Real>(BLOCK_N))),
@@ -119,72 +78,8 @@ struct TileScratch {
         near(w.take<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>))),
         kept(w.take_objects<KeySpan>(op.kept_tiles)),
         key(w, op.D, tiles > 1),
-        value(w, Dv, tiles > 1) {}
+        value(w, op.Dv, tiles > 1) {}
 };
-
-// rows[m][0 .. round_up(width)) = the tile's rows in Real, zero where a row sees nothing and past the width.
-template <typename Real>
-inline void gather_rows(const Rows& source, const VisibleRows<Real>& visible, int64_t width, Real* rows) {
-  const int64_t padded = round_up(width, kLanes<Real>), stride = row_stride<Real>(width);
-  for (int m = 0; m < visible.columns; ++m) {
-    Real* row = rows + m * stride;
-    const bool read = m < visible.count && visible.sees(m);
-    if (read) read_row(source, visible.first + m, width, row);
-    for (int64_t d = read ? width : 0; d < padded; ++d) row[d] = 0;
-  }
-}
-
-// query[d][m] = factor[d] * source[m][d] over the features, zero where a row sees nothing.
-template <typename Real>
-inline void pack_query(const Rows& source, const VisibleRows<Real>& visible, Ranges features, const Real* factor,
-                       Real* rows, Real* query) {
-  for (const Range& range : features) {
-    const Rows columns = source.columns(range.begin);
-    const int64_t width = range.end - range.begin, padded = round_up(width, kLanes<Real>);
-    Real* packed = query + range.begin * BLOCK_M;
-    if (source.dtype == kDTypeOf<Real> && width == padded && visible.all_rows) {
-      for (int m = 0; m < visible.columns; ++m) prefetch_next_head<false>(columns, visible.first + m, width);
-      transpose(reinterpret_cast<const Real*>(columns.at(visible.first)), source.stride, packed, BLOCK_M,
-                visible.columns, width);
-    } else {
-      gather_rows(columns, visible, width, rows);
-      transpose(rows, row_stride<Real>(width), packed, BLOCK_M, visible.columns, padded);
-    }
-    for (int64_t d = range.begin; d < range.end; ++d)
-      for (int m = 0; m < visible.columns; m += kLanes<Real>)
-        store<Real>(query + d * BLOCK_M + m, load(query + d * BLOCK_M + m) * factor[d]);
-  }
-}
-
-// words[m][0 .. packed(width)) = the tile's rows as pairs, from bfloat16; zero where a row sees nothing and past the
-// width.
-inline void gather_words(const Rows& source, const VisibleRows<float>& visible, int64_t width, Pair* words) {
-  const int64_t stride = row_stride<float>(width);
-  for (int m = 0; m < visible.columns; ++m) {
-    if (m < visible.count && visible.sees(m)) {
-      prefetch_next_head<false>(source, visible.first + m, width);
-      copy_words(reinterpret_cast<const BFloat16*>(source.at(visible.first + m)), width, words + m * stride);
-    } else {
-      std::memset(words + m * stride, 0, 4 * packed<Pair>(width));
-    }
-  }
-}
-
-// The same as pairs, rounded; includes the features between the ranges. `factor` null: all are 1.
-inline void pack_query(const Rows& source, const VisibleRows<float>& visible, Ranges features, const float* factor,
-                       float* rows, Pair* query) {
-  if (features.empty()) return;
-  const int64_t width = features.end()[-1].end, stride = row_stride<float>(width);
-  if (!factor) {
-    Pair* words = reinterpret_cast<Pair*>(rows);
-    gather_words(source, visible, width, words);
-    return transpose(words, stride, query, BLOCK_M, visible.columns, packed<Pair>(width));
-  }
-  gather_rows(source, visible, width, rows);
-  for (int m = 0; m < visible.columns; ++m)
-    for (int64_t d = 0; d < width; ++d) rows[m * stride + d] *= factor[d];
-  pack_transposed(rows, stride, visible.columns, round_up(width, kLanes<float>), rows, query);
-}
 
 // pairs[n][m] (+)= sum over k of keys[n][k] * rows[k][m] of the pairs of a tile that intervals leave visible; others
 // are undefined.
@@ -360,11 +255,11 @@ struct Outputs {
 };
 
 // The outputs of a head.
-template <typename Real, typename Operator>
-inline Outputs outputs_of(const Operator& op, const ForwardParams& p, int64_t b, int64_t h) {
+template <typename Real, typename Operand>
+inline Outputs outputs_of(const Attention<Real, Operand>& op, const ForwardParams& p, int64_t b, int64_t h) {
   const int64_t row = (b * p.out.size[1] + h) * p.out.size[2];
   const int64_t rows = p.out.size[0] * p.out.size[1] * p.out.size[2];
-  return {head_rows(op, p.out, b, h), head_rows(op, p.attended, b, h),
+  return {op.head_rows(p.out, b, h), op.head_rows(p.attended, b, h),
           p.lse ? static_cast<Real*>(p.lse.data) + row : nullptr,
           p.lse && p.alpha ? static_cast<Real*>(p.lse.data) + rows + row : nullptr, p.dropout.keep_scale};
 }

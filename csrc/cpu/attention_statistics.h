@@ -4,8 +4,8 @@
 
 #include <vector>
 
-#include "cpu/collaborative_attention.h"
-#include "cpu/gated_attention.h"
+#include "cpu/attend.h"
+#include "cpu/parallel.h"
 #include "cpu/work_items.h"
 
 namespace hk::HK_LEVEL {
@@ -17,8 +17,7 @@ struct StatisticsTile : QueryTile<Real, Real> {
   alignas(64) Real best[BLOCK_M];         // largest score among the keys that are not excluded
   int64_t best_key[BLOCK_M];
 
-  template <typename Operator>
-  StatisticsTile(Workspace& w, const Operator& op, int64_t b, int64_t h, const VisibleRows<Real>& rows)
+  StatisticsTile(Workspace& w, const Attention<Real, Real>& op, int64_t b, int64_t h, const VisibleRows<Real>& rows)
       : QueryTile<Real, Real>(w, op, b, h, rows) {
     std::fill_n(best, BLOCK_M, kHidden<Real>);
     std::fill_n(best_key, BLOCK_M, int64_t{-1});
@@ -133,19 +132,19 @@ struct SharesTile : QueryTile<Real, Real> {
 
 // One thread sums what its keys receive, in the order of the query tiles: the result does not depend bitwise on how the
 // keys are split.
-template <typename Real, typename Operator>
-void received_by_keys(const StatisticsParams& params, const Operator& op, const RowShares<Real>& rows) {
+template <typename Real>
+void received_by_keys(const StatisticsParams& params, const Attention<Real, Real>& op, const RowShares<Real>& rows) {
   const int64_t tile_bytes = buffer_bytes<char>(sizeof(SharesTile<Real>)) + QueryTile<Real, Real>::bytes(op);
   const int64_t size = std::min(tiles_in_cache(tile_bytes), std::max<int64_t>(1, op.query_tiles));
   const int64_t heads = op.B * op.H, windows = ceil_div(op.S, BLOCK_N);
   const int64_t wanted = ceil_div(kItemsPerThread * params.threads, heads);
   const int64_t each = ceil_div(windows, std::min(windows, wanted)) * BLOCK_N;  // keys of an item
   const int64_t parts = ceil_div(op.S, each);
-  const int64_t bytes = size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) + buffer_bytes<double>(each);
+  const int64_t bytes = size * tile_bytes + TileScratch<Real, Real>::bytes(op) + buffer_bytes<double>(each);
   parallel_for(heads * parts, params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
     const int64_t head = item / parts, b = head / op.H, h = head % op.H;
     const KeySpan range{item % parts * each, std::min(op.S, (item % parts + 1) * each)};
-    TileScratch<Real, Real> scratch(workspace, op, 1, size);
+    TileScratch<Real, Real> scratch(workspace, op, size);
     double* const sum = workspace.take<double>(each);
     std::fill_n(sum, each, 0.0);
     const size_t mark = workspace.mark();
@@ -172,11 +171,9 @@ void received_by_keys(const StatisticsParams& params, const Operator& op, const 
   });
 }
 
-// `Operator` is GatedAttention<Real, Real> or CollaborativeAttention<Real, Real>: it packs a query tile of a head and
-// describes the head.
-template <typename Real, typename Operator>
-void attention_statistics_of(const StatisticsParams& params) {
-  const Operator op(params);
+template <typename Real>
+void attention_statistics(const StatisticsParams& params) {
+  const Attention<Real, Real> op(params);
   RowShares<Real> rows;
   if (params.received) {
     rows.reference.resize(op.B * op.H * op.T);
@@ -185,9 +182,9 @@ void attention_statistics_of(const StatisticsParams& params) {
   const int64_t tile_bytes = buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + QueryTile<Real, Real>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
   const int64_t bytes =
-      items.size * tile_bytes + TileScratch<Real, Real>::bytes(op, 1) + buffer_bytes<Real>(BLOCK_N * BLOCK_M);
+      items.size * tile_bytes + TileScratch<Real, Real>::bytes(op) + buffer_bytes<Real>(BLOCK_N * BLOCK_M);
   parallel_for(items.count(), params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
-    TileScratch<Real, Real> scratch(workspace, op, 1, items.size);
+    TileScratch<Real, Real> scratch(workspace, op, items.size);
     Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
     auto* tiles = workspace.take_objects<StatisticsTile<Real>>(items.size);
     int64_t count = 0;
@@ -212,15 +209,6 @@ void attention_statistics_of(const StatisticsParams& params) {
     }
   });
   if (params.received) received_by_keys(params, op, rows);
-}
-
-template <typename Real>
-void attention_statistics(const StatisticsParams& params) {
-  if (params.mixing) {
-    attention_statistics_of<Real, CollaborativeAttention<Real, Real>>(params);
-  } else {
-    attention_statistics_of<Real, GatedAttention<Real, Real>>(params);
-  }
 }
 
 }  // namespace hk::HK_LEVEL

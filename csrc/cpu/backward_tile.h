@@ -41,20 +41,17 @@ struct BackwardTile : QueryTile<Real, Operand> {
 
   static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
   // What the loop over the keys reads and writes of a tile whose rows are finite.
-  template <typename Operator>
-  static int64_t cached_bytes(const Operator& op) {
+  static int64_t cached_bytes(const Attention<Real, Operand>& op) {
     return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
            buffer_bytes<Operand>(row_stride<Operand>(op.D) * kRows) +
            buffer_bytes<Operand>(row_stride<Operand>(op.Dv) * kRows) +
            buffer_bytes<Real>(round_up(op.D, kLanes<Real>) * BLOCK_M);
   }
-  template <typename Operator>
-  static int64_t bytes(const Operator& op) {
+  static int64_t bytes(const Attention<Real, Operand>& op) {
     return cached_bytes(op) + buffer_bytes<Real>(row_stride<Real>(op.D) * BLOCK_M) +
            buffer_bytes<Real>(row_stride<Real>(op.Dv) * BLOCK_M);
   }
-  template <typename Operator>
-  BackwardTile(Workspace& w, const Operator& op, int64_t b, int64_t h, const VisibleRows<Real>& visible)
+  BackwardTile(Workspace& w, const Attention<Real, Operand>& op, int64_t b, int64_t h, const VisibleRows<Real>& visible)
       : QueryTile<Real, Operand>(w, op, b, h, visible),
         query_rows(w.take<Operand>(row_stride<Operand>(op.D) * kRows)),
         dout_rows(w.take<Operand>(row_stride<Operand>(op.Dv) * kRows)),
@@ -92,30 +89,18 @@ struct BackwardScratch : TileScratch<Real, Operand> {
   Real* kept_slopes;           // [tiles of keys][64][64]; empty without a cap
   Panel<Operand> near_keys;
 
-  template <typename Operator>
-  static int64_t bytes(const Operator& op, int64_t Dv) {
-    return bytes_of<BackwardScratch>(op, Dv, int64_t{1});
-  }
-  template <typename Operator>
-  static int64_t near_width(const Operator& op) {
-    return op.kept_tiles > 0 ? op.D : 0;
-  }
-  template <typename Operator>
-  static int64_t capped_tiles(const Operator& op) {
-    return op.params.terms.softcap != 0.0 ? op.kept_tiles : 0;
-  }
-  template <typename Operator>
-  BackwardScratch(Workspace& w, const Operator& op, int64_t Dv, int64_t tiles)
-      : TileScratch<Real, Operand>(w, op, Dv, tiles),
-        more_rows(w.take<Real>(BLOCK_M * this->width(op.D, Dv))),
+  static int64_t bytes(const Attention<Real, Operand>& op) { return bytes_of<BackwardScratch>(op, int64_t{1}); }
+  BackwardScratch(Workspace& w, const Attention<Real, Operand>& op, int64_t tiles)
+      : TileScratch<Real, Operand>(w, op, tiles),
+        more_rows(w.take<Real>(BLOCK_M * this->width(op))),
         dprobs(w.take<Real>(BLOCK_N * BLOCK_M)),
         dropped(w.take<Real>(BLOCK_N * BLOCK_M)),
         slopes(w.take<Real>(BLOCK_N * BLOCK_M)),
         probs_packed(w.take<Operand>(this->kWeights)),
         dscores_packed(w.take<Operand>(this->kWeights)),
         near_tiles(w.take_objects<NearTile<Real>>(op.kept_tiles)),
-        kept_slopes(w.take<Real>(capped_tiles(op) * BLOCK_N * BLOCK_M)),
-        near_keys(w, near_width(op), false) {}
+        kept_slopes(w.take<Real>((op.params.terms.softcap != 0.0 ? op.kept_tiles : 0) * BLOCK_N * BLOCK_M)),
+        near_keys(w, op.kept_tiles > 0 ? op.D : 0, false) {}
 };
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.
@@ -131,11 +116,12 @@ struct HeadGradients {
 };
 
 // The `HeadGradients` of head (b, h); dgate and dsinks are null unless `with_rows`.
-template <typename Real, typename Operator>
-inline HeadGradients head_gradients(const Operator& op, const BackwardParams& p, int64_t b, int64_t h, bool with_rows) {
+template <typename Real, typename Operand>
+inline HeadGradients head_gradients(const Attention<Real, Operand>& op, const BackwardParams& p, int64_t b, int64_t h,
+                                    bool with_rows) {
   const int64_t row = (b * op.H + h) * op.T, width = op.gate.elementwise ? op.Dv : 1;
-  return {head_rows(op, p.dout, b, h),
-          head_rows(op, p.attended, b, h),
+  return {op.head_rows(p.dout, b, h),
+          op.head_rows(p.attended, b, h),
           static_cast<Real*>(p.lse.data) + row,
           p.alpha ? static_cast<Real*>(p.lse.data) + op.B * op.H * op.T + row : nullptr,
           p.dlse ? static_cast<Real*>(p.dlse.data) + row : nullptr,
@@ -308,8 +294,8 @@ inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, c
 
 // Prepares everything in a query tile except `query_rows`, and stores its rows of the gate's gradient; `pack` fills
 // `tile.query`. Returns false if the head or all rows are closed, or no row sees a key.
-template <typename Real, typename Operand, typename Operator, typename Pack>
-inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
+template <typename Real, typename Operand, typename Pack>
+inline bool prepare_tile(const Attention<Real, Operand>& op, const HeadGradients& gradients,
                          BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch, Pack pack) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
@@ -318,7 +304,7 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
   if (skipped && gradients.dsinks)
     std::fill_n(static_cast<Real*>(gradients.dsinks) + visible.first, visible.count, Real(0));
   if (skipped && !gradients.dgate) return false;
-  if (skipped && !(closed_grad && visible.any)) {
+  if (skipped && (op.skips_closed || !visible.any)) {
     std::fill_n(static_cast<Real*>(gradients.dgate) + visible.first, visible.count, Real(0));
     return false;
   }
@@ -332,10 +318,10 @@ inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradien
   return visible.any;
 }
 
-template <typename Real, typename Operand, typename Operator>
-inline bool prepare_tile(const Operator& op, bool closed_grad, const HeadGradients& gradients,
+template <typename Real, typename Operand>
+inline bool prepare_tile(const Attention<Real, Operand>& op, const HeadGradients& gradients,
                          BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch) {
-  return prepare_tile(op, closed_grad, gradients, tile, scratch,
+  return prepare_tile(op, gradients, tile, scratch,
                       [&] { op.pack(tile.head.b, tile.head.h, tile.visible, scratch.rows, tile.query); });
 }
 

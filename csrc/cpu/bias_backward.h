@@ -40,8 +40,8 @@ struct BiasEntries {
 
 // The gradient of a bias in a separate pass. One thread sums a block of rows of one entry over the heads that share it,
 // in their order. If the bias broadcasts over rows, and for offsets (summed over batches afterwards), it sums all rows.
-template <typename Real, typename Operand, typename Operator>
-void bias_backward(const Operator& op, const BackwardParams& p) {
+template <typename Real, typename Operand>
+void bias_backward(const Attention<Real, Operand>& op, const BackwardParams& p) {
   if (!p.dbias && !p.doffset_bias) return;
   const BiasEntries dense(p);
   const int64_t entries = p.dbias ? dense.count() : op.B * op.H;
@@ -53,16 +53,16 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
       std::min(tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)), std::max<int64_t>(1, op.query_tiles));
   const int64_t tiles_together = std::clamp<int64_t>(op.query_tiles * entries / wanted, 1, most);
   const int64_t parts = all_rows ? 1 : ceil_div(op.query_tiles, tiles_together);
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + tiles_together * tile_bytes;
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op) + tiles_together * tile_bytes;
 
   parallel_for(entries * parts, p.threads, 2 * op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
-    BackwardScratch<Real, Operand> scratch(workspace, op, op.Dv, tiles_together);
+    BackwardScratch<Real, Operand> scratch(workspace, op, tiles_together);
     const int64_t entry = item / parts;
     const int64_t begin = all_rows ? 0 : item % parts * tiles_together * BLOCK_M;
     const int64_t end = all_rows ? op.T : std::min(op.T, begin + tiles_together * BLOCK_M);
     const auto head_rows = [&](int64_t b, int64_t h, const BiasGradient<Real>& sums) {
       const KeyGradients<Real> keys{0, nullptr, nullptr, nullptr, sums};
-      const HeadGradients read = head_gradients<Real>(op, p, b, h, false);
+      const HeadGradients read = head_gradients(op, p, b, h, false);
       for (int64_t first = begin; first < end; first += tiles_together * BLOCK_M) {
         const size_t mark = workspace.mark();
         auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(tiles_together);
@@ -71,7 +71,7 @@ void bias_backward(const Operator& op, const BackwardParams& p) {
         for (int64_t row = first; row < last; row += BLOCK_M) {
           const VisibleRows<Real> visible(p.mask, b, h, row, op.T, op.S);
           auto* tile = new (tiles + count) BackwardTile<Real, Operand>(workspace, op, b, h, visible);
-          count += prepare_tile(op, p.closed_grad, read, *tile, scratch);
+          count += prepare_tile(op, read, *tile, scratch);
         }
         attend_all_backward<Real>(tiles, count, p, Real(1), {0, op.S}, Ranges{}, keys, nullptr, nullptr, scratch);
         workspace.rewind(mark);

@@ -1,111 +1,11 @@
-// Collaborative attention on the CPU: one query and one key for all heads. The mixing vector of a
-// head scales the features of the query; chunks of it that are all zero are skipped. The tiles are
-// those of attend.h.
+// The backward pass of collaborative attention: the assignment of heads to threads.
 #pragma once
 
 #include <memory>
 
 #include "cpu/bias_backward.h"
-#include "cpu/decode.h"
-#include "cpu/forward.h"
 
 namespace hk::HK_LEVEL {
-
-constexpr int64_t kMixingChunk = 16;  // MIXING_CHUNK of call.py
-static_assert(kVectors<float, BFloat16> == 1 || kMixingChunk % kLoad<float, BFloat16> == 0,
-              "a query row is in the order of loads, which begin where chunks do");
-
-template <typename Real, typename Operand>
-struct CollaborativeAttention {
-  static constexpr int64_t kept_tiles = 0;  // no entmax
-  const AttentionParams& params;
-  Gate<Real> gate;
-  bool skips_closed = true;  // whether closed heads are not computed
-  bool skips_rows = false;   // whether the backward pass skips tiles whose rows are all closed
-  int64_t B, H, T, S, D, Dv, query_tiles;
-  int64_t heads_per_key;  // all
-  int64_t heads_per_value;
-  std::vector<Real> mixing;                  // [H][D]
-  std::vector<Real> factors;                 // [H][D] of the features of a query
-  std::vector<std::vector<Range>> features;  // per head: runs of chunks that are not all zero
-  BiasImage<Real> image;
-
-  explicit CollaborativeAttention(const AttentionParams& p)
-      : params(p),
-        gate(p.gate, p.activation),
-        B(p.query.size[0]),
-        H(p.mixing.size[0]),
-        T(p.query.size[1]),
-        S(p.key.size[1]),
-        D(p.query.size[2]),
-        Dv(p.value ? p.value.size[3] : 1),
-        query_tiles(ceil_div(T, BLOCK_M)),
-        heads_per_key(std::max<int64_t>(1, H)),
-        heads_per_value(p.value && H ? H / p.value.size[1] : 1),
-        mixing(H * D),
-        factors(H * D),
-        features(H),
-        image(p, B, H, T, S) {
-    std::vector<double> own(D);  // the mixing of a head, compared with 0 before rounding to Real
-    for (int64_t h = 0; h < H; ++h) {
-      load_row(own.data(), static_cast<char*>(p.mixing.data) + h * p.mixing.stride[0] * element_size(p.mixing.dtype),
-               p.mixing.dtype, D, p.mixing.stride[1]);
-      for (int64_t d = 0; d < D; ++d) {
-        mixing[h * D + d] = static_cast<Real>(own[d]);
-        factors[h * D + d] = mixing[h * D + d] * (kScaledQuery<Operand> ? static_cast<Real>(p.scale) : Real(1));
-      }
-      for (int64_t begin = 0; begin < D; begin += kMixingChunk) {
-        const int64_t end = std::min(D, begin + kMixingChunk);
-        const auto first = own.begin() + begin, last = own.begin() + end;
-        if (std::all_of(first, last, [](double x) { return x == 0; })) continue;
-        std::vector<Range>& ranges = features[h];
-        if (!ranges.empty() && ranges.back().end == begin) {
-          ranges.back().end = end;
-        } else {
-          ranges.push_back({begin, end});
-        }
-      }
-    }
-  }
-
-  Head<Real> head(int64_t b, int64_t h) const {
-    Rows content_bias;
-    if (params.content_bias) {
-      const Tensor& t = params.content_bias;
-      content_bias = {static_cast<char*>(t.data) + (b * t.stride[0] + h * t.stride[1]) * element_size(t.dtype), 0,
-                      t.stride[2], t.dtype};
-    }
-    return {b,
-            h,
-            rows_at(params.key, b),
-            head_rows(*this, params.value, b, h, heads_per_value),
-            content_bias,
-            static_cast<Real>(params.scale),
-            D,
-            Dv,
-            features_of(h),
-            image.terms(params.terms, b, h, T)};
-  }
-
-  Ranges features_of(int64_t h) const { return {features[h].data(), static_cast<int64_t>(features[h].size())}; }
-
-  Rows query_rows(int64_t b, int64_t) const { return rows_at(params.query, b); }
-  const Real* factors_of(int64_t h) const { return factors.data() + h * D; }
-
-  // The mixed query tile of head h, skipped features left undefined; `rows` is scratch.
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, Operand* query) const {
-    pack_query(query_rows(b, h), visible, features_of(h), factors_of(h), rows, query);
-  }
-
-  int64_t multiply_adds() const { return B * H * T * S * (D + Dv); }
-};
-
-template <typename Real, typename Operand>
-void collaborative_attention_forward(const ForwardParams& params) {
-  const CollaborativeAttention<Real, Operand> op(params);
-  if (few_rows(params)) return decode<Operand>(params, op);
-  attention_forward<Real, Operand>(params, op);
-}
 
 // The number of groups of heads with separate sums of dQ [T] and dK [S], which are added in order.
 // It depends only on H, Hv, T and S, so the result does not depend bitwise on the number of threads
@@ -119,8 +19,7 @@ inline int64_t groups_of_heads(int64_t H, int64_t Hv, int64_t T, int64_t S) {
   return groups;
 }
 
-// query[d][m] = factor[d] * queries[d][m] over the features, both transposed, and zero where a row
-// sees nothing.
+// query[d][m] = factor[d] * queries[d][m] over the features, both transposed, and zero where a row sees nothing.
 template <typename Real>
 inline void mix_queries(const Real* queries, const VisibleRows<Real>& visible, Ranges features, const Real* factor,
                         int64_t, Real* query) {
@@ -149,7 +48,7 @@ inline void mix_queries(const float* queries, const VisibleRows<float>& visible,
 // One thread processes one group of heads of one batch element: dQ and dK are summed over the heads
 // of a group, then over the groups.
 template <typename Real, typename Operand>
-struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
+struct CollaborativeAttentionBackward : Attention<Real, Operand> {
   const BackwardParams& backward;
   int64_t Ds_stride, Dv_stride;  // between rows of scratch
   int64_t Ds_padded;             // whole vectors
@@ -157,17 +56,14 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   int64_t groups;                // of heads
 
   explicit CollaborativeAttentionBackward(const BackwardParams& p)
-      : CollaborativeAttention<Real, Operand>(p),
+      : Attention<Real, Operand>(p),
         backward(p),
         Ds_stride(row_stride<Real>(this->D)),
         Dv_stride(row_stride<Real>(this->Dv)),
         Ds_padded(round_up(this->D, kLanes<Real>)),
         tiles_together(std::clamp<int64_t>(this->query_tiles, 1,
                                            tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(*this)))),
-        groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {
-    this->skips_closed = !p.closed_grad;
-    this->skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;
-  }
+        groups(groups_of_heads(this->H, value_heads(), this->T, this->S)) {}
 
   int64_t value_heads() const { return this->H / this->heads_per_value; }
 
@@ -176,8 +72,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   // Sums over the heads of a group: dQ as transposed tiles, then dK [S][Ds_stride].
   int64_t shared_count() const { return tiles_count() + this->S * Ds_stride; }
 
-  // The queries of the batch element, and the accumulators of one head and of the heads that share
-  // its value.
+  // The queries of the batch element, and the accumulators of one head and of the heads that share its value.
   struct Group {
     Real* queries;  // transposed tiles
     Real* dvalue;   // [S][Dv]
@@ -199,14 +94,12 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
     Real* dvalue = p.dvalue ? own.dvalue : nullptr;
     if (dvalue && h % this->heads_per_value == 0) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
     std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
-    const HeadGradients gradients = head_gradients<Real>(*this, p, b, h, true);
+    const HeadGradients gradients = head_gradients(*this, p, b, h, true);
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias, {}};
-    // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of
-    // them.
-    const Range all{0, D};
+    // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of them.
     Ranges dquery_features;
     if (p.dmixing && p.closed_grad) {
-      dquery_features = {&all, 1};
+      dquery_features = {&this->all_features, 1};
     } else if (p.dmixing || dquery) {
       dquery_features = head.features;
     }
@@ -222,7 +115,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
         const auto pack = [&] {
           mix_queries(own.queries + row * Ds_padded, visible, head.features, this->factors_of(h), D, tile.query);
         };
-        if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch, pack) || !pairs) continue;
+        if (!prepare_tile(*this, gradients, tile, scratch, pack) || !pairs) continue;
         load_queries(tile, rows_at(p.query, b), this->mixing.data() + h * D, scratch);
         ++count;
       }
@@ -279,7 +172,7 @@ struct CollaborativeAttentionBackward : CollaborativeAttention<Real, Operand> {
   // The heads of group g of batch b; `shared` receives the sums of dQ and dK.
   void group(int64_t b, int64_t g, Real* shared, Workspace& workspace) const {
     const size_t mark = workspace.mark();
-    BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, tiles_together);
+    BackwardScratch<Real, Operand> scratch(workspace, *this, tiles_together);
     const Group own{workspace.take<Real>(tiles_count()), workspace.take<Real>(this->S * Dv_stride),
                     workspace.take<Real>(Ds_stride)};
     transpose_queries(b, own.queries, scratch.rows);
@@ -323,7 +216,7 @@ void collaborative_attention_backward(const BackwardParams& params) {
   const int64_t B = op.B, groups = op.groups, count = op.shared_count();
   const int64_t work = 5 * op.multiply_adds() / 2;
   const int64_t row_bytes = buffer_bytes<Real>(BLOCK_M * op.Ds_stride);
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + op.group_bytes() +
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op) + op.group_bytes() +
                         op.tiles_together * BackwardTile<Real, Operand>::bytes(op);
   if (B == 0 || B >= params.threads || groups == 1) {
     parallel_for(B, params.threads, work, bytes + 2 * buffer_bytes<Real>(count) + row_bytes,

@@ -19,15 +19,15 @@ namespace hk::HK_LEVEL {
 // with more heads, the next keys do not stay in the first-level cache).
 constexpr int64_t kRun = 4096;
 
-template <typename Operand, typename Number, typename Operator>
+template <typename Operand, typename Number>
 class Decoder {
   using Real = RealOf<Operand>;
 
  public:
-  Decoder(const ForwardParams& params, const Operator& op)
+  Decoder(const ForwardParams& params, const Attention<Real, Operand>& op)
       : p_(params),
         op_(op),
-        task_(params, op),
+        task_(op),
         heads_(op.heads_per_key),
         key_heads_(op.H / heads_),
         parts_(std::max<int64_t>(1, ceil_div(op.S, kPart))),
@@ -72,8 +72,8 @@ class Decoder {
   }
 
   const ForwardParams& p_;
-  const Operator& op_;
-  const DecodeTask<Operand, Number, Operator> task_;
+  const Attention<Real, Operand>& op_;
+  const DecodeTask<Operand, Number> task_;
   const int64_t heads_;      // that share a key head
   const int64_t key_heads_;  // of a batch element
   const int64_t parts_;
@@ -110,7 +110,7 @@ class Decoder {
     const Head<Real> head = op_.head(b, h);
     alignas(64) Real token[L] = {};
     if (op_.gate && !op_.gate.elementwise) op_.gate.tokens(b, h, i, 1, token);
-    finish_row(head, op_.gate, token[0], outputs_of<Real>(op_, p_, b, h), i, reference, sum, out,
+    finish_row(head, op_.gate, token[0], outputs_of(op_, p_, b, h), i, reference, sum, out,
                workspace.take<Real>(width));
     workspace.rewind(mark);
   }
@@ -123,15 +123,15 @@ constexpr int64_t kFewRows = 10;
 
 inline bool few_rows(const AttentionParams& p) { return p.query.size[p.mixing ? 1 : 2] <= kFewRows; }
 
-template <typename Operand, typename Operator>
-void decode(const ForwardParams& params, const Operator& op) {
+template <typename Real, typename Operand>
+void decode(const ForwardParams& params, const Attention<Real, Operand>& op) {
   if constexpr (kNumbers<Operand> == 2) {
-    return Decoder<Operand, BFloat16, Operator>(params, op).run();
+    return Decoder<Operand, BFloat16>(params, op).run();
   } else if constexpr (sizeof(Operand) == 4) {
-    if (params.query.dtype == DType::kBFloat16) return Decoder<Operand, BFloat16, Operator>(params, op).run();
-    if (params.query.dtype == DType::kFloat16) return Decoder<Operand, Float16, Operator>(params, op).run();
+    if (params.query.dtype == DType::kBFloat16) return Decoder<Operand, BFloat16>(params, op).run();
+    if (params.query.dtype == DType::kFloat16) return Decoder<Operand, Float16>(params, op).run();
   }
-  if constexpr (kNumbers<Operand> == 1) Decoder<Operand, Operand, Operator>(params, op).run();
+  if constexpr (kNumbers<Operand> == 1) Decoder<Operand, Operand>(params, op).run();
 }
 
 }  // namespace hk::HK_LEVEL

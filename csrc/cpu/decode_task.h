@@ -19,15 +19,14 @@ struct PartSums {
 // Measured on Zen 4 against half and twice the size.
 constexpr int64_t kBlock = 4096;
 
-template <typename Operand, typename Number, typename Operator>
+template <typename Operand, typename Number>
 class DecodeTask {
   using Real = RealOf<Operand>;
   using Row = PartRow<Real>;
 
  public:
-  DecodeTask(const ForwardParams& params, const Operator& op)
-      : p_(params),
-        op_(op),
+  explicit DecodeTask(const Attention<Real, Operand>& op)
+      : op_(op),
         rows_(op.heads_per_key * op.T),
         query_stride_(round_up(op.D, kLoad<Operand, Number>)),
         out_stride_(round_up(op.Dv, kLoad<Operand, Number>)) {}
@@ -57,7 +56,7 @@ class DecodeTask {
       std::fill(sums.weights, sums.weights + rows_, Real(0));
       Row* rows = workspace.take_objects<Row>(rows_);
       Head<Real>* of_rows = workspace.take_objects<Head<Real>>(op_.heads_per_key);
-      const int64_t found = find_rows(op_, p_.mask, b, hk, begin, begin + size, of_rows, rows);
+      const int64_t found = find_rows(op_, b, hk, begin, begin + size, of_rows, rows);
       if (!found) continue;
       Real* queries = workspace.take<Real>(found * query_stride_);
       load_queries(rows, found, queries);
@@ -99,8 +98,7 @@ class DecodeTask {
     uint64_t some, every;
   };
 
-  const ForwardParams& p_;
-  const Operator& op_;
+  const Attention<Real, Operand>& op_;
   const int64_t rows_;                       // of the heads that share a key head
   const int64_t query_stride_, out_stride_;  // whole loads
 
@@ -203,7 +201,7 @@ class DecodeTask {
       const PartSoftmax<Real> softmax(scores, words);
       head.sums.weights[row.slot] = softmax.sum;
       head.sums.references[row.slot] = softmax.reference;
-      if (p_.dropout.active) drop_row(p_.dropout, *row.head, row.i, begin, size, scores);
+      if (op_.params.dropout.active) drop_row(op_.params.dropout, *row.head, row.i, begin, size, scores);
       as_operands<Operand>(scores, words * kWord);
     }
   }
@@ -229,7 +227,7 @@ class DecodeTask {
     Number* finite = workspace.take<Number>(kWord * op_.Dv);
     // In the order of memory: blocks of all heads in turn if the heads of a token are next to each other, else all
     // blocks of one head after the other.
-    const bool tokens_first = p_.value.stride[1] < p_.value.stride[2];
+    const bool tokens_first = op_.params.value.stride[1] < op_.params.value.stride[2];
     const int64_t together = tokens_first ? count : 1;
     // A sum rounds once per block, so its size must not depend on what else is in the task.
     const int64_t block = rows_ == 1 && !tokens_first ? kWord : block_of(op_.Dv, tokens_first ? 2 : 1);

@@ -1,10 +1,11 @@
-// The forward pass of an operator: divides its query tiles among the threads.
+// The forward pass: divides its query tiles among the threads.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
+#include "cpu/decode.h"
 #include "cpu/entmax_attend.h"
 #include "cpu/parallel.h"
 #include "cpu/work_items.h"
@@ -13,8 +14,8 @@ namespace hk::HK_LEVEL {
 
 // Stores the zeros of closed heads in `out`, in the order of memory: with the heads side by side in rows, [B, T, H,
 // Dv], storing head by head would visit every page once per head.
-template <typename Real, typename Operator>
-void store_closed_heads(const ForwardParams& params, const Operator& op) {
+template <typename Real, typename Operand>
+void store_closed_heads(const ForwardParams& params, const Attention<Real, Operand>& op) {
   const Tensor& out = params.out;
   if (!op.gate || !out) return;
   std::vector<std::vector<Range>> closed(op.B);  // runs of neighbours, for each batch element
@@ -47,21 +48,22 @@ void store_closed_heads(const ForwardParams& params, const Operator& op) {
   });
 }
 
-// `Operator` describes a head (`head`), packs a query tile of it (`pack`) and has sizes and gate.
-template <typename Real, typename Operand, typename Operator>
-void attention_forward(const ForwardParams& params, const Operator& op) {
+template <typename Real, typename Operand>
+void attention_forward(const ForwardParams& params) {
+  const Attention<Real, Operand> op(params);
+  if (few_rows(params) && !params.alpha) return decode(params, op);
   const int64_t tile_bytes = buffer_bytes<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
-  store_closed_heads<Real>(params, op);
-  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op, op.Dv);
+  store_closed_heads(params, op);
+  const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op);
   parallel_for(items.count(), params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
-    TileScratch<Real, Operand> scratch(workspace, op, op.Dv, items.size);
+    TileScratch<Real, Operand> scratch(workspace, op, items.size);
     QueryTile<Real, Operand>* tiles = workspace.take_objects<QueryTile<Real, Operand>>(items.size);
     int64_t count = 0;
     const Range places = items.tiles(item);
     for (int64_t i = places.begin; i < places.end; ++i) {
       const TilePlace at = items.place(i);
-      Outputs empty = outputs_of<Real>(op, params, at.b, at.h);
+      Outputs empty = outputs_of(op, params, at.b, at.h);
       if (op.gate.closed(at.b, at.h)) {
         empty.out = {};  // stored above
         store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,
@@ -81,7 +83,7 @@ void attention_forward(const ForwardParams& params, const Operator& op) {
     }
     attend_all(tiles, count, params.dropout, scratch);
     for (int64_t i = 0; i < count; ++i)
-      finish_tile(tiles[i], op.gate, scratch, outputs_of<Real>(op, params, tiles[i].head.b, tiles[i].head.h));
+      finish_tile(tiles[i], op.gate, scratch, outputs_of(op, params, tiles[i].head.b, tiles[i].head.h));
   });
 }
 

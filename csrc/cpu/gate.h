@@ -6,6 +6,7 @@
 
 #include "common/params.h"
 #include "cpu/rows.h"
+#include "cpu/visible.h"
 
 namespace hk::HK_LEVEL {
 
@@ -82,20 +83,5 @@ struct Gate {
     activate(activation, values, width);
   }
 };
-
-// [rows, width] at (b, h / group), and the distance to those of the next head that is computed, of the same batch
-// element or a later one: `group` query heads share a head of the tensor.
-template <typename Operator>
-inline Rows head_rows(const Operator& op, const Tensor& t, int64_t b, int64_t h, int64_t group = 1) {
-  Rows rows = rows_at(t, b, h / group);
-  if (!rows) return rows;
-  const int64_t last = op.B * op.H;
-  int64_t next = b * op.H + (h / group + 1) * group;
-  while (next < last && op.skips_closed && op.gate.closed(next / op.H, next % op.H)) ++next;
-  rows.next = next == last ? 0
-                           : ((next / op.H - b) * t.stride[0] + (next % op.H / group - h / group) * t.stride[1]) *
-                                 element_size(t.dtype);
-  return rows;
-}
 
 }  // namespace hk::HK_LEVEL

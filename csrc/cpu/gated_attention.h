@@ -1,90 +1,19 @@
-// Gated attention on the CPU: the assignment of tiles to threads. The tiles are those of attend.h.
+// The backward pass of gated attention: the assignment of tiles to threads.
 #pragma once
 
 #include <memory>
 
 #include "cpu/bias_backward.h"
-#include "cpu/decode.h"
-#include "cpu/forward.h"
 
 namespace hk::HK_LEVEL {
 
 template <typename Real, typename Operand>
-struct GatedAttention {
-  const AttentionParams& params;
-  Gate<Real> gate;
-  bool skips_closed = true;  // whether closed heads are not computed
-  bool skips_rows = false;   // whether the backward pass skips tiles whose rows are all closed
-  int64_t B, H, Hk, T, S, D, Dv, query_tiles;
-  int64_t heads_per_key;      // query heads that share a key head
-  int64_t kept_tiles;         // tiles of scores that entmax keeps of a query tile
-  Range features;             // all
-  std::vector<Real> factors;  // of the D features of a query
-  Real scale;                 // of raw products
-  BiasImage<Real> image;
-
-  explicit GatedAttention(const AttentionParams& p)
-      : params(p),
-        gate(p.gate, p.activation),
-        B(p.query.size[0]),
-        H(p.query.size[1]),
-        Hk(p.key.size[1]),
-        T(p.query.size[2]),
-        S(p.key.size[2]),
-        D(p.query.size[3]),
-        Dv(p.value ? p.value.size[3] : 1),
-        query_tiles(ceil_div(T, BLOCK_M)),
-        heads_per_key(Hk ? std::max<int64_t>(1, H / Hk) : 1),
-        kept_tiles(p.alpha ? ceil_div(S, BLOCK_N) : 0),
-        features{0, D},
-        factors(D, kScaledQuery<Operand> ? static_cast<Real>(p.scale) : Real(1)),
-        scale(static_cast<Real>(p.scale)),
-        image(p, B, H, T, S) {}
-
-  Head<Real> head(int64_t b, int64_t h) const {
-    return {b,
-            h,
-            head_rows(*this, params.key, b, h, heads_per_key),
-            head_rows(*this, params.value, b, h, heads_per_key),
-            Rows{},
-            scale,
-            D,
-            Dv,
-            Ranges{&features, 1},
-            image.terms(params.terms, b, h, T),
-            order(h)};
-  }
-
-  Real order(int64_t h) const {
-    return params.alpha ? static_cast<const Real*>(params.alpha.data)[h] - Real(1) : Real(0);
-  }
-
-  Rows query_rows(int64_t b, int64_t h) const { return head_rows(*this, params.query, b, h); }
-  const Real* factors_of(int64_t) const { return factors.data(); }
-
-  // The query tile of head h; `rows` is scratch.
-  void pack(int64_t b, int64_t h, const VisibleRows<Real>& visible, Real* rows, Operand* query) const {
-    pack_query(query_rows(b, h), visible, {&features, 1}, kScaledQuery<Operand> ? factors_of(h) : nullptr, rows, query);
-  }
-
-  int64_t multiply_adds() const { return B * H * T * S * (D + Dv); }
-};
-
-template <typename Real, typename Operand>
-void gated_attention_forward(const ForwardParams& params) {
-  const GatedAttention<Real, Operand> op(params);
-  if (few_rows(params) && !params.alpha) return decode<Operand>(params, op);
-  attention_forward<Real, Operand>(params, op);
-}
-
-template <typename Real, typename Operand>
-struct GatedAttentionBackward : GatedAttention<Real, Operand> {
+struct GatedAttentionBackward : Attention<Real, Operand> {
   const BackwardParams& backward;
 
-  explicit GatedAttentionBackward(const BackwardParams& p) : GatedAttention<Real, Operand>(p), backward(p) {
-    this->skips_closed = !p.closed_grad;
-    this->skips_rows = !(p.closed_grad && p.dgate) && !p.dlse;
-  }
+  explicit GatedAttentionBackward(const BackwardParams& p) : Attention<Real, Operand>(p), backward(p) {}
+
+  int64_t key_heads() const { return backward.key.size[1]; }
 
   // Whether a tile has a dQ other than 0.
   bool computes(const TilePlace& at, const VisibleRows<Real>& visible) const {
@@ -116,18 +45,18 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
       if (!with_rows && !visible.meets(range)) continue;
       if (with_dquery && !computes(at, visible))
         store_zeros<Real>(rows_at(p.dquery, at.b, at.h), at.first_row, visible.count, this->D);
-      const HeadGradients gradients = head_gradients<Real>(*this, p, at.b, at.h, with_rows);
+      const HeadGradients gradients = head_gradients(*this, p, at.b, at.h, with_rows);
       BackwardTile<Real, Operand>& tile =
           *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, at.b, at.h, visible);
-      if (!prepare_tile(*this, p.closed_grad, gradients, tile, scratch) || !pairs) continue;
+      if (!prepare_tile(*this, gradients, tile, scratch) || !pairs) continue;
       load_queries<Real>(tile, this->query_rows(at.b, at.h), nullptr, scratch);
       ++count;
     }
-    attend_all_backward(tiles, count, p, static_cast<Real>(p.scale), range, Ranges{&this->features, with_dquery}, keys,
-                        centers, dalpha, scratch);
+    attend_all_backward(tiles, count, p, static_cast<Real>(p.scale), range,
+                        with_dquery ? this->features_of(0) : Ranges{}, keys, centers, dalpha, scratch);
     if (with_dquery)
       for (int64_t i = 0; i < count; ++i)
-        store_dquery(head_rows(*this, p.dquery, tiles[i].head.b, tiles[i].head.h), tiles[i], scratch.rows);
+        store_dquery(this->head_rows(p.dquery, tiles[i].head.b, tiles[i].head.h), tiles[i], scratch.rows);
     workspace.rewind(mark);
   }
 
@@ -135,13 +64,13 @@ struct GatedAttentionBackward : GatedAttention<Real, Operand> {
   // `bias`.
   void key_head(const WorkItems& items, int64_t index, const KeySpan& range, bool with_rows,
                 const BiasGradient<Real>& bias, Workspace& workspace) const {
-    BackwardScratch<Real, Operand> scratch(workspace, *this, this->Dv, items.size);
+    BackwardScratch<Real, Operand> scratch(workspace, *this, items.size);
     KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, bias};
     if (backward.dkey) keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
     if (backward.dvalue) keys.dvalue = zeros<Real>(workspace, range.count() * row_stride<Real>(this->Dv));
     for (int64_t part = 0; part < items.parts; ++part)
       tiles_backward(items, index * items.parts + part, range, with_rows, keys, nullptr, scratch, workspace);
-    const int64_t b = index / this->Hk, hk = index % this->Hk;
+    const int64_t b = index / key_heads(), hk = index % key_heads();
     store_accumulator(rows_at(backward.dkey, b, hk), range.begin, range.end, this->D, keys.dkey);
     store_accumulator(rows_at(backward.dvalue, b, hk), range.begin, range.end, this->Dv, keys.dvalue);
   }
@@ -161,10 +90,10 @@ void gated_attention_backward(const BackwardParams& given) {
   const GatedAttentionBackward<Real, Operand> op(params);
   const int64_t rows = op.B * op.H * op.T;
   if (params.dalpha) std::fill_n(static_cast<Real*>(params.dalpha.data), rows, Real(0));
-  const int64_t heads = op.B * op.Hk, work = 5 * op.multiply_adds() / 2;
+  const int64_t heads = op.B * op.key_heads(), work = 5 * op.multiply_adds() / 2;
   const int64_t tile_bytes = BackwardTile<Real, Operand>::bytes(op);
   const WorkItems whole(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)), 1);
-  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op, op.Dv) + whole.size * tile_bytes;
+  const int64_t bytes = BackwardScratch<Real, Operand>::bytes(op) + whole.size * tile_bytes;
   const BiasEntries bias(params);
   // Not if it broadcasts over rows: the order of its sums would depend on the tiles of a work item.
   const bool on_the_way = params.dbias && params.dbias.size[3] != 1 && op.heads_per_key == 1 && op.S > 0;
@@ -195,7 +124,7 @@ void gated_attention_backward(const BackwardParams& given) {
     const WorkItems items(op, tiles_in_cache(BackwardTile<Real, Operand>::cached_bytes(op)),
                           kItemsPerThread * params.threads);
     parallel_for(items.count(), params.threads, work, bytes, [&](int64_t item, Workspace& w) {
-      BackwardScratch<Real, Operand> scratch(w, op, op.Dv, items.size);
+      BackwardScratch<Real, Operand> scratch(w, op, items.size);
       op.tiles_backward(items, item, {0, op.S}, true, KeyGradients<Real>{}, centers.get(), scratch, w);
     });
   }

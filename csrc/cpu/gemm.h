@@ -73,9 +73,8 @@ __attribute__((always_inline)) inline void multiply_block(Left<Operand, kDown> a
       store<Real>(at, accumulate ? load(at) + sum[r][v] : sum[r][v]);
     }
   };
-  // The last step, of pairs the last two, goes row by row: the stores of a row overlap with the
-  // products of the next one (pairs: 96 to 99.5 % of the peak at depth 32, Zen 4; floats: 2 % of
-  // the time at depth 64).
+  // The last step, of pairs the last two, goes row by row: the stores of a row overlap with the products of the next
+  // one (pairs: 96 to 99.5 % of the peak at depth 32, Zen 4; floats: 2 % of the time at depth 64).
   constexpr int kLast = kNumbers<Operand> == 2 ? 2 : 1;
   const bool by_rows = depth >= kLast;
   const int64_t before = by_rows ? depth - kLast : depth;
@@ -115,8 +114,7 @@ inline void multiply_columns(int64_t rows, Left<Operand, kDown> a, const Operand
   if (rows - r >= 1) run(std::integral_constant<int, 1>{});
 }
 
-// A panel of B of this depth and 64 columns (16 KiB of float) stays in the first-level cache while
-// all rows of A pass.
+// A panel of B of this depth and 64 columns (16 KiB of float) stays in the first-level cache while all rows of A pass.
 constexpr int64_t kPanelDepth = 64;
 
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns] by vectors; `columns` in whole ones.

@@ -2,6 +2,7 @@
 // products of pairs of bfloat16 serves bfloat16 alone; HK_PLAIN is the level that it uses for all other dtypes.
 #include "cpu/attention_statistics.h"
 #include "cpu/collaborative_attention.h"
+#include "cpu/forward.h"
 #include "cpu/gated_attention.h"
 #include "cpu/kernels.h"
 #include "cpu/peak.h"
@@ -9,10 +10,6 @@
 namespace hk::HK_LEVEL {
 namespace {
 
-template <typename Real, typename Operand>
-void attention_forward(const ForwardParams& p) {
-  p.mixing ? collaborative_attention_forward<Real, Operand>(p) : gated_attention_forward<Real, Operand>(p);
-}
 template <typename Real, typename Operand>
 void attention_backward(const BackwardParams& p) {
   p.mixing ? collaborative_attention_backward<Real, Operand>(p) : gated_attention_backward<Real, Operand>(p);

@@ -39,9 +39,10 @@ inline bool same(Ranges a, Ranges b) {
 }
 
 // The rows of open heads that see keys of [begin, end); constructs these heads.
-template <typename Real, typename Operator>
-inline int64_t find_rows(const Operator& op, const MaskParams& mask, int64_t b, int64_t hk, int64_t begin, int64_t end,
+template <typename Real, typename Operand>
+inline int64_t find_rows(const Attention<Real, Operand>& op, int64_t b, int64_t hk, int64_t begin, int64_t end,
                          Head<Real>* heads, PartRow<Real>* rows) {
+  const MaskParams& mask = op.params.mask;
   int64_t count = 0;
   for (int64_t g = 0; g < op.heads_per_key; ++g) {
     const int64_t h = hk * op.heads_per_key + g;

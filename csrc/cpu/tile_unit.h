@@ -25,8 +25,7 @@ constexpr bool kTiled = false;
 template <typename Operand>
 constexpr int kProductUnit = kTiled<Operand> ? 2 * kTile : kTile;
 
-// Configures the tiles of this thread while the object lives (one at a time); does nothing for
-// operands without tiles.
+// Configures the tiles of this thread while the object lives (one at a time); does nothing for operands without tiles.
 template <typename Operand>
 struct TileUnit {
   TileUnit() {}  // not trivial: avoids warnings about an unused variable

@@ -33,23 +33,27 @@ struct DenseCellsParams {
   Tensor mask, cells;  // bytes
 };
 
-// Whether scores are more than scaled products, or single pairs are hidden. Kernels are compiled for either; sinks
-// concern neither products nor gradients of scores.
+// Whether a call has a bias, a cap or a dense mask. Kernels are compiled with and without these terms. Sinks are not
+// among them: they change neither scores nor the gradients of scores.
 inline bool has_terms(const AttentionParams& p) {
   return p.terms.bias || p.terms.offset_bias || p.terms.softcap != 0.0 || p.mask.dense;
 }
 
-// The number of blocks of threads that share the keys of a tile of query rows, and the sums of each for its rows: `acc`
-// [count, B, H, T, Dv], `row_max` and `row_sum` [count, B, H, T] as in OnlineSoftmax. All are contiguous. A closed head
-// writes none.
+// The keys of a tile of query rows are divided among `count` blocks of threads. Each block stores its sums: `acc`
+// [count, B, H, T, Dv], and `row_max` and `row_sum` [count, B, H, T] as in OnlineSoftmax, all contiguous. Nothing is
+// stored for closed heads.
 struct KeySplits {
   int count = 1;
   float *acc = nullptr, *row_max = nullptr, *row_sum = nullptr;
 };
 
-// What a forward kernel stores of its rows: the outputs; the sums of splits, from which attention_combine computes the
-// outputs; or of closed heads alone the rows of their gate's gradient, rowsum(dout * attended). Chosen at run time:
-// compiled for each, forward kernels would take three times the space.
+// What a forward kernel stores for each of its rows:
+//
+//   kOutputs          the outputs
+//   kSplits           the sums over one split of the keys; attention_combine computes the outputs from them
+//   kClosedGradient   the gradient of the gate, rowsum(dout * attended), for rows of closed heads only
+//
+// This is a run-time argument: compiling each forward kernel three times would triple the size of the library.
 enum class Stores { kOutputs, kSplits, kClosedGradient };
 struct ForwardTask : ForwardParams {
   DenseCells dense_cells;
@@ -69,15 +73,15 @@ struct RowsParams : AttentionParams {
   Tensor dsinks;          // [B, H, T] float, or absent
 };
 
-// The inputs of the passes of the backward that follow. `gate` is still to be applied to `dattended`: none, or one
-// value per row.
+// The inputs of the other passes of the backward. `dattended` does not include the gate yet, unless that is
+// elementwise: the passes multiply it by one value per row.
 struct GradientParams : AttentionParams {
   DenseCells dense_cells;
   Tensor dattended;   // [B, H, T, Dv]
   Tensor lse, delta;  // [B, H, T] float
-  // The number of blocks of threads over which the heads of one sum are split; with more than one, each writes its own
-  // part, float, [splits * B, ...]. In the pass by keys of gated attention, a block has one list of tiles, so it has
-  // one head if intervals differ by head.
+  // The heads of one sum are divided among this many blocks of threads. If there is more than one, each block writes
+  // its own part, in float, [splits * B, ...]. In the pass by keys of gated attention all heads of a block have the
+  // same tiles, so a block has a single head if intervals differ between heads.
   int splits = 1;
 };
 
@@ -94,16 +98,16 @@ struct QueriesParams : GradientParams {
   Tensor dmixing;  // [B, tiles of rows, H, Ds] float parts
 };
 
-// Sums of dscores = p * (dp - delta), before cap and scale: over what a bias broadcasts along, or over diagonals. One
-// of the two is present.
+// Sums of dscores = p * (dp - delta), before the cap and the scale, over the dimensions along which a bias broadcasts,
+// or over diagonals. Exactly one of the two is present.
 struct BiasParams : GradientParams {
   Tensor dbias;         // as the bias, float, dense; `splits` consecutive parts of it
   Tensor doffset_bias;  // two parts [B, H, blocks of offsets] float: attention_bias.cu
 };
 
-// What the statistics of rows read and store. The pass by rows writes the largest score of a row
-// and its share for the pass by keys: a probability times the row's weight is
-// exp(score - reference) * share. Null if `received` is not requested.
+// The pass by rows stores the largest score of each row (`reference`) and its `share`, from which the pass by keys
+// computes a probability times the weight of its row: exp(score - reference) * share. Both are null unless `received`
+// is requested.
 struct StatisticsPass : StatisticsParams {
   DenseCells dense_cells;
   float *reference = nullptr, *share = nullptr;  // [B, H, T]
@@ -132,9 +136,9 @@ struct Kernels {
   static bool runs_wide_keys(int device);
 };
 
-// kIsBuilt: whether the kernels for T are compiled; HK_ONLY is the single dtype of a build for tests.
-// HK_INSTANTIATE_KERNELS ends a file of kernels: its dtypes share one object, since their machine code differs in few
-// instructions and together compresses to two thirds.
+// kIsBuilt: whether the kernels for T are compiled; HK_ONLY is the only dtype of a build for tests.
+// HK_INSTANTIATE_KERNELS is at the end of every file of kernels. All dtypes of a kernel are in one object, because
+// their machine code is so similar that it compresses to two thirds.
 #ifdef HK_ONLY
 template <typename T>
 constexpr bool kIsBuilt = std::is_same_v<T, HK_ONLY>;

@@ -134,27 +134,28 @@ class ScoreTile {
   // may read it after a barrier. All threads of the block take part.
   template <int kThreads, typename Params>
   HK_DEVICE bool stage(const Params& p, const Head& at, int first_row, int first_key) const {
-    if constexpr (!kThere) return false;
-    const bool masked = p.dense_cells.data && shown(p, at, first_row, first_key) != kShown;
-    const Addends addends(p, at);
-    if (!masked && !addends.any()) return false;
-    constexpr int kBatch = 4;  // reads that are under way at once
-    static_assert(kRows * kKeys % (kBatch * kThreads) == 0);
     bool hides = false;
-    HK_ROLLED
-    for (int first = thread_index(); first < kRows * kKeys; first += kBatch * kThreads) {
-      float values[kBatch];
-      HK_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
-        const int row = first_row + (first + i * kThreads) / kKeys;
-        const int key = first_key + (first + i * kThreads) % kKeys;
-        values[i] = row < at.T && key < at.S ? addends.at(row, key, masked) : 0.0f;
-      }
-      HK_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
-        const int index = first + i * kThreads;
-        hides |= values[i] == -kInfinity;
-        addends_[index / kKeys * kStride + index % kKeys] = values[i];
+    if constexpr (kThere) {
+      const bool masked = p.dense_cells.data && shown(p, at, first_row, first_key) != kShown;
+      const Addends addends(p, at);
+      if (!masked && !addends.any()) return false;
+      constexpr int kBatch = 4;  // reads that are under way at once
+      static_assert(kRows * kKeys % (kBatch * kThreads) == 0);
+      HK_ROLLED
+      for (int first = thread_index(); first < kRows * kKeys; first += kBatch * kThreads) {
+        float values[kBatch];
+        HK_UNROLL
+        for (int i = 0; i < kBatch; ++i) {
+          const int row = first_row + (first + i * kThreads) / kKeys;
+          const int key = first_key + (first + i * kThreads) % kKeys;
+          values[i] = row < at.T && key < at.S ? addends.at(row, key, masked) : 0.0f;
+        }
+        HK_UNROLL
+        for (int i = 0; i < kBatch; ++i) {
+          const int index = first + i * kThreads;
+          hides |= values[i] == -kInfinity;
+          addends_[index / kKeys * kStride + index % kKeys] = values[i];
+        }
       }
     }
     return hides;

@@ -4,12 +4,11 @@
 // and the last to arrive computes for all. All other instructions are independent, so between operations any order of
 // threads is valid; a schedule picks one.
 //
-// Mistakes become a `Fault` that reaches the caller of run_grid: lanes of a warp at different
-// operations; deadlocks, where other threads have returned or wait elsewhere;
-// addresses of asynchronous copies and matrices that are misaligned or outside of the block's
-// shared memory; copies without a wait. Others show in results: shared memory starts as NaN,
-// and the destination of a copy is NaN until the thread waits for the copy. AddressSanitizer
-// finds plain accesses outside of shared memory.
+// A mistake throws a `Fault` from run_grid: lanes of a warp at different operations; a deadlock, because other threads
+// have returned or wait elsewhere; an asynchronous copy or a matrix whose address is misaligned or outside of the
+// shared memory of the block; a copy that is never waited for. Other mistakes change results: shared memory starts as
+// NaN, and so does the destination of a copy until the thread waits for it. AddressSanitizer finds ordinary accesses
+// outside of shared memory.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Tensors of the self test: each in a heap block of exactly its extent, so that AddressSanitizer detects any access
-// outside of it.
+// Tensors of the self test, read without the functions of the kernels: each in a heap block of exactly its extent, so
+// that AddressSanitizer detects any access outside of it.
 #pragma once
 
 #include <algorithm>
@@ -28,6 +28,16 @@ inline double roundoff(DType dtype) {
 inline int64_t bytes_of(DType dtype) {
   constexpr int64_t kBytes[] = {4, 8, 2, 2};
   return kBytes[static_cast<int>(dtype)];
+}
+
+// A number of 16 bits by the definition of IEEE 754, whose fraction has so many bits.
+inline double number_of(uint16_t bits, int fraction) {
+  const int exponent = (bits & 0x7fff) >> fraction, largest = 0x7fff >> fraction, hidden = 1 << fraction;
+  const int significand = bits % hidden;
+  const double special = significand ? kNaN : kInfinity;
+  const int scale = std::max(exponent, 1) - largest / 2 - fraction;
+  const double size = exponent == largest ? special : std::ldexp(significand + (exponent ? hidden : 0), scale);
+  return bits >> 15 ? -size : size;
 }
 
 using Index = std::array<int64_t, 4>;  // dimensions that a tensor lacks are 0
@@ -65,7 +75,7 @@ class Array {
     if (tensor.dtype == DType::kFloat32) return *static_cast<const float*>(p);
     if (tensor.dtype == DType::kFloat64) return *static_cast<const double*>(p);
     const uint16_t bits = *static_cast<const uint16_t*>(p);
-    return tensor.dtype == DType::kBFloat16 ? widen_bfloat(bits) : widen_half(bits);
+    return number_of(bits, tensor.dtype == DType::kBFloat16 ? 7 : 10);
   }
 
   void set(const Index& at, double x) {

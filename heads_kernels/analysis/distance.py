@@ -100,8 +100,7 @@ def distance(
         layers: indices or names of the layers among which those of the kind are compared; default all.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; T or S differ between layers of that kind; data has no batches or
-            real rows; layers have no heads; the attention function of a transformers model is not this package's.
+        TypeError, ValueError: as `statistics`; also if T or S differ between the layers, or they have no heads.
     """
     chosen = _of_kind(choose_layers(attention_layers(model), layers), kind)
     seen: list[tuple[AttentionLayer, AttentionCall]] = []

@@ -85,9 +85,8 @@ def importance(
         `HeadScores`. "leave_one_out" takes a pass for every open head and batch, the others one per batch.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the model has no heads; data has no batches; the loss is not a
-            floating tensor of these shapes, is not finite, has a gradient that is not finite, or does not depend on the
-            heads; the attention function of a transformers model is not this package's.
+        TypeError, ValueError: as `statistics`; also if the model has no heads, or the loss is not a floating tensor of
+            these shapes, is not finite, has a gradient that is not finite, or does not depend on the heads.
     """
     check_choice("method", method, tuple(_METHODS))
     check_choice("reduce", reduce, ("token", "example", "batch"))

@@ -58,8 +58,7 @@ def maps(
         One `HeadMaps` for each run of a layer with some of the heads, in the order in which the layers ran.
 
     Raises:
-        TypeError, ValueError: a layer, head or example does not exist; the example is only padding; the attention
-            function of a transformers model is not this package's.
+        TypeError, ValueError: as `statistics`; also if a head or example does not exist, or has no token.
     """
     layers = attention_layers(model)
     every = {layer.index: range(layer.num_heads) for layer in layers}

@@ -97,9 +97,8 @@ def relevance(
         `HeadScores`; those of a layer sum to 1, or to less if for some examples no relevance reaches its heads.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; data has no batches, or nothing in it counts; the output depends
-            on no head; there is no rule for a function between heads and output, which the message names; a
-            transformers model does not use this package's attention function.
+        TypeError, ValueError: as `statistics`; also if nothing in the data counts, the output depends on no head, or
+            there is no rule for a function between heads and output, which the message names.
     """
     check_choice("attention", attention, ("constant", "full"))
     output = _logits if output is None else output

@@ -161,9 +161,8 @@ def roles(
         common: for rare words, sentences whose rarest token is among the `common` most frequent ones do not count.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; relations name tokens that do not exist, or do not match the
-            number of examples; data has no batches, or no token that reaches a layer; the attention function of a
-            transformers model is not this package's.
+        TypeError, ValueError: as `statistics`; also if relations name tokens that do not exist, or do not match the
+            number of examples.
     """
     there = attention_layers(model)
     chosen = choose_layers(there, layers)

@@ -205,9 +205,8 @@ def received(model: nn.Module, data: Iterable[Any], *, last_rows: int | None = N
         last_rows: the number of each example's last query rows that count; None: all rows.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; data has no batches; a layer has entmax in the place of softmax,
-            or runs on different tokens in one pass; the attention function of a transformers model is not this
-            package's.
+        TypeError, ValueError: as `statistics`; also if a layer has entmax in the place of softmax, or runs on different
+            tokens in one pass.
     """
     if last_rows is not None:
         check_size("last_rows", last_rows)

@@ -13,7 +13,7 @@ from heads_kernels.convert.rotary import AnyFactors, AnyHeads, RotaryFactors, Ro
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.heads.projected import has_products, with_projections
 from heads_kernels.heads.reshape import check_can_share, check_has_products, share
-from heads_kernels.heads.weights import ProjectedLayer, Projection, is_transposed
+from heads_kernels.heads.weights import ProjectedLayer, Projection
 from heads_kernels.nn import GatedMultiheadAttention
 
 
@@ -73,15 +73,12 @@ def read_heads(layer: ProjectedLayer) -> AnyHeads:
 
 def _by_head(projection: Projection, repeats: int = 1) -> tuple[Tensor, Tensor | None]:
     """Weight `[heads, width, D_in]` and bias `[heads, width]`, each head so many times."""
-    linear, heads = projection.linear, projection.heads
-    rows = projection.features(range(heads))
+    weight, bias = projection.rows()
 
-    def split(each: Tensor) -> Tensor:
-        by_head: Tensor = each[rows].view(heads, -1, *each.shape[1:])
-        return by_head.repeat_interleave(repeats, 0)
+    def split(rows: Tensor) -> Tensor:
+        return rows.view(projection.heads, -1, *rows.shape[1:]).repeat_interleave(repeats, 0)
 
-    weight = linear.weight.T if is_transposed(linear) else linear.weight
-    return split(weight), None if linear.bias is None else split(linear.bias)
+    return split(weight), None if bias is None else split(bias)
 
 
 def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, ragged: bool) -> None:

@@ -261,7 +261,6 @@ def share(model: nn.Module, layer: ProjectedLayer, dim: int, *, ragged: bool, sl
             content_heads=layer.num_heads if role == "key" and not rotary else None,
             slots=slots,
             bias=rotary and old.linear.bias is not None,
-            device="meta",
         )
         for role, old in (("query", layer.query), ("key", layer.key))
     }
@@ -347,11 +346,11 @@ def _mixing(layer: ProjectedLayer, dim: int) -> nn.Parameter:
 
 def _values(layer: ProjectedLayer) -> nn.Linear:
     """The projection of values, out of a fused one."""
-    linear, chosen = layer.value.linear, layer.value.features(range(layer.value.heads))
-    weight = (linear.weight.T if is_transposed(linear) else linear.weight).detach()[chosen]
+    linear = layer.value.linear
+    weight, bias = layer.value.rows()
     width, inputs = weight.shape
-    made = nn.Linear(inputs, width, bias=linear.bias is not None, device="meta")
+    made = nn.Linear(inputs, width, bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.contiguous(), linear.weight.requires_grad)
-    if linear.bias is not None:
-        made.bias = nn.Parameter(linear.bias.detach()[chosen], linear.bias.requires_grad)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, linear.bias.requires_grad)
     return made

@@ -30,7 +30,7 @@ class SharedProjection(nn.Module):
     frequency f. So each shared pair of features has a place in one of `slots` heads, at its frequency; other places
     hold zeros. The attention function takes the features from their places (`split_rotary`), a cache keeps them alone.
 
-    It is not a `nn.Linear`, so that tools that wrap or quantise those skip it.
+    It is not a `nn.Linear`, so that tools that wrap or quantise those skip it. It is created on the meta device.
     """
 
     weight: nn.Parameter  # [Ds, D_in]; with places the two features of a pair one after the other
@@ -49,22 +49,17 @@ class SharedProjection(nn.Module):
         content_heads: int | None = None,
         slots: int = 0,
         bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.shared_dim = shared_dim
         self.head_dim = head_dim
         self.slots = slots
-        self.weight = nn.Parameter(torch.empty(shared_dim, in_features, device=device, dtype=dtype))
-        made = nn.Parameter(torch.empty(shared_dim, device=device, dtype=dtype)) if bias else None
-        self.register_parameter("bias", made)
-        places = torch.zeros(shared_dim, device=device, dtype=torch.int64) if slots else None
-        self.register_buffer("places", places)
-        self.content = None
-        if content_heads is not None:
-            self.content = nn.Linear(in_features, content_heads, bias=False, device=device, dtype=dtype)
+        with torch.device("meta"):
+            self.weight = nn.Parameter(torch.empty(shared_dim, in_features))
+            self.register_parameter("bias", nn.Parameter(torch.empty(shared_dim)) if bias else None)
+            self.register_buffer("places", torch.zeros(shared_dim, dtype=torch.int64) if slots else None)
+            self.content = nn.Linear(in_features, content_heads, bias=False) if content_heads is not None else None
 
     @property
     def out_features(self) -> int:

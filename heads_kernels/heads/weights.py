@@ -52,6 +52,12 @@ class Projection:
         features = (first[:, None] + torch.arange(self.width)).flatten()
         return features.to(self.linear.weight.device)
 
+    def rows(self) -> tuple[Tensor, Tensor | None]:
+        """Copies of its weight `[heads * width, inputs]` and bias `[heads * width]`, head after head."""
+        own, linear = self.features(range(self.heads)), self.linear
+        weight = linear.weight.T if is_transposed(linear) else linear.weight
+        return weight.detach()[own], None if linear.bias is None else linear.bias.detach()[own]
+
 
 @dataclass(frozen=True)
 class ProjectedLayer(AttentionLayer):

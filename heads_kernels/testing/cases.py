@@ -8,7 +8,9 @@ matrix.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
 
 import torch
 
@@ -37,6 +39,26 @@ def _gates() -> tuple[GatedCase, ...]:
         for gate in ("H", "BH", "BHT", "BHTD")
         for activation in ("identity", "sigmoid", "softplus")
     )
+
+
+def _terms(make: Callable[..., Case]) -> tuple[Any, ...]:
+    """Biases, caps and sinks, alike for both operators with softmax; `make` knows the widths."""
+    return (
+        make("bias_shared", 3, 2, 70, 67, bias="1HTS", gate="BHTD", gate_activation="sigmoid"),
+        make("bias_rows", 2, 2, 33, 40, bias="B1T1", gate="BHT"),
+        make("bias_keys", 2, 2, 33, 40, bias="11S", is_causal=True),
+        make("bias_pairs", 2, 3, 33, 34, bias="TS", bias_dtype=None, gate="H", closed=0.34),
+        make("bias_hides", 2, 2, 66, 70, bias="B1TS", bias_hides=True, mask=masks.holes),
+        make("bias_dropout", 2, 2, 33, 41, bias="1HTS", dropout_p=0.2),
+        make("offsets_causal", 1, 2, 130, 130, offsets=300, is_causal=True),
+        make("offsets_decode", 2, 2, 1, 67, offsets=9, mask=masks.lower_right),
+        make("softcap", 2, 2, 35, 70, softcap=1.5, gate="H"),
+        make("softcap_bias", 2, 2, 65, 70, softcap=2.0, bias="1HTS", bias_hides=True, is_causal=True, outlier=8.0),
+        make("sinks", 2, 3, 35, 70, sinks=True, mask=masks.holes, gate="H", closed=0.34),
+        make("sinks_all", 2, 2, 70, 70, sinks=True, softcap=2.0, bias="1HTS", gate="BHT", dropout_p=0.1,
+            mask=masks.padded(70, 33)),
+        make("sinks_no_keys", 2, 2, 5, 0, sinks=True, gate="H"),
+    )  # fmt: skip
 
 
 GATED: Final[tuple[GatedCase, ...]] = (
@@ -126,22 +148,8 @@ GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("decode", 2, 8, 1, 300, D=64, Dv=64, Hk=2, mask=masks.lower_right, gate="BHT",
         gate_activation="sigmoid", layout="transposed"),
     GatedCase("bias", 2, 6, 35, 70, D=16, Dv=24, Hk=2, bias="BHTS", gate="H"),
-    GatedCase("bias_shared", 3, 2, 70, 67, D=16, Dv=24, bias="1HTS", gate="BHTD", gate_activation="sigmoid"),
-    GatedCase("bias_rows", 2, 2, 33, 40, D=16, Dv=24, bias="B1T1", gate="BHT"),
-    GatedCase("bias_keys", 2, 2, 33, 40, D=16, Dv=24, bias="11S", is_causal=True),
-    GatedCase("bias_pairs", 2, 3, 33, 34, D=16, Dv=24, bias="TS", bias_dtype=None, gate="H", closed=0.34),
-    GatedCase("bias_hides", 2, 2, 66, 70, D=16, Dv=24, bias="B1TS", bias_hides=True, mask=masks.holes),
-    GatedCase("bias_dropout", 2, 2, 33, 41, D=16, Dv=24, bias="1HTS", dropout_p=0.2),
+    *_terms(partial(GatedCase, D=16, Dv=24)),
     GatedCase("offsets", 2, 3, 70, 67, D=16, Dv=24, offsets=33, gate="H", closed=0.34),
-    GatedCase("offsets_causal", 1, 2, 130, 130, D=16, Dv=24, offsets=300, is_causal=True),
-    GatedCase("offsets_decode", 2, 2, 1, 67, D=16, Dv=24, offsets=9, mask=masks.lower_right),
-    GatedCase("softcap", 2, 2, 35, 70, D=16, Dv=24, softcap=1.5, gate="H"),
-    GatedCase("softcap_bias", 2, 2, 65, 70, D=16, Dv=24, softcap=2.0, bias="1HTS", bias_hides=True,
-        is_causal=True, outlier=8.0),
-    GatedCase("sinks", 2, 3, 35, 70, D=16, Dv=24, sinks=True, mask=masks.holes, gate="H", closed=0.34),
-    GatedCase("sinks_all", 2, 2, 70, 70, D=16, Dv=24, sinks=True, softcap=2.0, bias="1HTS",
-        gate="BHT", dropout_p=0.1, mask=masks.padded(70, 33)),
-    GatedCase("sinks_no_keys", 2, 2, 5, 0, D=16, Dv=24, sinks=True, gate="H"),
     GatedCase("declining_heads", 2, 3, 35, 70, D=16, Dv=24, gate="H", decline=2.0**-9),
     GatedCase("mean", 2, 3, 35, 70, D=16, Dv=24, gate="H", mean=4.0),
     GatedCase("declining_heads_terms", 1, 2, 66, 70, D=24, Dv=24, bias="1HTS", sinks=True, softcap=2.0,
@@ -244,22 +252,8 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
         mask=masks.lower_right, gate="BHT", gate_activation="sigmoid", layout="transposed"),
     CollaborativeCase("multi_value", 1, 5, 34, 35, Ds=80, Dv=16, Hv=1, is_causal=True, sinks=True),
     CollaborativeCase("bias", 2, 3, 35, 70, Ds=32, Dv=16, bias="BHTS", gate="H"),
-    CollaborativeCase("bias_shared", 3, 2, 70, 67, Ds=32, Dv=16, bias="1HTS", gate="BHTD", gate_activation="sigmoid"),
-    CollaborativeCase("bias_rows", 2, 2, 33, 40, Ds=32, Dv=16, bias="B1T1", gate="BHT"),
-    CollaborativeCase("bias_keys", 2, 2, 33, 40, Ds=32, Dv=16, bias="11S", is_causal=True),
-    CollaborativeCase("bias_pairs", 2, 3, 33, 34, Ds=32, Dv=16, bias="TS", bias_dtype=None, gate="H", closed=0.34),
-    CollaborativeCase("bias_hides", 2, 2, 66, 70, Ds=32, Dv=16, bias="B1TS", bias_hides=True, mask=masks.holes),
-    CollaborativeCase("bias_dropout", 2, 2, 33, 41, Ds=32, Dv=16, bias="1HTS", dropout_p=0.2),
+    *_terms(partial(CollaborativeCase, Ds=32, Dv=16)),
     CollaborativeCase("offsets", 2, 3, 70, 67, Ds=32, Dv=16, offsets=33, content_bias=True, gate="H", closed=0.34),
-    CollaborativeCase("offsets_causal", 1, 2, 130, 130, Ds=32, Dv=16, offsets=300, is_causal=True),
-    CollaborativeCase("offsets_decode", 2, 2, 1, 67, Ds=32, Dv=16, offsets=9, mask=masks.lower_right),
-    CollaborativeCase("softcap", 2, 2, 35, 70, Ds=32, Dv=16, softcap=1.5, gate="H"),
-    CollaborativeCase("softcap_bias", 2, 2, 65, 70, Ds=32, Dv=16, softcap=2.0, bias="1HTS", bias_hides=True,
-        is_causal=True, outlier=8.0),
-    CollaborativeCase("sinks", 2, 3, 35, 70, Ds=32, Dv=16, sinks=True, mask=masks.holes, gate="H", closed=0.34),
-    CollaborativeCase("sinks_all", 2, 2, 70, 70, Ds=32, Dv=16, sinks=True, softcap=2.0, bias="1HTS",
-        gate="BHT", dropout_p=0.1, mask=masks.padded(70, 33)),
-    CollaborativeCase("sinks_no_keys", 2, 2, 5, 0, Ds=32, Dv=16, sinks=True, gate="H"),
     CollaborativeCase("mean", 2, 3, 35, 70, Ds=24, Dv=24, gate="H", mean=4.0),
     CollaborativeCase("declining_heads", 2, 3, 35, 70, Ds=32, Dv=16, gate="H", content_bias=True, decline=2.0**-9),
     # Converted models keep the scale of the original: 64**-0.5 for BERT-base, 32**-0.5 for MiniLM.
@@ -282,45 +276,35 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
 
 # ---------------------------------------------------------------------- entmax attention
 _SPREAD: Final = (1.05, 2.0)
+#: The names of cases that are those of gated attention, by their `alpha`.
+_OF_GATED: Final = {
+    (1.5, 1.5): (
+        "one", "small_causal", "one_row", "outliers", "sliced", "window", "packed_causal", "empty_batch", "zero_keys",
+        "bias_hides", "offsets",
+    ),
+    _SPREAD: (
+        "closed_heads", "closed_batch_heads", "multi_query", "holes", "dense_blocks", "bias_shared", "softcap_bias",
+    ),
+    (1.3, 1.8): ("cross",),
+}  # fmt: skip
 
 ENTMAX: Final[tuple[EntmaxCase, ...]] = (
-    EntmaxCase("one", 1, 1, 1, 1, D=1, Dv=1, tags=_TINY),
-    EntmaxCase("small_causal", 2, 2, 6, 6, D=8, Dv=8, is_causal=True, gate="H", tags=_TINY),
+    *(EntmaxCase(**vars(case), alpha=alpha) for case in GATED for alpha in _OF_GATED if case.name in _OF_GATED[alpha]),
     EntmaxCase("sparsemax", 2, 3, 19, 21, D=16, Dv=24, alpha=(2.0, 2.0), tags=_TINY),
     EntmaxCase("near_softmax", 2, 3, 19, 21, D=16, Dv=24, alpha=(1.02, 1.1), tags=_TINY),
     EntmaxCase("gate_elements", 2, 3, 19, 21, D=16, Dv=24, gate="BHTD", gate_activation="sigmoid",
         alpha=_SPREAD, tags=_TINY),
-    EntmaxCase("closed_heads", 2, 4, 65, 65, D=32, Dv=32, gate="H", closed=0.5, alpha=_SPREAD),
-    EntmaxCase("closed_batch_heads", 3, 4, 33, 40, D=32, Dv=32, gate="BH", closed=0.5, Hk=2,
-        mask=masks.causal, alpha=_SPREAD),
-    EntmaxCase("one_row", 2, 2, 1, 67, D=16, Dv=16, gate="BHT"),
     EntmaxCase("length_1000", 1, 2, 130, 1003, D=32, Dv=32, gate="H", alpha=_SPREAD),
-    EntmaxCase("cross", 2, 2, 37, 130, D=32, Dv=48, alpha=(1.3, 1.8)),
-    EntmaxCase("multi_query", 1, 5, 34, 35, D=16, Dv=16, Hk=1, is_causal=True, alpha=_SPREAD),
-    EntmaxCase("outliers", 1, 2, 65, 130, D=64, Dv=64, outlier=40.0),
     EntmaxCase("transposed", 2, 4, 49, 50, D=24, Dv=40, Hk=2, layout="transposed", gate="BHT",
         mask=masks.padded(50, 31, queries=False), alpha=_SPREAD),
-    EntmaxCase("sliced", 2, 3, 33, 47, D=24, Dv=40, layout="sliced", gate="BHTD"),
-    EntmaxCase("window", 1, 2, 130, 130, D=16, Dv=16, mask=masks.fixed(Mask(window=(9, 4)))),
     EntmaxCase("head_windows", 2, 4, 130, 130, D=16, Dv=16, Hk=2, alpha=_SPREAD,
         mask=masks.by_head((-1, 0), (9, 0), (33, -1), (0, 0))),
     EntmaxCase("streaming", 1, 4, 200, 200, D=16, Dv=16, Hk=2, gate="H",
         mask=masks.by_head((-1, 0), (33, 0), (20, 0), (64, 0), first_keys=[0, 4, 70, 1])),
-    EntmaxCase("holes", 3, 2, 35, 70, D=16, Dv=16, mask=masks.holes, gate="H", alpha=_SPREAD),
-    EntmaxCase("packed_causal", 1, 2, 100, 100, D=16, Dv=16, mask=masks.packed(31, 2, 65, causal=True), gate="H"),
-    EntmaxCase("dense_blocks", 2, 4, 150, 215, D=16, Dv=24, Hk=2, mask=masks.dense_blocks, gate="BHT", alpha=_SPREAD),
     EntmaxCase("dropout", 2, 4, 66, 66, D=24, Dv=40, Hk=2, dropout_p=0.1, gate="BHT",
         gate_activation="sigmoid", mask=masks.padded(66, 35, causal=True), layout="transposed"),
-    EntmaxCase("empty_batch", 0, 2, 5, 6, D=8, Dv=8, gate="BHT"),
-    EntmaxCase("zero_keys", 2, 2, 5, 0, D=8, Dv=8, gate="H"),
-    EntmaxCase("bias_shared", 3, 2, 70, 67, D=16, Dv=24, bias="1HTS", gate="BHTD",
-        gate_activation="sigmoid", alpha=_SPREAD),
-    EntmaxCase("bias_hides", 2, 2, 66, 70, D=16, Dv=24, bias="B1TS", bias_hides=True, mask=masks.holes),
-    EntmaxCase("offsets", 2, 3, 70, 67, D=16, Dv=24, offsets=33, gate="H", closed=0.34),
     EntmaxCase("mean", 2, 3, 35, 70, D=16, Dv=24, mean=2.0, alpha=_SPREAD),
     EntmaxCase("declining_heads", 2, 3, 35, 70, D=16, Dv=24, decline=2.0**-9, alpha=_SPREAD),
-    EntmaxCase("softcap_bias", 2, 2, 65, 70, D=16, Dv=24, softcap=2.0, bias="1HTS", bias_hides=True,
-        is_causal=True, outlier=8.0, alpha=_SPREAD),
 )  # fmt: skip
 
 
