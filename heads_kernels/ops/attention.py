@@ -115,12 +115,6 @@ def _is_recorded(call: Call) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.operands)
 
 
-def _has_tangent(tensor: Tensor | None) -> bool:
-    if tensor is None:
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
-
-
 def _requires_grad(tensor: Tensor | None) -> bool:
     """Whether a tensor, or one that transforms of `torch.func` have wrapped in it, requires a gradient."""
     if tensor is None:
@@ -144,7 +138,12 @@ def _needs_formula(call: Call, backend: str) -> bool:
         forward_mode = forward_mode or (transformed and _is_differentiated())
         is_recorded = transformed and _is_recorded(call)
     else:
-        forward_mode = forward_mode and any(map(_has_tangent, call.operands))
+        given = call.operands if forward_mode else ()
+        forward_mode = False
+        # Not in a function of its own: Dynamo would compile that where it leaves this one to Python.
+        for operand in given:
+            if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:  # type: ignore[no-untyped-call]
+                forward_mode = True
         is_recorded = transformed and torch.is_grad_enabled() and any(map(_requires_grad, call.operands))
     if backend == "eager":
         return forward_mode or transformed
