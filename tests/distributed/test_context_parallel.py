@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.processes import mesh_of
+from tests.support.processes import Processes, mesh_of
 from tests.support.refusals import assert_refused
 
 parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
@@ -265,7 +266,25 @@ def test_layers(shape: tuple[int, int], name: str, dropout: float) -> None:
     assert_alike(results[1], results[0])
 
 
+def check_death() -> None:
+    """The other process is gone: an error, and no endless wait."""
+    context = context_of()
+    if torch.distributed.get_rank() == 1:
+        os._exit(1)
+    q = torch.randn(B, H, T, D)
+    context(hk.gated_attention, query=q, key=q, value=q)
+
+
 # ---------------------------------------------------------------------- in this process
+@pytest.mark.check
+# ---------------------------------------------------------------------- in this process
+def test_a_process_that_dies() -> None:
+    processes = Processes(2)
+    with pytest.raises(AssertionError, match=r"rank [01]"):
+        processes.run(check_death, limit=100)
+    processes.close()
+
+
 def test_positions(fake_mesh: Callable[..., Any]) -> None:
     """Of the first of four processes; balanced it has the first and the last of eight blocks."""
     mesh = fake_mesh(4)

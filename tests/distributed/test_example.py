@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.alike import assert_alike
-from tests.support.examples import example
+from tests.support.examples import EXAMPLES, example
 from tests.support.processes import Processes
 
 pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
@@ -91,3 +93,14 @@ def test_command() -> None:
     begin.assert_called_once_with("gloo")
     end.assert_called_once_with()
     assert printed.getvalue().count("loss") == (3 if torch.distributed.get_rank() == 0 else 0)
+
+
+@pytest.mark.release
+def test_command_of_torchrun(tmp_path: Path) -> None:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *run, str(EXAMPLES / "distributed" / "train.py")]
+    command += ["--mesh", "1", "1", "2", "--steps", "2"]
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss") == 3

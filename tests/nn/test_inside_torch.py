@@ -95,6 +95,32 @@ def test_heads_and_conversion_ask_for_it() -> None:
     )
 
 
+def test_heads_and_conversion_take_it_then() -> None:
+    model, arguments = models()["transformer"]
+    words = r"call hk\.nn\.replace_attention_\(model\) first"
+    assert_refused(
+        (lambda: hk.heads.attention_layers(model), words),
+        (lambda: hk.heads.gate(model, hk.nn.HardConcrete), words),
+        (lambda: hk.heads.prune(model, {0: [1]}), words),
+        (lambda: collaborate(model, 8), words),
+        unchanged=[model],
+    )
+    before = model(**arguments)
+    hk.nn.replace_attention_(model)
+    hk.heads.gate(model, hk.nn.HardConcrete)
+    model.train()(**arguments).sum().backward()
+    layers = hk.heads.attention_layers(model)
+    assert all(layer.gate.log_alpha.grad is not None for layer in layers)
+    hk.heads.ungate(model)
+    model.eval()
+    collaborate(model, E, progress=False)
+    assert_alike(model(**arguments), before, dtype=torch.float32)
+    hk.heads.close(model, {0: [1, 2]})
+    closed = model(**arguments)
+    hk.heads.prune(model, hk.heads.closed(model))
+    assert_alike(model(**arguments), closed)
+
+
 def test_a_module_of_two_names_stays_one() -> None:
     model, _ = models()["attention"]
     shared = hk.nn.replace_attention_(nn.ModuleDict({"one": model, "other": model}))

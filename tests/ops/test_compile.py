@@ -139,11 +139,7 @@ def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "backend"),
-    [
-        pytest.param(*row, marks=[] if row[1] in ("cpu", "eager") else pytest.mark.slow)  # graphs are those of cpu
-        for row in (*FUSED, EAGER, *(("entmax_attention", name) for name in ("cpu", "eager")))
-    ],
+    ("operator", "backend"), [*FUSED, EAGER, *(("entmax_attention", name) for name in ("cpu", "eager"))]
 )
 def test_compile_masks(operator: str, backend: str) -> None:
     """A mask made of tensors of the batch, in the graph: other lengths do not compile again. With lse, or a gate."""

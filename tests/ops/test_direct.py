@@ -313,8 +313,10 @@ def test_same_bits_as_the_op_on_gpus(backend: str, on_gpu: list[bool]) -> None:
 @pytest.mark.parametrize("acting", ACTING)
 def test_what_acts_on_ops_sees_the_op_on_gpus(acting: str, backend: str, on_gpu: list[bool]) -> None:
     torch.compiler.reset()
+    attend(*operands())
     with contextlib.suppress(RuntimeError, SystemError, ValueError):
         ACTING[acting]()
+    assert on_gpu.pop(0)
     assert not any(on_gpu)
 
 

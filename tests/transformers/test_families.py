@@ -162,6 +162,34 @@ def test_statistics_are_those_of_the_maps(family: Family) -> None:
             assert_alike(statistics.entropy[rows], -torch.xlogy(maps, maps).sum(-1)[rows])
 
 
+def test_observed_probabilities_are_the_maps(family: Family) -> None:
+    """Where heads are known in the weights, tests/analysis/ has them."""
+    if family.has_heads:
+        pytest.skip("as those of others")
+    model, arguments = use(family.copy()), batch(family.stock) | family.changes
+    torch.manual_seed(2)
+    maps = family.stock(**arguments, output_attentions=True).get("attentions")
+    found = {}
+
+    def look(layer: hk.heads.AttentionLayer, call: hk.analysis.AttentionCall) -> None:
+        found[layer.index] = call.probabilities(slice(0, call.T)), call.real_queries
+
+    torch.manual_seed(2)
+    with hk.analysis.observe(model, look) as layers:
+        model(**arguments)
+    assert found.keys() == {layer.index for layer in layers}
+    statistics = hk.analysis.statistics(model, [arguments])
+    for layer in layers:
+        own, rows = found[layer.index]
+        of_rows = own.double().transpose(1, 2)[rows]  # [rows, H, S]
+        largest = of_rows.amax(-1).mean(0)
+        assert_alike(statistics.confidence.scores[layer.index], largest, dtype=torch.float32)
+    if maps is None or len(maps) != len(found) or family.name in SINKS_APART:  # Swin v2: of some layers
+        return
+    for (own, rows), each in zip(found.values(), [each for each in maps if each is not None], strict=True):
+        assert_alike(own.transpose(1, 2)[rows], each.transpose(1, 2)[rows])
+
+
 # ---------------------------------------------------------------------- heads
 def gated_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Stock eager attention, `[B, T, H, Dv]`, times the gates of the module."""

@@ -52,6 +52,14 @@ def test_relative_positions_without_use(name: str) -> None:
     assert_alike(with_gradients(model), expected)
 
 
+def test_pruned_heads_keep_their_biases_without_use() -> None:
+    model = build("t5", NAME)
+    hk.heads.close(model, {0: [0], 1: [1, 2], 3: [0]})
+    expected = outputs(model)
+    hk.heads.prune(model, hk.heads.closed(model))
+    assert_alike(outputs(model), expected)
+
+
 @pytest.mark.parametrize("name", [*T5_LIKE, "bloom", "mpt", "mpnet", "gemma2", *SINKS])
 def test_terms_stay_small(name: str, calls: list[dict[str, Any]]) -> None:
     """Padding is a mask; a bias is a table of offsets or `[B or 1, H, 1, S]`, but for the zeros of UMT5."""
