@@ -2,6 +2,10 @@
 
 Read from the machine code in `heads_kernels/_cuda*.so` with cuobjdump (of Triton's wheel, else of the CUDA toolkit).
 The kernels keep no arrays on the stack, so what stands there was spilled from registers. Needs no GPU.
+
+    python -m benchmarks.static.cuda_resources MODULE
+
+Exit status: 0; 1 where a bound is broken or there is no kernel; 2 where there is no cuobjdump.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -90,3 +95,13 @@ def parse(text: str) -> Iterator[Kernel]:
                 int(match[4]),
                 entry.string,
             )
+
+
+if __name__ == "__main__":
+    if (tool := cuobjdump()) is None:
+        print("no cuobjdump: pip install triton, or put the CUDA toolkit's into PATH")
+        sys.exit(2)
+    found = read(Path(sys.argv[1]), tool)
+    wrong = [f"{kernel}: {'; '.join(kernel.broken())}" for kernel in found if kernel.broken()]
+    print(f"{len(found)} kernels", *wrong, sep="\n")
+    sys.exit(bool(wrong) or not found)

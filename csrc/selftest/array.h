@@ -30,7 +30,7 @@ inline int64_t bytes_of(DType dtype) {
   return kBytes[static_cast<int>(dtype)];
 }
 
-// A number of 16 bits by the definition of IEEE 754, whose fraction has so many bits.
+// A number of 16 bits by the definition of IEEE 754 and its like for bfloat16, with `fraction` bits of fraction.
 inline double number_of(uint16_t bits, int fraction) {
   const int exponent = (bits & 0x7fff) >> fraction, largest = 0x7fff >> fraction, hidden = 1 << fraction;
   const int significand = bits % hidden;

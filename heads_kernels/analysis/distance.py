@@ -100,7 +100,8 @@ def distance(
         layers: indices or names of the layers among which those of the kind are compared; default all.
 
     Raises:
-        TypeError, ValueError: as `statistics`; also if T or S differ between the layers, or they have no heads.
+        TypeError, ValueError: as `statistics`; also if T or S differ between layers of that kind, or layers
+            have no heads.
     """
     chosen = _of_kind(choose_layers(attention_layers(model), layers), kind)
     seen: list[tuple[AttentionLayer, AttentionCall]] = []

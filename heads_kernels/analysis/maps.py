@@ -58,7 +58,8 @@ def maps(
         One `HeadMaps` for each run of a layer with some of the heads, in the order in which the layers ran.
 
     Raises:
-        TypeError, ValueError: as `statistics`; also if a head or example does not exist, or has no token.
+        TypeError, ValueError: as `statistics`; also if a head or the example does not exist, or the example is only
+            padding.
     """
     layers = attention_layers(model)
     every = {layer.index: range(layer.num_heads) for layer in layers}

@@ -140,7 +140,7 @@ def _needs_formula(call: Call, backend: str) -> bool:
     else:
         given = call.operands if forward_mode else ()
         forward_mode = False
-        # Not in a function of its own: Dynamo would compile that where it leaves this one to Python.
+        # Not in a helper, which Dynamo would still compile where it falls back to Python for this function.
         for operand in given:
             if operand is not None and forward_ad.unpack_dual(operand).tangent is not None:  # type: ignore[no-untyped-call]
                 forward_mode = True
@@ -182,10 +182,6 @@ def _backward(runs: bool, *arguments: Any) -> list[Tensor]:
     saved, (*fields, needs, backend) = Saved(*arguments[:_SAVED]), arguments[_SAVED:]
     call = Call(*fields)
     check_arguments(backend if runs else None, call, True, **saved._asdict())
-    return _gradients(runs, call, saved, needs, backend)
-
-
-def _gradients(runs: bool, call: Call, saved: Saved, needs: Sequence[bool], backend: str) -> list[Tensor]:
     gradients = allocate_gradients(call, needs)
     if runs:
         load(backend).backward(call, saved, gradients)
@@ -298,7 +294,7 @@ class _Attention(torch.autograd.Function):
         saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
         found = direct.backward(call, saved, needs) if ctx.backend == "cpu" else None
         if found is None and not create_graph and direct.runs_without_op(ctx.backend, (*tensors, *saved)):
-            found = _gradients(True, call, saved, needs, ctx.backend)
+            found = _backward(True, *saved, *call, needs, ctx.backend)  # checks what hooks of saved tensors give
         if found is None:
             found = backward_op(*saved, *call, needs, ctx.backend)
         sums = iter(found)

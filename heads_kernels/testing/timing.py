@@ -17,9 +17,11 @@ from torch import Tensor
 #: Bytes written before a sample with a cold cache: 36 times the 60 MB of L2 of an H200.
 FLUSH_BYTES = 1 << 31
 
-#: Seconds that a GPU needs to write them, at least: no memory is faster than 8 TB/s. They are written so often that the
-#: host has launched all kernels of the timed call before the first one starts.
+#: Seconds that a GPU needs to write them, at 8 TB/s. They are written so often that the host should have launched all
+#: kernels of the timed call before the first one starts: for twice the time that it needed once.
 FLUSH_S = 2.5e-4
+#: For 10 ms: a call that takes the host longer waits for the GPU.
+_MOST_FLUSHES = 40
 
 #: Shortest sample in seconds: 200 times the resolution of the clock and the cost of reading it
 #: (about a microsecond together). Faster callables are repeated within a sample.
@@ -85,7 +87,7 @@ def time_in_turn(
         else:
             start = time.perf_counter()
             function()  # returns when its kernels are launched
-            flushes[name] += int((time.perf_counter() - start) / FLUSH_S)
+            flushes[name] = min(1 + int(2 * (time.perf_counter() - start) / FLUSH_S), _MOST_FLUSHES)
     samples: dict[str, list[float]] = {name: [] for name in callables}
     stop = time.perf_counter() + budget_s
     for done in range(most):
@@ -99,7 +101,7 @@ def time_in_turn(
 def _sample(
     function: Callable[[], object], calls: int, device: torch.device, flush: Tensor | None, flushes: int
 ) -> float:
-    """Mean seconds per call of `calls` calls, after writing `flush` so many times."""
+    """Mean seconds per call of `calls` calls, after writing `flush` `flushes` times."""
     if device.type == "cuda":
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
