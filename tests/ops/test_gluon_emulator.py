@@ -9,6 +9,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -65,9 +66,12 @@ def run_collaborative(module: ModuleType, order: str, poisoned: bool = True, key
     return run_forward(module, order, poisoned, COLLABORATIVE, key_stages)
 
 
-def run_backward(module: ModuleType, order: str) -> Gradients:
-    """dquery, dkey and dvalue; the first pass is done here, in the formula's own words."""
-    inputs = BACKWARD.make(torch.bfloat16)
+def run_backward(module: ModuleType, order: str, D: int = 64) -> Gradients:
+    """dquery, dkey and dvalue; the first pass is done here, in the formula's own words.
+
+    Only in heads wider than 64, products read the values from shared memory.
+    """
+    inputs = replace(BACKWARD, D=D, Dv=D).make(torch.bfloat16)
     call = inputs.parsed()
     _, attended, lse = attention_op(*call, True, "eager")
     gate = call.gate.float().reshape(1, -1, 1)
@@ -89,6 +93,7 @@ OF_PASS = {
     "full": (partial(run_forward, case=FULL), (gluon_tiles, gluon_forward)),
     "collaborative": (run_collaborative, (gluon_tiles, gluon_forward)),
     "backward": (run_backward, (gluon_row_tiles, gluon_backward)),
+    "backward, wide": (partial(run_backward, D=128), (gluon_row_tiles, gluon_backward)),
 }
 
 

@@ -79,7 +79,7 @@ class Replacement(nn.Module):
         known = {*inspect.signature(cls.fused).parameters, *cls.unread}
         return [
             name
-            for name, each in stock_arguments(stock).items()
+            for name, each in inspect.signature(stock.forward).parameters.items()
             if name not in known and each.kind is not each.VAR_KEYWORD and "Cache" not in str(each.annotation)
         ]
 
