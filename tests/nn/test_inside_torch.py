@@ -83,18 +83,6 @@ def test_outputs_and_gradients_stay(name: str, training: bool) -> None:
     assert_alike(results(model, arguments), results(stock, arguments))
 
 
-def test_heads_and_conversion_ask_for_it() -> None:
-    model, _ = models()["transformer"]
-    words = r"call hk\.nn\.replace_attention_\(model\) first"
-    assert_refused(
-        (lambda: hk.heads.attention_layers(model), words),
-        (lambda: hk.heads.gate(model, hk.nn.HardConcrete), words),
-        (lambda: hk.heads.prune(model, {0: [1]}), words),
-        (lambda: collaborate(model, 8), words),
-        unchanged=[model],
-    )
-
-
 def test_heads_and_conversion_take_it_then() -> None:
     model, arguments = models()["transformer"]
     words = r"call hk\.nn\.replace_attention_\(model\) first"
