@@ -3,9 +3,9 @@
 Read from the machine code in `heads_kernels/_cuda*.so` with cuobjdump (of Triton's wheel, else of the CUDA toolkit).
 The kernels keep no arrays on the stack, so what stands there was spilled from registers. Needs no GPU.
 
-    python -m benchmarks.static.cuda_resources MODULE
+    python -m benchmarks.static.cuda_resources [MODULE]
 
-Exit status: 0; 1 where a bound is broken or there is no kernel; 2 where there is no cuobjdump.
+Exit status: 0; 1 where a bound is broken or there is no kernel; 2 where there is no module or no cuobjdump.
 """
 
 from __future__ import annotations
@@ -98,10 +98,11 @@ def parse(text: str) -> Iterator[Kernel]:
 
 
 if __name__ == "__main__":
-    if (tool := cuobjdump()) is None:
-        print("no cuobjdump: pip install triton, or put the CUDA toolkit's into PATH")
+    path, tool = Path(sys.argv[1]) if sys.argv[1:] else module(), cuobjdump()
+    if path is None or not path.is_file() or tool is None:
+        print("no module heads_kernels._cuda, or no cuobjdump: build the package with nvcc, and pip install triton")
         sys.exit(2)
-    found = read(Path(sys.argv[1]), tool)
+    found = read(path, tool)
     wrong = [f"{kernel}: {'; '.join(kernel.broken())}" for kernel in found if kernel.broken()]
     print(f"{len(found)} kernels", *wrong, sep="\n")
     sys.exit(bool(wrong) or not found)
