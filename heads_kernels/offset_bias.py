@@ -154,3 +154,7 @@ def _t5_buckets(offsets: Tensor, bidirectional: bool, buckets: int, max_distance
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     wide = exact + (share * (buckets - exact)).long()
     return behind + torch.where(distance < exact, distance, wide.clamp(max=buckets - 1))
+
+
+# for torch.load(weights_only=True)
+torch.serialization.add_safe_globals([OffsetBias])

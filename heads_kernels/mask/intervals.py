@@ -67,6 +67,14 @@ class Intervals(NamedTuple):
         k_lo = torch.zeros_like(k_hi) if self.k_lo is None else _vectors(self.k_lo.expand_as(k_hi))
         return self._replace(k_lo=k_lo, k_hi=k_hi)
 
+    def recordable(self) -> Intervals:
+        """The same with copies of tensors from `torch.inference_mode`, which autograd cannot save for a backward."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return self
+        return self._make(
+            field.clone() if isinstance(field, Tensor) and field.is_inference() else field for field in self
+        )
+
     def from_row(self, row: int) -> Intervals:
         """The same with the band of a call that starts at row `row` of this one; tensors are unchanged."""
         lo, hi = self.band_lo, self.band_hi

@@ -246,7 +246,7 @@ class Mask:
             others = parts[:at] + parts[at + 1 :]
             if part.first_keys is not None and any(each.limits_first_keys for each in others):
                 parts[at] = Intervals(dense_mask=part.to_dense(T, S, device))
-        return reduce(and_, parts).laid_out(T)
+        return reduce(and_, parts).laid_out(T).recordable()
 
     def __getstate__(self) -> dict[str, object]:
         return {"_terms": self.terms}
@@ -293,6 +293,10 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
 
 
 # ---------------------------------------------------------------------- a pytree, whose leaves are its tensors
+#: In the context of the tree, the place of a leaf.
+_LEAF: Final = True
+
+
 def _constant(value: object) -> bool:
     return value is None or isinstance(value, (str, tuple))
 
@@ -300,14 +304,41 @@ def _constant(value: object) -> bool:
 def _flatten(mask: Mask) -> tuple[list[Any], Any]:
     rows = [(type(term), term.values()) for term in mask.terms]
     leaves = [value for _, row in rows for value in row if not _constant(value)]
-    return leaves, tuple((kind, tuple(value if _constant(value) else ... for value in row)) for kind, row in rows)
+    return leaves, tuple((kind, tuple(value if _constant(value) else _LEAF for value in row)) for kind, row in rows)
+
+
+def _flatten_with_keys(mask: Mask) -> tuple[list[tuple[Any, Any]], Any]:
+    leaves, context = _flatten(mask)
+    return [(pytree.SequenceKey(at), leaf) for at, leaf in enumerate(leaves)], context
 
 
 def _unflatten(leaves: Iterable[Any], context: Any) -> Mask:
     rest = iter(leaves)
-    return Mask.of(tuple(kind(*(next(rest) if value is ... else value for value in row)) for kind, row in context))
+    return Mask.of(tuple(kind(*(next(rest) if value is _LEAF else value for value in row)) for kind, row in context))
 
 
-pytree.register_pytree_node(Mask, _flatten, _unflatten)
+def _to_json(context: Any) -> Any:
+    return [[kind.__name__, row] for kind, row in context]
+
+
+def _from_json(context: Any) -> Any:
+    kinds = {kind.__name__: kind for kind in Term.__subclasses__()}
+    return tuple((kinds[name], _as_tuples(row)) for name, row in context)
+
+
+def _as_tuples(value: Any) -> Any:
+    """JSON has lists for tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+pytree.register_pytree_node(
+    Mask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="heads_kernels.Mask",
+    to_dumpable_context=_to_json,
+    from_dumpable_context=_from_json,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
 # for torch.load(weights_only=True)
 torch.serialization.add_safe_globals([Mask, *Term.__subclasses__()])

@@ -95,6 +95,12 @@ def test_what_is_kept_belongs_to_its_mode(make: Callable[..., Mask]) -> None:
     for inference in (True, False, True):
         with torch.inference_mode(inference):
             assert bound(mask.intervals(2, 1, 4, 4)).is_inference() == inference
+    with torch.inference_mode():
+        mask = make(key_lengths=longs(3, 4), key_mask=torch.ones(2, 4, dtype=torch.bool))
+        mask = mask & as_mask(torch.ones(4, 4, dtype=torch.bool), (2, 1, 4, 4))
+    tensors = [each for each in mask.intervals(2, 1, 4, 4) if isinstance(each, Tensor)]
+    assert len(tensors) == 4
+    assert not any(each.is_inference() for each in tensors)
     mask = make(key_lengths=longs(3, 4))
     with FakeTensorMode(allow_non_fake_inputs=True):
         mask.intervals(2, 1, 4, 4)

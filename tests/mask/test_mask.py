@@ -261,6 +261,7 @@ def test_copies_show_the_same() -> None:
         pickle.loads(pickle.dumps(mask)),
         torch.load(stored, weights_only=True),
         pytree.tree_unflatten(leaves, spec),
+        pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec))),
     ):
         assert repr(twin) == repr(mask)
         assert torch.equal(twin.to_dense(2, 3, 5, 5), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,6 +286,20 @@ def test_export(operator: str, backend: str) -> None:
     for t, s in ((T, S), (11, 6)):
         values = inputs(t, s)
         assert_same_bits(backend, program.module()(*values), Model()(*values))
+
+
+def test_export_with_a_mask_as_input(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, query: Tensor, mask: hk.Mask) -> Tensor:
+            return hk.gated_attention(query, query, query, mask)
+
+    def mask(*lengths: int) -> hk.Mask:
+        return hk.Mask(causal=True, key_lengths=torch.tensor(lengths), window=[(2, 0), (4, 1)])
+
+    query = torch.randn(2, 2, 6, 4)
+    torch.export.save(torch.export.export(Model(), (query, mask(3, 6))), tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    assert_alike(loaded(query, mask(5, 1)), Model()(query, mask(5, 1)))
 
 
 @pytest.mark.parametrize("backend", NAMES)

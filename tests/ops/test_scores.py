@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ B, H, T, S = 2, 4, 37, 70
 
 
 def test_a_bias_of_offsets_is_dense() -> None:
-    """A table and the slopes of ALiBi, also for rows that start later."""
+    """A table and the slopes of ALiBi, also for rows that start later, and loaded from a file."""
     table, slopes = torch.randn(H, 33), torch.tensor([0.5, 0.25])
     apart = torch.arange(S) - torch.arange(T)[:, None]
     for bias, expected in (
@@ -29,7 +30,11 @@ def test_a_bias_of_offsets_is_dense() -> None:
         (hk.OffsetBias.alibi(slopes), -slopes[:, None, None] * apart.abs()),
         (hk.OffsetBias.alibi(slopes).starting_at(S - T), -slopes[:, None, None] * (apart - (S - T)).abs()),
     ):
-        assert_alike(bias.to_dense(T, S), expected)
+        stored = io.BytesIO()
+        torch.save(bias, stored)
+        stored.seek(0)
+        for each in (bias, torch.load(stored, weights_only=True)):
+            assert_alike(each.to_dense(T, S), expected)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

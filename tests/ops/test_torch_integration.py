@@ -222,3 +222,15 @@ def test_vmap_and_dual_levels_without_a_derivative(operator: str, backend: str) 
     rows.requires_grad_()  # a leaf outside of vmap
     with pytest.raises(RuntimeError, match="reverse-mode derivative only"):
         torch.vmap(run)(rows)
+
+
+@pytest.mark.parametrize("alpha", [1.5, torch.tensor([1.2, 2.0])], ids=["one", "of heads"])
+def test_vmap_of_entmax_on_eager(alpha: float | Tensor) -> None:
+    """Its search for thresholds cannot stop by what it finds."""
+    query, key, value = torch.randn(3, 3, 2, 5, 4)
+    run = partial(hk.entmax_attention, key=key, value=value, alpha=alpha, backend="eager")
+    assert_alike(torch.vmap(run)(torch.stack([query, key])), torch.stack([run(query), run(key)]))
+    alphas = torch.tensor([[1.2, 2.0], [1.5, 1.5]])
+    run = partial(hk.entmax_attention, query, key, value, backend="eager")
+    whole = torch.vmap(lambda alpha: run(alpha=alpha))(alphas)
+    assert_alike(whole, torch.stack([run(alpha=each) for each in alphas]))
