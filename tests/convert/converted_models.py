@@ -54,6 +54,15 @@ def convert(model: nn.Module, dim: int | None = None, method: str = "ragged") ->
     return model
 
 
+def changed(model: Any, change: str, heads: dict[int, Any], method: str = "ragged") -> Any:
+    """A model whose layers are "converted", or have lost heads ("pruned"), or "both"."""
+    if change in ("both", "converted"):
+        convert(model, 12, method)
+    if change in ("both", "pruned"):
+        hk.heads.prune(model, heads)
+    return model
+
+
 def dense(factors: Factors) -> Factors:
     """The same scores by two copies of the features: what a head has too much of one, it takes back by the other."""
     generator = torch.Generator().manual_seed(0)

@@ -29,6 +29,7 @@ from tests.support.tiny_models import (
     outputs,
     packed_layers,
     padding,
+    small,
     unpooled,
     with_gradients,
 )
@@ -77,25 +78,32 @@ def test_equals_stock(name: str) -> None:
     assert_alike(with_gradients(use(model), **changes), expected)
 
 
+#: Models that compile whole, and whether they checkpoint activations.
+COMPILED: list[tuple[Callable[[], Any], bool]] = [
+    (lambda: use(build("afmoe")), False),  # a gated output
+    (lambda: convert(use(build("llama", num_hidden_layers=1)), 14), False),  # grouped, rotated heads
+    (lambda: convert(use(build("gpt2", n_layer=1)), 14), False),  # fused projections
+    *((lambda: use(build("llama", num_hidden_layers=1)), checkpointing) for checkpointing in (False, True)),
+    *((lambda: use(small("stablelm")), checkpointing) for checkpointing in (False, True)),  # hands no arguments on
+]
+
+
 @pytest.mark.check
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("afmoe", {}),  # a gated output
-        ("converted llama", {"num_hidden_layers": 1}),  # grouped, rotated heads
-        ("converted gpt2", {"n_layer": 1}),  # fused projections
-    ],
-)
-def test_compiles_whole(name: str, options: dict[str, Any]) -> None:
-    """fullgraph: nothing breaks the graph, nor in the gradients. test_head_masks.py has plain layers."""
-    model = use(build(name.removeprefix("converted "), **options))
-    if name.startswith("converted"):
-        convert(model, 14)
-    expected = with_gradients(model, use_cache=False)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize(("make", "checkpointing"), COMPILED)
+def test_compiles_whole(make: Callable[[], Any], checkpointing: bool) -> None:
+    """fullgraph: nothing breaks the graph, nor in the gradients; with and without padding and head masks."""
+    model = make().train()
+    masks = torch.rand(2, model.config.num_hidden_layers, model.config.num_attention_heads)
+    passes = [{}, {"attention_mask": None}, *({"head_mask": mask} for mask in masks)]
+    expected = [with_gradients(model, **changes, use_cache=False) for changes in passes]
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = with_gradients(compiled, use_cache=False)
-    assert_alike({name.removeprefix("_orig_mod."): each for name, each in found.items()}, expected)
+    for changes, outcome in zip(passes, expected, strict=True):
+        found = with_gradients(compiled, **changes, use_cache=False)
+        assert_alike({name.removeprefix("_orig_mod."): each for name, each in found.items()}, outcome)
 
 
 NO_DROPOUT: dict[str, dict[str, float]] = {
