@@ -16,6 +16,8 @@ from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers
 from tests.support.refusals import assert_refused
 
+use = hk.integrations.transformers.use
+
 
 def scores(*rows: list[float], name: str = "layer{}") -> hk.analysis.HeadScores:
     return hk.analysis.HeadScores(
@@ -162,9 +164,6 @@ def test_bad_distances() -> None:
         ({"kind": "both"}, "kind is 'both'"),
         of=partial(hk.analysis.distance, translator, [tiny_models.batch(translator)]),
     )
-
-
-use = hk.integrations.transformers.use
 
 
 # ---------------------------------------------------------------------- maps

@@ -22,6 +22,7 @@ import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.commands import python
 from tests.support.examples import EXAMPLES, example
+from tests.support.nn_layers import random
 
 pytestmark = pytest.mark.release
 
@@ -157,10 +158,6 @@ def test_no_held_out_text_is_read(command: ModuleType, of: str) -> None:
 # ---------------------------------------------------------------------- the algorithms of pair_bias, written out
 N, S, HEADS, WIDTH = 5, 3, 2, 3  # residues, rows; width of a head
 Weights = dict[str, Tensor]
-
-
-def random(*sizes: int) -> Tensor:
-    return torch.randn(sizes, dtype=torch.float64)
 
 
 def weights(width: int, biased: str, pairs: str, **norms: int) -> Weights:
