@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,13 +124,9 @@ def test_failed_passes_leave_no_head_mask() -> None:
     """An error in a layer, and an interrupt, which runs no hooks."""
     model = use(build("bert"))
     expected = outputs(model)
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    for error in (RuntimeError(), KeyboardInterrupt()):
-        handle = model.encoder.layer[1].register_forward_hook(fail)
-        with pytest.raises(type(error)):
+    for error in (RuntimeError, KeyboardInterrupt):
+        handle = model.encoder.layer[1].register_forward_hook(mock.Mock(side_effect=error))
+        with pytest.raises(error):
             outputs(model, head_mask=torch.zeros(4))
         handle.remove()
         # Compiled passes without masks have no state of their own.
@@ -196,13 +192,6 @@ def test_layers_that_run_again_would_lose_the_mask(use_reentrant: bool) -> None:
     assert torch.isfinite(outputs(model, use_cache=False)).all()
 
 
-def in_thread(run: Callable[[], Any]) -> Future[Any]:
-    pool = ThreadPoolExecutor(1)
-    found = pool.submit(run)
-    pool.shutdown(wait=False)
-    return found
-
-
 def test_threads_do_not_share_head_masks() -> None:
     """A plain pass and one with another mask begin before a pass with a mask, and end within it."""
     model = stablelm()
@@ -223,7 +212,7 @@ def test_threads_do_not_share_head_masks() -> None:
     model.layers[0].register_forward_hook(wait)
     running = []
     for index in range(3):
-        running.append(in_thread(partial(numbered, index)))
+        running.append(ThreadPoolExecutor(1).submit(numbered, index))
         assert inside[index].wait(60)
     for index in range(3):
         may_end[index].set()
@@ -244,7 +233,7 @@ def test_a_model_is_compiled_beside_an_eager_pass(whole: bool) -> None:
         assert may_end.wait(60)
 
     def backend(graph: Any, inputs: Any) -> Any:
-        running.append(in_thread(partial(outputs, model, head_mask=masks[1])))
+        running.append(ThreadPoolExecutor(1).submit(outputs, model, head_mask=masks[1]))
         assert inside.wait(60)
         return graph.forward
 
@@ -263,14 +252,12 @@ def test_a_model_is_compiled_beside_an_eager_pass(whole: bool) -> None:
 # ---------------------------------------------------------------------- statistics
 def test_statistics_by_config_are_those_asked_for() -> None:
     """Of a model that hands no arguments on; test_families.py has their values."""
-    asked = small("stablelm")
+    asked, by_config = small("stablelm"), small("stablelm")
+    by_config.config.output_attentions = True
     expected = use(asked)(**batch(asked), output_attentions=True).attentions
-    set_ = small("stablelm")
-    set_.config.output_attentions = True
-    found = use(set_)(**batch(set_)).attentions
-    assert len(found) == len(expected) == 2
-    for one, other in zip(found, expected, strict=True):
-        assert_alike(one.entropy, other.entropy)
+    found = use(by_config)(**batch(by_config)).attentions
+    assert len(found) == 2
+    assert_alike([each.entropy for each in found], [each.entropy for each in expected])
 
 
 def test_statistics_that_do_not_come_back() -> None:

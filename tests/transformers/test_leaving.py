@@ -81,10 +81,7 @@ def of(model: Any, setting: str) -> Iterator[Callable[[], Any]]:
             yield observed
 
 
-SETTINGS = ("close", "gate", "attribute", "head_mask", "statistics", "observe")
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["close", "gate", "attribute", "head_mask", "statistics", "observe"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_was_set_on_heads_holds_or_is_refused(name: str, setting: str) -> None:
     refused = r"runs? the attention function 'eager'"

@@ -20,10 +20,10 @@ from tests.support.commands import python
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import (
     ALIBI,
+    GROUPED,
     MPT,
     PLAIN,
     SEQ2SEQ,
-    TINY,
     build,
     of_class,
     outputs,
@@ -153,7 +153,7 @@ def test_dropout_reaches_the_operator(name: str) -> None:
 
 
 BIG_BIRD = {"attention_type": "original_full"}
-#: Models that compute attention themselves, of which the first three are served after `use`, and the last in its
+#: Models that compute attention themselves, of which the first three are served after `use`, and Pegasus in its
 #: encoder; arguments of their configs.
 ITSELF: dict[str, dict[str, Any]] = {
     "MPNetModel": PLAIN,
@@ -164,6 +164,7 @@ ITSELF: dict[str, dict[str, Any]] = {
     "LongformerModel": PLAIN | {"attention_window": 4},
     "BigBirdModel": PLAIN | BIG_BIRD,
     "BigBirdPegasusModel": SEQ2SEQ | BIG_BIRD,
+    "DogeModel": GROUPED,
 }  # fmt: skip
 IDS = torch.arange(3, 21).view(2, 9)
 REAL = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
@@ -171,19 +172,15 @@ REAL = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 
 @pytest.mark.parametrize("name", ITSELF)
 def test_models_that_compute_attention_themselves(name: str) -> None:
-    """Their first pass with a mask is refused, which their code would add to its scores."""
+    """Their first pass with a mask is refused, which their code would add to its scores, or drop."""
     model = of_class(name, ITSELF[name], NAME)
     decoder = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
-    words = r"attention_mask of .* is computed with \(\w+\)"
+    words = r"attention_mask (of .* is computed with \(\w+\)|is given to DogeAttention, which makes)"
     assert_refused((lambda: model(IDS, attention_mask=REAL, **decoder), words))
 
 
-def test_model_that_drops_masks_of_flex_attention() -> None:
-    model = of_class("DogeModel", TINY["llama"].arguments, NAME)
-    assert_refused((lambda: model(IDS), "attention_mask is given to DogeAttention, which makes"))
-
-
-@pytest.mark.parametrize("first", ["", pytest.param(".modeling_layers", marks=pytest.mark.check)])
+@pytest.mark.check
+@pytest.mark.parametrize("first", ["", ".modeling_layers"])
 def test_package_before_transformers(first: str) -> None:
     """Parts import each other in an order that depends on which comes first; other parts begin as one of these two."""
     code = f"""
