@@ -1,7 +1,5 @@
 """Importance of heads, against derivatives by explicit factors in stock models and against closed heads."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 tests/heads/test_patching.py has blocks within blocks and on other threads, and modules of a user.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

@@ -1,7 +1,5 @@
 """Layer-wise relevance propagation against Jacobians: every rule, whole models, outputs, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`python -m heads_kernels report`: the page, what is measured for it, interrupted runs, refused options and models."""
 
-from __future__ import annotations
-
 import argparse
 import html
 import os

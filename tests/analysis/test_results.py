@@ -1,7 +1,5 @@
 """What readings give: scores of heads, distances between them, maps. test_statistics.py has those of models."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

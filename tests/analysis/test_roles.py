@@ -1,7 +1,5 @@
 """Roles of heads: positional, syntactic and rare-word heads that were planted, and counts against plain loops."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Readings of heads against maps in memory, of stock models and of the package's modules; statistics under options."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from functools import partial

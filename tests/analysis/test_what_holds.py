@@ -1,7 +1,5 @@
 """What holds of every function that reads the heads of a model, whatever it computes of them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Models with converted layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

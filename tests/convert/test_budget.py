@@ -1,7 +1,5 @@
 """Counts against the published tables and PyTorch's own counter, energy against SVDs, budgets against every choice."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable

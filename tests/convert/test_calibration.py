@@ -1,7 +1,5 @@
 """Moments of the inputs of layers against sums made row by row: of tensors, and of whole models by `calibrate`."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from functools import partial

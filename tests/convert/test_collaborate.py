@@ -1,7 +1,5 @@
 """Whole models converted: exact, within their budget, described truthfully, and left as they were on any error."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

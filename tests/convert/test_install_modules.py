@@ -1,7 +1,5 @@
 """Factors put into the package's own attention modules, wherever a model holds them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 tests/transformers has full-rank factors of every family (test_families.py) and decoding (test_generation.py).
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

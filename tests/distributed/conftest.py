@@ -1,7 +1,5 @@
 """Process groups for tests: those of the mark `processes`, and a fake one. Without torch.distributed there are none."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

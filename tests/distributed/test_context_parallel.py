@@ -1,7 +1,5 @@
 """Attention of parts of sequences is that of whole sequences in one process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

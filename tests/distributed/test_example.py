@@ -1,7 +1,5 @@
 """examples/distributed: the losses do not depend on the mesh."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

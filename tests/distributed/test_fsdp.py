@@ -1,7 +1,5 @@
 """Models whose parameters are sharded: trained with gates, pruned, saved, and loaded over other processes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

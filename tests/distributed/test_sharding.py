@@ -1,7 +1,5 @@
 """Operands that are DTensors: outputs and gradients are those of one process, however they are sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

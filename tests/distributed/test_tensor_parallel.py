@@ -1,7 +1,5 @@
 """Modules under tensor parallelism are what they are in one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ An all-gather or reduce-scatter of N bytes in all brings `(W - 1) / W * N`, and 
 it. A ring receives from one process what it counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of transformers over processes: some heads each, a part of every sequence, rows of an unpadded batch."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 Of those that only read a model tests/analysis/test_what_holds.py says it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 head computes what the pruned head computes; to compare them leaves the model as it is.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 from functools import partial

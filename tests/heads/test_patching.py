@@ -1,7 +1,5 @@
 """Outputs of heads that are replaced or recorded while a model runs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

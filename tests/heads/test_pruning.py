@@ -3,8 +3,6 @@
 tests/transformers/test_families.py has every family, tests/nn/test_modules.py the package's own modules.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

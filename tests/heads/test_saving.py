@@ -1,7 +1,5 @@
 """Pruned models come back from disk as they were, and what doesn't fit is named."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

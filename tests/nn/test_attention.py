@@ -1,7 +1,5 @@
 """Attention modules against their formulas in float64, with caches, entmax, averages; made of torch's own modules."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What attention modules add to their scores (`bias`, float `attn_mask`), and inputs of several batch dimensions."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

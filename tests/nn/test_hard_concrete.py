@@ -1,7 +1,5 @@
 """Hard Concrete gates against the tables and formulas of the papers, written out here once more, and in a model."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Modules of the package in models of `torch.nn`, put in by `hk.nn.replace_attention_` or by hand."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What holds of every attention module, whatever it computes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`hk.nn.unpad`: padded batches as one row of real tokens, for modules of the package and of torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

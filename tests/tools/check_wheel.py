@@ -5,8 +5,6 @@ build of a release run it. What the build wrote down says which kernels are in i
 for the CPU, or none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

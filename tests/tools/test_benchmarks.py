@@ -1,7 +1,5 @@
 """`python -m benchmarks`: it runs whole in its smoke form, times nothing that is wrong, and loses no measurement."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The examples run at tiny sizes and write what they print. Finished experiments are not run again, and their page
 shows the kept results. The modules of pair_bias compute the published algorithms."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

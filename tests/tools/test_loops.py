@@ -1,7 +1,5 @@
 """Loops in machine code, and those of today's kernels against the kept numbers."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 documents: examples run, links to files of the repository exist, the reference is complete; `make docs` finds broken
 links and anchors in docs/."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import shutil

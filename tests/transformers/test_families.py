@@ -3,8 +3,6 @@
 A family is built once. Its tests change copies of the model.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -1,7 +1,5 @@
 """Decoding with every kind of cache gives the logits of stock, or of the same model without a cache."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

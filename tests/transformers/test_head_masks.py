@@ -3,8 +3,6 @@
 test_families.py has what they compute in every family.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor

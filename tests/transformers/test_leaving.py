@@ -1,7 +1,5 @@
 """What was set on heads holds, or is refused by name, when a model leaves the operator."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

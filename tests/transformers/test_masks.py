@@ -1,7 +1,5 @@
 """`prepare_mask` against transformers' own `sdpa_mask`, for all that transformers' mask functions say."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How transformers models run on the operators: by name, forms, modes, dtypes, masks, compilation."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

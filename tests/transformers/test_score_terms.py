@@ -3,8 +3,6 @@
 test_families.py has outputs and gradients of every family, test_generation.py decoding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`use(model, unpad=True)`: layers on real tokens alone give what stock gives on the padded batch."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

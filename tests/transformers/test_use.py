@@ -1,7 +1,5 @@
 """`use` and `release`: whole models, parts, copies; everything taken back, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
