@@ -1,7 +1,5 @@
 """What `import heads_kernels` loads, and what C++ files include; `make lint` checks what Python modules import."""
 
-from __future__ import annotations
-
 import re
 
 from tests.support.commands import ROOT, python

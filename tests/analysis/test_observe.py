@@ -3,8 +3,6 @@
 tests/heads/test_patching.py has blocks within blocks and on other threads, and modules of a user.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial
@@ -12,25 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
 from heads_kernels.nn import attention_call
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
+from tests.support.nn_layers import calls_of
 from tests.support.refusals import assert_refused
 
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
-
-
-def calls_of(
-    model: nn.Module, *args: Any, layers: list[int] | None = None, **kwargs: Any
-) -> list[tuple[hk.heads.AttentionLayer, AttentionCall]]:
-    seen: list[tuple[hk.heads.AttentionLayer, AttentionCall]] = []
-    with torch.no_grad(), hk.analysis.observe(model, lambda *call: seen.append(call), layers):
-        model(*args, **kwargs)
-    return seen
 
 
 # ---------------------------------------------------------------------- what a call knows
@@ -49,11 +39,7 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
     assert_refused(
         (lambda: AttentionCall.of(hk.gated_attention, query, key[..., :4], key), "key has"),
         (lambda: call.probabilities(slice(0, 6, 2)), r"rows is slice\(0, 6, 2\); pass a slice without a step"),
-        (
-            lambda: call.probabilities(heads=torch.tensor([True, False])),
-            TypeError,
-            r"heads has tensor\(True\); pass int",
-        ),
+        (lambda: call.probabilities(heads=torch.tensor([True, False])), TypeError, r"heads has tensor\(True\); pass"),
     )
     monkeypatch.setattr(attention_call, "parse", None)
     for keys, statistics in zip(excluded, expected, strict=True):
@@ -105,17 +91,11 @@ def test_dense_and_float_masks_hide_padding(lowest: float | None) -> None:
 
 
 # ---------------------------------------------------------------------- rows of cross-attention
-def translation() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model, and a batch whose sentences are of one length on both sides; the target's tokens are REAL."""
-    model = hk.integrations.transformers.use(tiny_models.build("bart"))
-    ids = torch.arange(3, 15).view(2, 6)
-    source = torch.arange(6) < torch.tensor([[3], [6]])
-    arguments = {"input_ids": ids, "attention_mask": source.long()}
-    return model, arguments | {"decoder_input_ids": ids, "decoder_attention_mask": REAL.long()}
-
-
 def test_rows_of_cross_attention_are_the_decoders_whatever_is_looked_at() -> None:
-    model, arguments = translation()
+    """Never the encoder's: of sentences of one length on both sides, and where no decoder layer says which are real."""
+    model, ids = hk.integrations.transformers.use(tiny_models.build("bart")), torch.arange(3, 15).view(2, 6)
+    arguments = {"input_ids": ids, "attention_mask": (torch.arange(6) < torch.tensor([[3], [6]])).long()}
+    arguments |= {"decoder_input_ids": ids, "decoder_attention_mask": REAL.long()}
     layers = hk.heads.attention_layers(model)
     some = [layer.index for layer in layers if layer.kind != "decoder"]
     seen = calls_of(model, layers=some, **arguments)
@@ -125,16 +105,10 @@ def test_rows_of_cross_attention_are_the_decoders_whatever_is_looked_at() -> Non
     assert all(layer.module.__dict__.get("observer") is None for layer in layers)
     every = [layer.index for layer, _ in calls_of(model, **arguments)]
     assert sorted(every) == list(range(len(layers)))
-
-
-def test_rows_of_cross_attention_are_never_the_encoders() -> None:
-    model, arguments = translation()
-    layers = hk.heads.attention_layers(model)
     hk.heads.prune(model, {layer.index: range(4) for layer in layers if layer.kind == "decoder"})
-    rows: dict[str, list[Tensor]] = {"encoder": [], "cross": []}  # others have no heads to be called
-    for layer, call in calls_of(model, **arguments):
-        rows[layer.kind].append(call.real_queries)
-    assert all(each.all() for each in rows["cross"])
+    seen = calls_of(model, **arguments)
+    assert {layer.kind for layer, _ in seen} == {"encoder", "cross"}
+    assert all(call.real_queries.all() for layer, call in seen if layer.kind == "cross")
 
 
 # ---------------------------------------------------------------------- caches, bad use and copies
@@ -215,7 +189,7 @@ def test_copies_made_in_a_block_are_not_observed(name: str) -> None:
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         shallow = copy.copy(layer.module)
         for copied in copies:
-            assert not hooks_of(copied)
+            assert not any(part._forward_hooks or part._forward_pre_hooks for part in copied.modules())
         for copied in (*copies, shallow):
             copied(x)
             assert all(getattr(part, "observer", None) is None for part in copied.modules())
@@ -224,14 +198,5 @@ def test_copies_made_in_a_block_are_not_observed(name: str) -> None:
     for copied in (*copies, shallow):
         with hk.analysis.observe(copied, look):
             copied(x)
-        assert not hooks_of(copied)
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in copied.modules())
     assert len(seen) == 4
-
-
-def hooks_of(model: nn.Module) -> list[object]:
-    return [
-        hook
-        for part in model.modules()
-        for hooks in (part._forward_hooks, part._forward_pre_hooks)
-        for hook in hooks.values()
-    ]

@@ -1,7 +1,5 @@
 """Layer-wise relevance propagation against Jacobians: every rule, whole models, outputs, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,17 +15,12 @@ from heads_kernels.analysis import relevance_rules as rules
 from heads_kernels.analysis.relevance_rules import RULES
 from heads_kernels.parse import parse
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import Layers, spread
+from tests.support.nn_layers import Layers, random, spread
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import batch, build
 
 use = hk.integrations.transformers.use
 REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
-
-
-def random(*sizes: int, positive: bool = False) -> Tensor:
-    made = torch.randn(*sizes, dtype=torch.float64)
-    return made.abs() if positive else made
 
 
 # ---------------------------------------------------------------------- the rule as it is written
@@ -86,7 +79,7 @@ def test_functions_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles of several rows, of some outputs of a row, and of one output."""
     function, rule = ROWS[name]
     x = random(2, 3, 5)
-    given = random(*function(x).shape, positive=True)
+    given = random(*function(x).shape).abs()
     given[0, 1], given[..., 2] = 0, 0  # a row and an output without relevance
     [expected] = by_rows(function, [x], given)
     for elements in (1 << 18, 40, 1):
@@ -100,7 +93,7 @@ def test_functions_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sum_of_tensors() -> None:
     """A term that broadcasts gets what its copies get."""
-    x, y, given = random(2, 3, 5), random(3, 5), random(2, 3, 5, positive=True)
+    x, y, given = random(2, 3, 5), random(3, 5), random(2, 3, 5).abs()
     for name, function in (("add", torch.add), ("sub", torch.sub)):
         _, back = RULES[name](x, y)
         expected = by_rows(function, [x, y.expand(2, 3, 5)], given)
@@ -112,7 +105,7 @@ def test_mean_within_examples() -> None:
     x = random(4, 4, 5)
     for dims in ((0,), (0, 1)):
         over = [1 + dim for dim in dims]
-        given = random(*x.mean(over).shape, positive=True)
+        given = random(*x.mean(over).shape).abs()
         [found] = RULES["mean"](x, over)[1](given)
         for example in range(4):
             expected = by_jacobian(lambda y, dims=dims: y.mean(dims), [x[example]], given[example])
@@ -121,7 +114,7 @@ def test_mean_within_examples() -> None:
 
 
 def test_a_product_is_halved_among_what_carries_relevance() -> None:
-    a, b, given = random(3, 5) * 100, random(3, 5) * 100, random(3, 5, positive=True)
+    a, b, given = random(3, 5) * 100, random(3, 5) * 100, random(3, 5).abs()
     carried = [x.clone().requires_grad_().clone() for x in (a, b)]
     inputs, back = RULES["mul"](*carried)
     assert inputs == carried
@@ -143,7 +136,7 @@ def test_attention(in_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if in_tiles:
         monkeypatch.setattr(rules, "blocks", lambda n, width: [slice(0, 3), slice(3, n)])
     q, k, v = random(2, 2, 4, 3), random(2, 2, 5, 3), random(2, 2, 5, 6)
-    given = random(2, 2, 4, 6, positive=True)
+    given = random(2, 2, 4, 6).abs()
     visible = torch.rand(2, 2, 4, 5) > 0.3
     visible[..., 0] = True
     visible[0, 0, 1] = False  # a row that sees nothing, whose relevance the others of its head get
@@ -378,17 +371,6 @@ def test_what_does_not_lie_on_the_way_needs_no_rule() -> None:
 
 
 # ---------------------------------------------------------------------- refusals
-class Ends(Encoder):
-    """An encoder with something more at its end."""
-
-    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.end = end
-
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        return self.end(super().forward(x, real))
-
-
 STOCK = nn.MultiheadAttention(3, 1, batch_first=True, dtype=torch.float64).eval()
 REFUSED = {
     "softmax": lambda x: x.softmax(-1),
@@ -407,10 +389,10 @@ REFUSED = {
 
 
 def test_unknown_functions_are_refused_by_name() -> None:
-    data, mixtral = [random(2, 5, 8)], use(build("mixtral"))
+    model, data, mixtral = spread(Encoder()), [random(2, 5, 8)], use(build("mixtral"))
     assert_refused(
         *(
-            ((spread(Ends(end)), data), f"model computes {name}, .* there are rules for linear")
+            ((model, data, lambda m, b, end=end: end(m(b))), f"model computes {name}, .* there are rules for linear")
             for name, end in REFUSED.items()
         ),
         ((mixtral, [batch(mixtral)], token_two), "model computes div_, "),

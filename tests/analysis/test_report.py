@@ -1,13 +1,13 @@
 """`python -m heads_kernels report`: the page, what is measured for it, interrupted runs, refused options and models."""
 
-from __future__ import annotations
-
 import argparse
 import html
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -183,10 +183,7 @@ def test_interrupted_run_leaves_what_was_there(
     out = tmp_path / "report.html"
     out.write_text("an earlier page")
 
-    def interrupt(*arguments: object, **more: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(*place, interrupt)
+    monkeypatch.setattr(*place, mock.Mock(side_effect=KeyboardInterrupt))
     assert report(bert, text, out, "--fast") == 130
     assert "report.html is as it was" in capsys.readouterr().err
     assert out.read_text() == "an earlier page"
@@ -236,32 +233,19 @@ def test_bad_options(assert_refused: Refused, tmp_path: Path, monkeypatch: pytes
     assert_refused("pip install 'heads_kernels[report]'")
 
 
-def truncated_weights(path: Path) -> None:
-    weights = saved(path, "bert") / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-
-
-def no_tokenizer(path: Path) -> None:
-    (saved(path, "bert") / "tokenizer.json").unlink()
-
-
 def tokenizer_of_another_model(path: Path) -> None:
     model = transformers.AutoModel.from_pretrained(saved(path, "bert"))
     model.resize_token_embeddings(8)
     model.save_pretrained(path)
 
 
-def translation_model(path: Path) -> None:
-    transformers.AutoConfig.for_model("t5").save_pretrained(path)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (translation_model, "encoder-decoder"),
+        (lambda path: transformers.AutoConfig.for_model("t5").save_pretrained(path), "encoder-decoder"),
         (lambda path: saved(path, "vit"), "takes pixel_values (vit), not text"),
-        (truncated_weights, "cannot be read"),
-        (no_tokenizer, "has no tokenizer"),
+        (lambda path: os.truncate(saved(path, "bert") / "model.safetensors", 1000), "cannot be read"),
+        (lambda path: (saved(path, "bert") / "tokenizer.json").unlink(), "has no tokenizer"),
         (tokenizer_of_another_model, "embeddings of 8 tokens"),
     ],
 )

@@ -1,7 +1,5 @@
 """What readings give: scores of heads, distances between them, maps. test_statistics.py has those of models."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 
@@ -15,6 +13,8 @@ from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.nn_layers import Layers
 from tests.support.refusals import assert_refused
+
+use = hk.integrations.transformers.use
 
 
 def scores(*rows: list[float], name: str = "layer{}") -> hk.analysis.HeadScores:
@@ -162,9 +162,6 @@ def test_bad_distances() -> None:
         ({"kind": "both"}, "kind is 'both'"),
         of=partial(hk.analysis.distance, translator, [tiny_models.batch(translator)]),
     )
-
-
-use = hk.integrations.transformers.use
 
 
 # ---------------------------------------------------------------------- maps

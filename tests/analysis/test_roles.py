@@ -1,7 +1,5 @@
 """Roles of heads: positional, syntactic and rare-word heads that were planted, and counts against plain loops."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -24,7 +22,7 @@ LONGEST = 12
 class Planted(nn.Module):
     """A layer of 4 heads whose rows attend to the given keys, `targets` `[B, 4, T]`."""
 
-    def __init__(self, **names: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         H, width = 4, 4 * LONGEST
         self.attention = hk.nn.GatedMultiheadAttention(width + LONGEST, H, head_dim=LONGEST, bias=False)
@@ -89,8 +87,7 @@ def test_special_tokens_are_neither_rows_nor_keys() -> None:
     at_first, at_last = torch.zeros(6, dtype=torch.int64), torch.full((6,), 5)
     data = [batch(tokens, following(-1, 6), at_first, at_last)]
     found = planted(data, special=[1, 2])
-    counted = [4, 4, 4, 4]
-    assert found.offset_share.scores[0][0] == 3 / counted[0]  # row 1 may not look at key 0
+    assert found.offset_share.scores[0][0] == 3 / 4  # row 1 may not look at key 0
     assert found.offset_share.scores[0][3] == 1
 
 

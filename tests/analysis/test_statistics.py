@@ -1,7 +1,5 @@
 """Readings of heads against maps in memory, of stock models and of the package's modules; statistics under options."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from functools import partial
@@ -62,14 +60,10 @@ class Maps:
     def divergences(self) -> Tensor:
         """`[L H, L H]`: mean Jensen-Shannon divergence of all pairs of heads, by its definition."""
         rows = self.maps.permute(0, 2, 1, 3, 4).flatten(0, 1)[:, self.rows]  # [L H, rows, S]
-        matrix = [[_divergence(p, q) for q in rows] for p in rows]
-        return torch.tensor(matrix, dtype=torch.float64)
-
-
-def _divergence(p: Tensor, q: Tensor) -> float:
-    middle = (p + q) / 2
-    kl = [torch.where(x > 0, x * (x / middle).log(), 0.0).sum(-1) for x in (p, q)]
-    return float((kl[0] + kl[1]).mean() / 2)
+        pairs = torch.broadcast_tensors(rows[:, None], rows)  # [L H, L H, rows, S]
+        middle = (pairs[0] + pairs[1]) / 2
+        kl = [torch.where(x > 0, x * (x / middle).log(), 0.0).sum(-1) for x in pairs]
+        return (kl[0] + kl[1]).mean(-1) / 2
 
 
 def stock_maps(model: Any, arguments: dict[str, Tensor]) -> dict[str, Maps]:

@@ -1,9 +1,8 @@
 """What holds of every function that reads the heads of a model, whatever it computes of them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -125,8 +124,6 @@ READ: dict[str, Callable[..., Found]] = {
     "received": received,
     "maps": maps,
 }
-#: Those that take no `layers`, and read all.
-WHOLE = ("maps", "received")
 #: Those whose scores of closed heads are 0.
 OF_GATES = ("gradient", "gradient by token", "fisher", "leave one out", "relevance")
 VARIANTS = ("gradient by token", "full relevance")
@@ -187,9 +184,10 @@ class Towers(nn.Module):
         return self.model(**batch)
 
 
-@pytest.mark.parametrize("name", [name for name in READ if name not in (*WHOLE, *VARIANTS)])
+# Others take no `layers`, and read all.
+@pytest.mark.parametrize("name", [name for name in READ if name not in ("maps", "received", *VARIANTS)])
 def test_some_layers(name: str) -> None:
-    """They read what they read among all, also where the data do not reach the others."""
+    """They read what they read among all, also where the data do not reach the others, whose scores are 0."""
     model, data = model_of(), [batch_of(*SENTENCES)]
     second = hk.heads.attention_layers(model)[1].name
     expected = {
@@ -201,6 +199,9 @@ def test_some_layers(name: str) -> None:
     if name in ("statistics", "roles"):
         words = ".*reaches layer 0 \\('idle'\\); .* or name the others in layers"
         assert_refused(((Towers(model), data), words), of=READ[name])
+    if name in OF_GATES and name != "relevance":
+        reached = {heads[0][0] for (_, heads), value in READ[name](Towers(model), data).items() if value != 0}
+        assert reached == {f"model.{layer.name}" for layer in hk.heads.attention_layers(model)}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -262,12 +263,35 @@ def test_weights_of_inference_mode(name: str) -> None:
         assert_alike(READ[name](model, data), READ[name](copy.deepcopy(stock), data))
 
 
-# ---------------------------------------------------------------------- put back
+def calibrate(model: Any, data: Any) -> dict[str, Any]:
+    return {name: [m.query_outer, m.key_outer] for name, m in hk.convert.calibrate(model, data, progress=False).items()}
+
+
 #: Those of `hk.convert` too.
-READINGS: dict[str, Callable[..., Any]] = READ | {"calibrate": hk.convert.calibrate, "curves": hk.convert.curves}
+READINGS: dict[str, Callable[..., Any]] = READ | {
+    "calibrate": calibrate,
+    "curves": lambda model, data: list(hk.convert.curves(model, data, progress=False).errors),
+}
+each_reading = pytest.mark.parametrize("name", [name for name in READINGS if name not in VARIANTS])
 
 
-@pytest.mark.parametrize("name", [name for name in READINGS if name not in VARIANTS])
+@each_reading
+def test_a_pass_of_another_thread(name: str) -> None:
+    """Between the projections and the operator it runs the gates and modules that are looked at, and is not read."""
+    model, data = model_of(), [batch_of(*SENTENCES)]
+    others = batch_of(*(each.flip(0) for each in SENTENCES))
+    expected, alone = READINGS[name](model, data), model(**others)[0].detach()
+
+    def run(*_: object) -> None:
+        found = ThreadPoolExecutor(1).submit(model, **others).result()[0]
+        assert_alike(found.detach(), alone)
+
+    with hk.analysis.observe(model, run):
+        assert_alike(READINGS[name](model, data), expected)
+
+
+# ---------------------------------------------------------------------- put back
+@each_reading
 def test_the_model_is_put_back(name: str) -> None:
     """Modes, what asks for gradients, gates, observers and hooks; also after Ctrl-C in the last pass or in the data."""
     read = READINGS[name]
@@ -329,11 +353,6 @@ def test_memory_is_bounded(name: str) -> None:
 
 
 # ---------------------------------------------------------------------- what is refused
-#: The functions that need tokens, and those that need the heads' weights.
-WITH_TOKENS = ("statistics", "relevance", "distance", "maps")
-WITH_HEADS = ("gradient", "leave one out", "distance")
-
-
 @each_function
 def test_bad_input(name: str) -> None:
     """`maps` takes a batch."""
@@ -347,12 +366,12 @@ def test_bad_input(name: str) -> None:
     ]
     rows = [] if name == "maps" else rows
     rows += [((stock, data), r".*call hk\.integrations\.transformers\.use\(model\) first")]
-    if name in WITH_TOKENS:
+    if name in ("statistics", "relevance", "distance", "maps"):  # which need tokens
         words = "data has no (token that reaches|example that counts|real token)|.*is padding alone"
         rows += [((model, [hidden]), words)]
     assert_refused(*rows, of=READ[name], unchanged=[model, stock])
     hk.heads.prune(model, {0: range(4), 1: range(4)})
-    if name in WITH_HEADS:
+    if name in ("gradient", "leave one out", "distance"):
         assert_refused(((model, data), r"model has no heads? left in its"), of=READ[name])
 
 

@@ -1,7 +1,5 @@
 """Models with converted layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +49,15 @@ def convert(model: nn.Module, dim: int | None = None, method: str = "ragged") ->
             factors = dense(factors)
         install(model, layer, factors, ragged=method == "ragged")
     record_in_config(model)
+    return model
+
+
+def changed(model: Any, change: str, heads: dict[int, Any], method: str = "ragged") -> Any:
+    """A model whose layers are "converted", or have lost heads ("pruned"), or "both"."""
+    if change in ("both", "converted"):
+        convert(model, 12, method)
+    if change in ("both", "pruned"):
+        hk.heads.prune(model, heads)
     return model
 
 

@@ -1,7 +1,5 @@
 """Heads for tests of conversion."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Counts against the published tables and PyTorch's own counter, energy against SVDs, budgets against every choice."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable
@@ -33,11 +31,7 @@ NOTHING = Heads(torch.zeros(H, D, D_in), torch.zeros(H, D, D_in_k), 1.0)
 # ---------------------------------------------------------------------- parameters
 #: Of Cordonnier et al. 2020, tables 2 and 1, and the sizes between them: millions of parameters of the model, layers,
 #: D_in, which is D_k before, and H; D_k and Ds after, and the millions then.
-BERT_BASE, DISTILBERT, TRANSLATION_BASE = (
-    (108.3, 12, 768, 12),
-    (66.4, 6, 768, 12),
-    (60.9, 18, 512, 8),
-)
+BERT_BASE, DISTILBERT, TRANSLATION_BASE = (108.3, 12, 768, 12), (66.4, 6, 768, 12), (60.9, 18, 512, 8)
 PUBLISHED: list[tuple[tuple[float, int, int, int], int, int | None, float]] = [
     (BERT_BASE, 768, 768, 108.50), (BERT_BASE, 768, 512, 103.75), (BERT_BASE, 768, 384, 101.37),
     (BERT_BASE, 768, 256, 98.99), (BERT_BASE, 768, 128, 96.61), (DISTILBERT, 768, 384, 62.93),

@@ -1,12 +1,9 @@
 """Whole models converted: exact, within their budget, described truthfully, and left as they were on any error."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys
 import textwrap
-import warnings
 from functools import partial
 from typing import Any
 
@@ -27,30 +24,6 @@ from tests.support.model_state import state
 from tests.support.nn_layers import B, E, H, Layers, S, spread
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import batch, build, outputs
-
-
-def quiet(*arguments: Any, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return collaborate(*arguments, progress=False, **options)
-
-
-def own() -> Layers:
-    """Two layers of the package, the second of grouped keys."""
-    first = GatedMultiheadAttention(E, H, output_gate="head", bias=False)
-    return spread(Layers(first, GatedMultiheadAttention(E, H, num_key_heads=2)))
-
-
-def query_and_key_parameters(model: nn.Module) -> int:
-    """As the modules have them."""
-    total = 0
-    for layer in projected_layers(model):
-        linears = [layer.query.linear, layer.key.linear]
-        content = getattr(layer.module, "content_proj", None)
-        parameters = {each for linear in linears for each in linear.parameters()}
-        parameters |= set() if content is None else set(content.parameters())
-        total += sum(each.numel() for each in [*parameters, layer.module.mixing])
-    return total
 
 
 # ---------------------------------------------------------------------- what the model computes
@@ -82,7 +55,8 @@ def test_calibration_brings_the_output_closer(name: str) -> None:
 @pytest.mark.parametrize(("pruned", "training"), [(False, True), (True, False)])
 def test_modules_of_the_package(training: bool, pruned: bool) -> None:
     """Modes and gates stay, and layers without heads."""
-    model, x = own(), torch.randn(B, S, E)
+    first = GatedMultiheadAttention(E, H, output_gate="head", bias=False)
+    model, x = spread(Layers(first, GatedMultiheadAttention(E, H, num_key_heads=2))), torch.randn(B, S, E)
     layers = projected_layers(model)
     layers[1].module.head_gate = hk.nn.HardConcrete(H)
     if pruned:
@@ -140,9 +114,14 @@ def test_the_average_is_kept(name: str, method: str) -> None:
     whole = sum(p.numel() for p in model.parameters())
     found = collaborate(model, 17, method=method, calibration=data)
     width = E if name == "torch" else 32
-    asked = len(found.layers) * Sizes(width, width, 32, 4).parameters(17)
-    assert query_and_key_parameters(model) <= asked
-    assert query_and_key_parameters(model) == sum(report.parameters for report in found.reports)
+    own = 0  # parameters of queries and keys
+    for layer in projected_layers(model):
+        content = getattr(layer.module, "content_proj", None)
+        linears = [layer.query.linear, layer.key.linear, *([] if content is None else [content])]
+        parameters = {each for linear in linears for each in linear.parameters()}
+        own += sum(each.numel() for each in [*parameters, layer.module.mixing])
+    assert own <= len(found.layers) * Sizes(width, width, 32, 4).parameters(17)
+    assert own == sum(report.parameters for report in found.reports)
     assert found.parameters_before == whole
     assert found.parameters == sum(p.numel() for p in model.parameters())
 
@@ -240,10 +219,11 @@ def test_curves_leave_a_model_of_stock_attention() -> None:
 
 
 # ---------------------------------------------------------------------- what is warned of
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_more_flops_at_the_length() -> None:
     """From about the break-even length on; a warning that is an error changes nothing."""
     border = round(Sizes(E, E, E, H).break_even(12))
-    quiet(encoder(), [12, 12], length=border // 2)
+    collaborate(encoder(), [12, 12], length=border // 2, progress=False)
     message = (
         rf"At T = {2 * border} 2 of 2 converted layers have more FLOPs than before .* "
         rf"fewer below about T = {border}\. For longer inputs use .*method='ragged'"
@@ -257,7 +237,7 @@ def test_more_flops_at_the_length() -> None:
     model = encoder()
     before = state(model)
     with pytest.raises(UserWarning, match="more FLOPs"):
-        quiet(model, 20, length=1000)
+        collaborate(model, 20, length=1000, progress=False)
     assert state(model) == before
 
 

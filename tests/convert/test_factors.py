@@ -1,7 +1,5 @@
 """Factors of both methods against dense algebra: exact at full rank, the best at any, right on average."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Factors put into the package's own attention modules, wherever a model holds them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ from heads_kernels.heads import projected_layers
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
 from tests.convert.converted_models import convert
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import PADDED, Gates, backward, layer_of, spread
+from tests.support.nn_layers import PADDED, E, Gates, H, backward, layer_of, spread
 from tests.support.refusals import assert_refused
-
-E, H = 24, 4
 
 
 class Model(nn.Module):
@@ -55,7 +51,6 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_with_all_features_nothing_changes(options: dict[str, Any]) -> None:
     """Mixed by all heads."""
-    torch.manual_seed(0)
     model = Model(**options)
     kept = {n: p for n, p in model.named_parameters() if "q_proj" not in n and "k_proj" not in n}
     expected = backward(model, model(*inputs()))
@@ -96,7 +91,6 @@ def test_a_module_of_several_names_is_replaced_under_each() -> None:
 
 @pytest.mark.parametrize("left", [1, 2])
 def test_pruned_then_converted_and_converted_then_pruned(left: int) -> None:
-    torch.manual_seed(0)
     whole = Model(num_key_heads=2)
     gone = {0: [1, 3][:left], 1: [0]}
     found = []

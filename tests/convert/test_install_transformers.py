@@ -3,11 +3,10 @@
 tests/transformers has full-rank factors of every family (test_families.py) and decoding (test_generation.py).
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,11 @@ def test_gpt2_with_scales_by_layer() -> None:
     assert_alike(outputs(convert(in_use("gpt2", **changes))), expected)
 
 
-def encoder_decoder() -> Any:
-    """BERT, and a GPT-2 whose cross-attention has a query of its own and a fused key and value."""
-    parts = build("bert"), build("gpt2", add_cross_attention=True)
-    model = transformers.EncoderDecoderModel(encoder=parts[0], decoder=parts[1])
-    return model.double().eval()
-
-
 def test_cross_attention_of_gpt2(tmp_path: Path) -> None:
-    """Of a model made of two, which is saved and loaded."""
-    stock = encoder_decoder()
-    model = convert(hk.integrations.transformers.use(encoder_decoder()), method="dense")
+    """With a query of its own, and a fused key and value; of a model made of two, which is saved and loaded."""
+    parts = {"encoder": build("bert"), "decoder": build("gpt2", add_cross_attention=True)}
+    stock = transformers.EncoderDecoderModel(**parts).double().eval()
+    model = convert(hk.integrations.transformers.use(copy.deepcopy(stock)), method="dense")
     arguments = batch(stock)
     arguments |= {"decoder_input_ids": arguments["input_ids"][:, :5]}
     found, expected = (each(**arguments).logits for each in (model, stock))
@@ -251,33 +244,22 @@ def test_layers_that_cannot_be_read() -> None:
     )
 
 
-class Normed(transformers.models.vit.modeling_vit.ViTAttention):
-    """Somebody's, with a norm of its queries."""
+@pytest.mark.parametrize("change", [partial(nn.functional.normalize, dim=-1), partial(torch.clamp, min=-20, max=20)])
+def test_what_a_subclass_adds_is_found(change: Callable[[Tensor], Tensor]) -> None:
+    """A norm of queries, and a bound that random ones do not reach."""
 
-    def changed(self, query: Tensor) -> Tensor:
-        return nn.functional.normalize(query, dim=-1)
+    class Changed(transformers.models.vit.modeling_vit.ViTAttention):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+            query, key, value = (
+                each(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                for each in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            out, weights = ALL_ATTENTION_FUNCTIONS["heads_kernels"](self, change(query), key, value, None)
+            return self.o_proj(out.flatten(2)), weights
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        query, key, value = (
-            each(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for each in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out, weights = ALL_ATTENTION_FUNCTIONS["heads_kernels"](self, self.changed(query), key, value, None)
-        return self.o_proj(out.flatten(2)), weights
-
-
-class Clamped(Normed):
-    """A bound that random queries do not reach."""
-
-    def changed(self, query: Tensor) -> Tensor:
-        return query.clamp(-20, 20)
-
-
-@pytest.mark.parametrize("kind", [Normed, Clamped])
-def test_what_a_subclass_adds_is_found(kind: type[Normed]) -> None:
     model = in_use("vit")
-    model.layers[1].attention.__class__ = kind
-    words = rf"layer 1 .* is a {kind.__name__}, whose scores are not products"
+    model.layers[1].attention.__class__ = Changed
+    words = r"layer 1 .* is a Changed, whose scores are not products"
     assert_refused((lambda: collaborate(model, 8, progress=False), words), unchanged=[model])
     collaborate(model, 8, layers=[0], progress=False)
 

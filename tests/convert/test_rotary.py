@@ -1,7 +1,5 @@
 """Heads with rotary positions: shared pairs of features against dense algebra, and models that have them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,6 +1,4 @@
-"""Process groups for tests: those of the mark `processes`, and a fake one."""
-
-from __future__ import annotations
+"""Process groups for tests: those of the mark `processes`, and a fake one. Without torch.distributed there are none."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,6 +8,8 @@ import pytest
 import torch
 
 from tests.support.processes import Processes
+
+collect_ignore_glob = [] if torch.distributed.is_available() else ["test_*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,7 +1,5 @@
 """Attention of parts of sequences is that of whole sequences in one process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial
@@ -10,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import heads_kernels as hk
+from heads_kernels.integrations import distributed
 from tests.support.alike import assert_alike
-from tests.support.processes import Processes, mesh_of
+from tests.support.processes import Processes, mesh_of, whole
 from tests.support.refusals import assert_refused
-
-parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
-distributed = hk.integrations.distributed
 
 B, H, T, D = 2, 4, 24, 8
 REAL = torch.ones(B, T, dtype=torch.bool)
@@ -170,26 +167,16 @@ def test_half_precision_of_a_ring(operator: str) -> None:
     context, call = context_of("ring"), getattr(hk, operator)
     given = {name: t.bfloat16() for name, t in operands(operator, "[H]", H, T).items()}
     exact = {name: t.double().requires_grad_() for name, t in given.items()}
+    one, parts = parts_of(context, given, {}), parts_of(context, given)
     dout = torch.randn(B, H, T, D).bfloat16()
     call(**exact).backward(dout.double())
-    errors = []
-    for split in (False, True):
-        parts = parts_of(context, given, PARTS if split else {})
-        if split:
-            context(call, **parts).backward(context.split(dout, 2))
-        else:
-            call(**parts).backward(dout)
-        errors.append({})
-        for name in (name for name in PARTS if name in parts):
-            want = exact[name].grad
-            want = context.split(want, PARTS[name]) if split else want
-            error = (parts[name].grad.double() - want).square().sum()
-            if split:
-                torch.distributed.all_reduce(error)
-            errors[-1][name] = error.sqrt().item()
+    call(**one).backward(dout)
+    context(call, **parts).backward(context.split(dout, 2))
     most = 1 + torch.distributed.get_world_size() ** 0.5
-    for name, error in errors[1].items():
-        assert error <= most * errors[0][name], (name, error, errors[0][name])
+    for name in PARTS.keys() & given.keys():
+        joined = context.join(parts[name].grad, PARTS[name])
+        error, of_one_call = ((each.double() - exact[name].grad).norm() for each in (joined, one[name].grad))
+        assert error <= most * of_one_call, (name, error, of_one_call)
 
 
 @OPERATORS
@@ -217,13 +204,15 @@ def test_table(operator: str, how: dict[str, Any], W: int) -> None:
         check_call(operator, "no gate", how, bias=hk.OffsetBias.alibi(slopes))
 
 
-#: Dropout is refused where parts are balanced.
-SPLIT = [(how, dropout) for how in HOW for dropout in (0.0, 0.3) if not (dropout and "balanced" in how)]
+#: Dropout where heads are split, too; it is refused where parts are balanced.
+SPLIT = [
+    *((shape, how, 0.0) for shape in ((1, 2), (2, 2)) for how in HOW),
+    *(((2, 2), how, 0.3) for how in ("all_gather", "ring")),
+]
 
 
 @pytest.mark.processes("shape")
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-@pytest.mark.parametrize(("name", "dropout"), SPLIT)
+@pytest.mark.parametrize(("shape", "name", "dropout"), SPLIT)
 def test_layers(shape: tuple[int, int], name: str, dropout: float) -> None:
     """Sequences and, of two processes each, heads are split: outputs, and gradients summed over sequences."""
     mesh, how = mesh_of(*shape, names=("tp", "cp")), HOW[name]
@@ -258,7 +247,7 @@ def test_layers(shape: tuple[int, int], name: str, dropout: float) -> None:
         # A key's bias adds the same to all scores of a row: its gradient is 0, and what is left is rounding.
         grads = {name: grad for name, grad in grads.items() if not name.endswith("k_proj.bias")}
         if split:
-            grads = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in grads.items()}
+            grads = {name: whole(grad) for name, grad in grads.items()}
             for gradient in grads.values():
                 torch.distributed.all_reduce(gradient, group=mesh.get_group("cp"))
             given = context.join(given, 1)
@@ -277,7 +266,6 @@ def check_death() -> None:
 
 # ---------------------------------------------------------------------- in this process
 @pytest.mark.check
-# ---------------------------------------------------------------------- in this process
 def test_a_process_that_dies() -> None:
     processes = Processes(2)
     with pytest.raises(AssertionError, match=r"rank [01]"):

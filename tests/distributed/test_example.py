@@ -1,29 +1,23 @@
 """examples/distributed: the losses do not depend on the mesh."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from tests.support.alike import assert_alike
+from tests.support.commands import python
 from tests.support.examples import EXAMPLES, example
 from tests.support.processes import Processes
 
-pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
-
-SIZES = {"layers": 2, "heads": 4, "width": 16, "length": 16, "batch": 4, "steps": 3}
 ALONE = (1, 1, 1)
+OPTIONS = ("--mesh", "1", "1", "2", "--steps", "2")
 
 
 # ---------------------------------------------------------------------- in every rank
@@ -32,7 +26,8 @@ def check_run(shape: tuple[int, int, int], method: str, folder: str) -> None:
     shown: list[str] = []
     name = "-".join(map(str, (*shape, method)))
     with example("distributed/train.py") as module:
-        settings = module.Settings(**SIZES, open_heads=5, method=method)
+        sizes = {"layers": 2, "heads": 4, "width": 16, "length": 16, "batch": 4, "steps": 3, "open_heads": 5}
+        settings = module.Settings(**sizes, method=method)
         found = module.run_all(shape, settings, f"{folder}/{name}", shown.append)
     found = {name: torch.tensor(each) for name, each in found.items()}
     assert found["training"][-1] < found["training"][0]
@@ -57,21 +52,14 @@ def folder(ranks: Callable[[int], Processes], tmp_path_factory: pytest.TempPathF
     return made
 
 
-def four(*shape: int, method: str = "all_gather") -> Any:
-    return pytest.param(shape, method, marks=pytest.mark.check)
+#: Meshes and methods; `make test` runs two, of two processes for heads and for sequences.
+QUICK = [((1, 2, 1), "all_gather"), ((1, 1, 2), "ring")]
+MESHES = [((2, 1, 1), "all_gather"), ((2, 2, 1), "all_gather"), ((2, 1, 2), "all_gather"), ((1, 2, 2), "ring")]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="gathers no weights over swapped dimensions")
 @pytest.mark.parametrize(
-    ("shape", "method"),
-    [
-        ((2, 1, 1), "all_gather"),
-        ((1, 2, 1), "all_gather"),
-        ((1, 1, 2), "ring"),
-        four(2, 2, 1),
-        four(2, 1, 2),
-        four(1, 2, 2, method="ring"),
-    ],
+    ("shape", "method"), [*QUICK, *(pytest.param(*mesh, marks=pytest.mark.check) for mesh in MESHES)]
 )
 def test_any_mesh(shape: tuple[int, int, int], method: str, folder: Path, ranks: Callable[[int], Processes]) -> None:
     ranks(torch.Size(shape).numel()).run(check_run, shape, method, str(folder))
@@ -84,7 +72,7 @@ def test_command() -> None:
     printed = io.StringIO()
     with (
         example("distributed/train.py") as module,
-        mock.patch.object(sys, "argv", ["train.py", "--mesh", "1", "1", "2", "--steps", "2"]),
+        mock.patch.object(sys, "argv", ["train.py", *OPTIONS]),
         mock.patch.object(module.distributed, "init_process_group") as begin,
         mock.patch.object(module.distributed, "destroy_process_group") as end,
         contextlib.redirect_stdout(printed),
@@ -97,10 +85,7 @@ def test_command() -> None:
 
 @pytest.mark.release
 def test_command_of_torchrun(tmp_path: Path) -> None:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *run, str(EXAMPLES / "distributed" / "train.py")]
-    command += ["--mesh", "1", "1", "2", "--steps", "2"]
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    script = EXAMPLES / "distributed" / "train.py"
+    done = python(*run, script, *OPTIONS, cwd=tmp_path, PYTHONPATH=str(EXAMPLES.parent))
     assert done.stdout.count("loss") == 3

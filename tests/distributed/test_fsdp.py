@@ -1,7 +1,5 @@
 """Models whose parameters are sharded: trained with gates, pruned, saved, and loaded over other processes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint, fsdp
+from torch.distributed.tensor import parallel
 
 import heads_kernels as hk
+from heads_kernels.integrations import distributed
 from tests.support.alike import assert_alike
 from tests.support.processes import mesh_of
 from tests.support.refusals import assert_refused
-
-fsdp = pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
-parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
-distributed = hk.integrations.distributed
-checkpoint = pytest.importorskip("torch.distributed.checkpoint", reason="needs PyTorch built with torch.distributed")
 
 E, H = 16, 6
 

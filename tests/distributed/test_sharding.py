@@ -1,7 +1,5 @@
 """Operands that are DTensors: outputs and gradients are those of one process, however they are sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import tensor
 
 import heads_kernels as hk
 from heads_kernels.testing import CASES, Inputs
@@ -16,21 +15,17 @@ from tests.support.alike import assert_alike
 from tests.support.processes import mesh_of, whole
 from tests.support.refusals import assert_refused
 
-tensor = pytest.importorskip("torch.distributed.tensor", reason="PyTorch without distributed")
-
 #: The dimensions of operands: batch, heads, rows or keys.
 HEADS = {"value": "BHT_", "sinks": "H"}
 GATED = {"query": "BHT_", "key": "BHT_", **HEADS}
 SHARED = {"query": "BT_", "key": "BT_", "mixing": "H_", "content_bias": "BHT", **HEADS}
 SMALL = [case for case in CASES if "nasty" in case.tags and case.T <= 200]
-#: Each with every third case, and before a release with the others.
+#: Each with every sixth case, in `make check` with as many more, and before a release with the others.
 SPLITS = [
-    pytest.param(splits, third, marks=[pytest.mark.processes(2 ** len(splits)), *marks])
+    pytest.param(splits, (number + further) % 6, marks=[pytest.mark.processes(2 ** len(splits)), *marks])
     for number, splits in enumerate(("B", "H", "T", "BH", "HB", "HH", "HT"))
-    for third in range(3)
-    for marks in ([] if third == number % 3 else [pytest.mark.release],)
+    for further, marks in enumerate([[], [pytest.mark.check], *[[pytest.mark.release]] * 4])
 ]
-OPERATORS = pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
 
 
 # ---------------------------------------------------------------------- in every rank
@@ -59,12 +54,12 @@ def distributed(inputs: Inputs, mesh: Any, splits: str, plain: bool) -> dict[str
     return result
 
 
-@OPERATORS
-@pytest.mark.parametrize(("splits", "third"), SPLITS)
-def test_cases(operator: str, splits: str, third: int) -> None:
+@pytest.mark.parametrize("operator", ["gated_attention", "collaborative_attention"])
+@pytest.mark.parametrize(("splits", "first"), SPLITS)
+def test_cases(operator: str, splits: str, first: int) -> None:
     mesh = mesh_of(*[2] * len(splits))
-    numbered = list(enumerate(case for case in SMALL if case.operator == operator))
-    for number, case in numbered[third::3]:
+    cases = [case for case in SMALL if case.operator == operator]
+    for number, case in enumerate(cases[first::6]):
         inputs = case.make(torch.float32)
         expected, gradients = inputs.backward()
         sharded = distributed(inputs, mesh, splits, plain=number % 2 == 0)
@@ -86,7 +81,9 @@ def operands(operator: str, B: int = 4, H: int = 4, Hk: int = 4) -> dict[str, Te
     return {**shared, "value": torch.randn(B, H, 6, 8), "mixing": torch.randn(H, 8)}
 
 
-@OPERATORS
+@pytest.mark.parametrize(
+    "operator", ["gated_attention", pytest.param("collaborative_attention", marks=pytest.mark.check)]
+)
 @pytest.mark.processes(2)
 def test_compile(operator: str) -> None:
     mesh = mesh_of(2)

@@ -1,7 +1,5 @@
 """Modules under tensor parallelism are what they are in one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import parallel
 
 import heads_kernels as hk
+from heads_kernels.integrations import distributed
 from tests.support.alike import assert_alike
+from tests.support.nn_layers import backward
 from tests.support.processes import mesh_of, whole
 from tests.support.refusals import assert_refused
-
-parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
-distributed = hk.integrations.distributed
 
 E, H, B, T = 16, 4, 3, 6
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -52,9 +50,8 @@ def test_layers(name: str, gates: str | None) -> None:
         torch.manual_seed(seed)
         given = x.clone().requires_grad_()
         out, _ = model[0](given, *source, key_padding_mask=~real, is_causal=True)
-        out.square().sum().backward()
-        grads = {key: whole(value.grad) for key, value in model.named_parameters()}
-        results.append({"out": out.detach(), "dx": given.grad, **grads})
+        found = {key: whole(value) for key, value in backward(model, out).items()}
+        results.append({"dx": given.grad, **found})
     assert_alike(results[1], results[0])
 
 
@@ -81,20 +78,13 @@ def test_projections_that_give_local_heads(name: str, fake_mesh: Callable[..., A
 
 
 def test_converted_layers_that_are_split_by_another_plan(fake_mesh: Callable[..., Any]) -> None:
-    pytest.importorskip("transformers", reason="a model of transformers")
-    from tests.support.tiny_models import outputs
-
     model = model_of("bert", convert=True)
     attention = model.encoder.layer[1].attention.self
     content = attention.key.content
     plan = {"key.content": parallel.ColwiseParallel()}
     parallel.parallelize_module(attention, fake_mesh(1), plan)
     assert attention.key.content is content
-    assert_refused((lambda: outputs(model), r"key\.content\.weight is a DTensor"))
-
-
-def shared_key(H: int, **options: Any) -> nn.Module:
-    return hk.nn.CollaborativeMultiheadAttention(6 * H, H, 12, **options)
+    assert_refused((lambda: model(torch.ones(1, 3).long()), r"key\.content\.weight is a DTensor"))
 
 
 def model_of(name: str, convert: bool = False) -> Any:
@@ -109,12 +99,12 @@ def model_of(name: str, convert: bool = False) -> Any:
 
 
 def test_plans_of_what_cannot_be_split(fake_mesh: Callable[..., Any]) -> None:
-    mesh, gated = fake_mesh(4), hk.nn.GatedMultiheadAttention
+    mesh, gated, shared = fake_mesh(4), hk.nn.GatedMultiheadAttention, hk.nn.CollaborativeMultiheadAttention
     assert_refused(
         ((nn.Sequential(nn.Linear(E, E), gated(12, 6)), mesh), r".*1 has 6 heads, which 4 processes .*; keep 4 heads"),
-        ((shared_key(3), mesh), r".* has 3 heads, .*; leave the layer out"),
+        ((shared(18, 3, 12), mesh), r".* has 3 heads, .*; leave the layer out"),
         ((gated(24, 12, num_key_heads=3), mesh), r".* has 3 heads of keys, .*; use 3 processes"),
-        ((shared_key(12, num_value_heads=3), mesh), r".* has 3 heads of values, .*; use .* that divides 3"),
+        ((shared(72, 12, 12, num_value_heads=3), mesh), r".* has 3 heads of values, .*; use .* that divides 3"),
         ((gated(12, 4, entmax=True), mesh), r".* has entmax, which serves no DTensors"),
         ((nn.Linear(3, 3), mesh), r"module is a Linear without attention"),
         ((model_of("bert"), mesh), r"module .* without attention of hk\.nn"),

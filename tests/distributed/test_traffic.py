@@ -4,8 +4,6 @@ An all-gather or reduce-scatter of N bytes in all brings `(W - 1) / W * N`, and 
 it. A ring receives from one process what it counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import fsdp
+from torch.distributed.tensor import debug, parallel
 
 import heads_kernels as hk
+from heads_kernels.integrations import distributed
 from tests.support.processes import mesh_of
-
-debug = pytest.importorskip("torch.distributed.tensor.debug", reason="needs PyTorch built with torch.distributed")
-fsdp = pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
-parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
-distributed = hk.integrations.distributed
 
 B, T, H, HK, D, DS = 2, 64, 8, 4, 16, 48
 E = H * D

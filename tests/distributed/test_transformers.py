@@ -1,24 +1,22 @@
 """Models of transformers over processes: some heads each, a part of every sequence, rows of an unpadded batch."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import parallel
 from torch.nn.parallel import DistributedDataParallel
 
 import heads_kernels as hk
+from heads_kernels.integrations import distributed
 from tests.support.alike import assert_alike
+from tests.support.nn_layers import backward
 from tests.support.processes import mesh_of, whole
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import build, packed_layers, small
-
-fsdp = pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch built with torch.distributed")
-parallel = pytest.importorskip("torch.distributed.tensor.parallel", reason="needs PyTorch built with torch.distributed")
-distributed = hk.integrations.distributed
 
 
 # ---------------------------------------------------------------------- some heads
@@ -81,10 +79,8 @@ def test_gates(family: str, gates: str, order: str) -> None:
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
         torch.manual_seed(4 + (torch.distributed.get_rank() if parts else 0))
-        out = model(tokens, **options).last_hidden_state
-        out.square().sum().backward()
-        grads = {name: whole(p.grad) for name, p in model.named_parameters()}
-        results.append({"out": out.detach(), **grads})
+        found = backward(model, model(tokens, **options).last_hidden_state)
+        results.append({name: whole(each) for name, each in found.items()})
     assert_alike(results[1], results[0])
 
 

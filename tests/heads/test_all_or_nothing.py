@@ -3,11 +3,10 @@
 Of those that only read a model tests/analysis/test_what_holds.py says it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import CO_GENERATOR
 from pathlib import Path
 from types import FrameType
@@ -46,12 +45,8 @@ def in_use(change: Callable[..., Any] | None = None, *arguments: Any) -> Any:
     return model
 
 
-def closed() -> Any:
-    return in_use(hk.heads.close, HEADS)
-
-
-def pruned() -> Any:
-    return in_use(hk.heads.prune, HEADS)
+closed = partial(in_use, hk.heads.close, HEADS)
+pruned = partial(in_use, hk.heads.prune, HEADS)
 
 
 def unpadded() -> Any:
@@ -69,10 +64,6 @@ def run(model: Any) -> Tensor:
 
 
 # ---------------------------------------------------------------------- operations that change a model
-def convert(model: Any) -> None:
-    collaborate(model, 8, method="ragged", calibration=[data_of(model)], progress=False)
-
-
 #: The model before, and the operation.
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "close": (in_use, lambda model: hk.heads.close(model, HEADS)),
@@ -82,7 +73,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "prune": (closed, lambda model: hk.heads.prune(model, hk.heads.closed(model))),
     "apply_shapes": (in_use, lambda model: hk.heads.apply_shapes(model, hk.heads.shapes(pruned()))),
     "load": (in_use, hk.heads.load),
-    "collaborate": (stock, convert),
+    "collaborate": (stock, lambda model: collaborate(model, 8, method="ragged", calibration=[data_of(model)])),
     "collaborate modules": (encoder, lambda model: collaborate(model, 8, method="ragged")),
     "replace_attention_": (torch_encoder, hk.nn.replace_attention_),
     "use": (biased, use),

@@ -1,7 +1,5 @@
 """Gates on the heads of models: attached, taken off, closed for a while; schedules that end with so many open heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

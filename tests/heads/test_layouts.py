@@ -2,8 +2,6 @@
 head computes what the pruned head computes; to compare them leaves the model as it is.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 from functools import partial
@@ -23,7 +21,6 @@ from tests.support.nn_layers import HOUSE, House
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import TINY, WITH_HEADS, build, small
 
-OWN = {"GatedMultiheadAttention", "CollaborativeMultiheadAttention"}
 NEOX = HeadLayout("NeoX", *["query_key_value"] * 3, "dense", head_dim="head_size")
 PERSIMMON = HeadLayout("Persimmon", *["query_key_value"] * 3, "dense")
 
@@ -37,7 +34,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------------- layers and the table
 def test_every_class_of_the_table_has_a_model() -> None:
-    assert set(LAYOUTS) <= OWN | {TINY[name].attention for name in WITH_HEADS}
+    own = {"GatedMultiheadAttention", "CollaborativeMultiheadAttention"}
+    assert set(LAYOUTS) <= own | {TINY[name].attention for name in WITH_HEADS}
 
 
 def test_kinds_of_a_bert_decoder() -> None:

@@ -1,13 +1,12 @@
 """Outputs of heads that are replaced or recorded while a model runs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import combinations, repeat
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -136,11 +135,6 @@ def test_blocks_are_nested_and_end() -> None:
     assert all(module.__dict__.get("observer") is None for module in model.modules())
 
 
-def in_another_thread(work: Callable[..., Any], *arguments: Any) -> Any:
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(work, *arguments).result()
-
-
 def test_blocks_may_end_in_any_order_and_on_any_thread() -> None:
     """As generators that were begun in them."""
     model, run = model_and_run()
@@ -149,7 +143,7 @@ def test_blocks_may_end_in_any_order_and_on_any_thread() -> None:
     first.__enter__()
     second.__enter__()
     run()
-    in_another_thread(first.__exit__, *none)
+    ThreadPoolExecutor(1).submit(first.__exit__, *none).result()
     found = run()
     second.__exit__(*none)
     assert_alike(run(), whole)
@@ -205,7 +199,7 @@ def test_a_pass_of_another_thread_between_a_call_and_its_change(own: Any) -> Non
     x, ended = torch.randn(2, 5, 32), []
     whole = own(x)
     with hk.heads.patch(own, {0: {0: "zero"}}):
-        own[0].meanwhile = lambda: ended.append(in_another_thread(own, x))
+        own[0].meanwhile = lambda: ended.append(ThreadPoolExecutor(1).submit(own, x).result())
         patched = own(x)
     assert_alike(ended[0], whole)
     assert_alike(patched[:, :, 1:], whole[:, :, 1:])
@@ -216,18 +210,15 @@ def test_a_block_of_another_thread_that_begins_within_a_pass(own: Any) -> None:
     x, block = torch.randn(2, 5, 32), hk.analysis.observe(own, lambda *_: None)
     whole = own(x)
     own[0].register_forward_hook(lambda *_: None)
-    own[0].meanwhile = lambda: in_another_thread(block.__enter__)
+    own[0].meanwhile = lambda: ThreadPoolExecutor(1).submit(block.__enter__).result()
     assert_alike(own(x), whole)
     block.__exit__(None, None, None)
 
 
 def test_a_pass_after_one_that_failed(own: Any) -> None:
-    def fail() -> None:
-        raise KeyError
-
     x = torch.randn(2, 5, 32)
     with hk.analysis.observe(own, lambda *_: None):
-        own[0].meanwhile = fail
+        own[0].meanwhile = mock.Mock(side_effect=KeyError)
         with pytest.raises(KeyError), hk.heads.patch(own, {0: {0: "zero"}}):
             own(x)
         own(x)

@@ -1,7 +1,5 @@
 """Projections quantised by torchao around the operators: what works, and what is refused by name."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention modules against their formulas in float64, with caches, entmax, averages; made of torch's own modules."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +19,12 @@ from tests.support.nn_layers import (
     H,
     S,
     T,
+    calls_of,
     formula,
     gradients,
     layer_of,
     output_gate,
+    random,
     shared_layer_of,
     spread,
     torch_attention,
@@ -88,9 +88,13 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     sizes=st.tuples(*(st.integers(1, 4) for _ in range(8))),
     causal=st.booleans(),
     alone=st.booleans(),
+    gated=st.booleans(),
 )
-def test_any_shape_is_the_formula(form: str, sizes: tuple[int, ...], causal: bool, alone: bool) -> None:
-    """Outputs and all gradients, with padded keys, of self-attention and of cross-attention of other widths."""
+def test_any_shape_is_the_formula(form: str, sizes: tuple[int, ...], causal: bool, alone: bool, gated: bool) -> None:
+    """Outputs and all gradients, with padded keys, of self-attention and of cross-attention of other widths.
+
+    Without a bias of the scores and gates of heads, and with both.
+    """
     b, t, s, key_heads, group, D, Dv, width = sizes
     make, options = FORMS[form]
     options = options | {"embed_dim": 6, "num_heads": key_heads * group, "value_dim": Dv}
@@ -105,10 +109,14 @@ def test_any_shape_is_the_formula(form: str, sizes: tuple[int, ...], causal: boo
     hidden = torch.rand(b, y.shape[1]) > 0.7
     visible = ~hidden[:, None, None] & torch.ones(b, 1, t, y.shape[1], dtype=torch.bool)
     visible = visible & ~hidden[:, None, :, None] if alone else visible
-    out = layer(x, y, key_padding_mask=hidden, is_causal=causal)[0]
-    expected = formula(layer, x, y, visible.tril() if causal else visible)
+    gates = bias = None
+    if gated:
+        layer.head_gate = Gates(torch.randn(layer.num_heads).tolist()).double()
+        gates, bias = layer.head_gate.gates[:, None, None], random(layer.num_heads, t, y.shape[1]).requires_grad_()
+    out = layer(x, y, key_padding_mask=hidden, is_causal=causal, bias=bias)[0]
+    expected = formula(layer, x, y, visible.tril() if causal else visible, gates, bias)
     assert_alike(out, expected)
-    leaves = list(layer.parameters())
+    leaves = [*layer.parameters(), *([bias] if gated else [])]
     assert_alike(gradients(out, *leaves), gradients(expected, *leaves))
 
 
@@ -223,10 +231,7 @@ def test_alpha_stays_where_entmax_is_defined(dtype: torch.dtype) -> None:
 
 def test_support_sizes_and_probabilities() -> None:
     torch.manual_seed(0)
-    made, calls = nn.Sequential(entmax_layer(-2.0, 0.0, 1.0, 3.0)), list[Any]()
-    with hk.analysis.observe(made, lambda layer, call: calls.append(call)):
-        made[0](torch.randn(B, S, E), is_causal=True)
-    (call,) = calls
+    [(_, call)] = calls_of(entmax_layer(-2.0, 0.0, 1.0, 3.0), torch.randn(B, S, E), is_causal=True)
     every_key = torch.eye(S).expand(B, H, S, S)
     options = {"alpha": call.alpha, "scale": call.scale, "is_causal": True}
     p = hk.entmax_attention(call.query, call.key, every_key, **options)
@@ -256,10 +261,6 @@ ROWS = torch.tensor([[False] * T, [True, False, True, False, False]])  # [B, T]:
 
 def merged(**options: Any) -> hk.nn.MergedAttention:
     return spread(hk.nn.MergedAttention(E, H, **{"dtype": torch.float64, **options}))
-
-
-def rows_and_memory() -> tuple[Tensor, Tensor]:
-    return torch.randn(B, T, E).double().requires_grad_(), torch.randn(B, S, E).double()
 
 
 def averages(layer: hk.nn.MergedAttention, x: Tensor, real: Tensor) -> Tensor:
@@ -294,7 +295,7 @@ def merged_formula(layer: hk.nn.MergedAttention, x: Tensor, y: Tensor, real: Ten
 )
 def test_merged_attention(options: dict[str, Any], hidden: dict[str, Any]) -> None:
     """Output and the gradients of input and weights; test_modules.py has head gates."""
-    layer, (x, y) = merged(**options), rows_and_memory()
+    layer, x, y = merged(**options), torch.randn(B, T, E).double().requires_grad_(), torch.randn(B, S, E).double()
     mask = hidden.get("mask", hk.Mask())
     out = layer(x, y, key_padding_mask=PADDED, **hidden)[0]
     wanted = merged_formula(layer, x, y, mask.to_dense(B, 1, T, 1).expand(B, 1, T, 1)[:, 0, :, 0])
@@ -314,7 +315,7 @@ def test_the_average_of_bfloat16_is_summed_in_float32() -> None:
 
 
 def test_what_merged_attention_refuses() -> None:
-    layer, (x, y) = merged(), rows_and_memory()
+    layer, x, y = merged(), torch.zeros(B, T, E).double(), torch.zeros(B, S, E).double()
     ids = torch.arange(T) // 2, torch.arange(S) // 3
     assert_refused(
         *((lambda source=source: layer(x, source), "^key is None or query; pass the out") for source in (None, x)),

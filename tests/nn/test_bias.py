@@ -1,7 +1,5 @@
 """What attention modules add to their scores (`bias`, float `attn_mask`), and inputs of several batch dimensions."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -15,13 +13,14 @@ from tests.support.nn_layers import (
     PADDED,
     B,
     E,
-    Gates,
     H,
     S,
     T,
+    calls_of,
     formula,
     gradients,
     layer_of,
+    random,
     shared_layer_of,
     torch_attention,
 )
@@ -30,36 +29,16 @@ from tests.support.refusals import assert_refused
 N = 3  # rows of an alignment
 
 
-def random(*sizes: int) -> Tensor:
-    return torch.randn(sizes, dtype=torch.float64)
-
-
 # ---------------------------------------------------------------------- the bias of a call
-SHAPES = [(B, H, T, S), (1, H, T, S), (B, 1, 1, S), (H, T, 1), (T, S), (S,), ()]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(B, H, T, S), (1, H, T, S), (B, 1, 1, S), (H, T, 1), (T, S), (S,), ()])
 def test_bias_is_added_to_the_scores(shape: tuple[int, ...]) -> None:
+    """test_attention.py has it beside masks and gates of heads."""
     layer = layer_of(num_key_heads=2, output_gate="element")
     x, y, bias = random(B, T, E), random(B, S, E), random(*shape).requires_grad_()
     out, expected = layer(x, y, bias=bias)[0], formula(layer, x, y, bias=bias)
     assert_alike(out, expected)
     leaves = bias, *layer.parameters()
     assert_alike(gradients(out, *leaves), gradients(expected, *leaves))
-
-
-def test_bias_beside_masks_and_a_head_gate() -> None:
-    layer, x, bias = layer_of(), random(B, S, E), random(1, H, S, S).requires_grad_()
-    layer.head_gate = Gates([0.0, 1.0, 0.25, -2.0])
-    hidden = random(S, S) > 0.6
-    bias.data[0, :, hidden] = -torch.inf
-    visible = (~PADDED[:, None, :, None] & ~PADDED[:, None, None, :]).expand(B, H, S, S)
-    finite = bias.masked_fill(hidden, 0.0)
-    gates = layer.head_gate.gates[:, None, None]
-    expected = formula(layer, x, x, visible & ~hidden, gates, finite)
-    out = layer(x, key_padding_mask=PADDED, bias=bias)[0]
-    assert_alike(out, expected)
-    assert_alike(gradients(out, bias), gradients(expected, bias))
 
 
 def test_offset_bias_is_its_dense_form() -> None:
@@ -122,11 +101,8 @@ def test_batch_dimensions(shape: tuple[int, ...], make: Any) -> None:
 
 def test_a_bias_that_rows_share_is_not_expanded() -> None:
     """The operator, and whoever observes it, gets it as it is."""
-    layer, seen = nn.Sequential(layer_of()), []
     x, bias = random(B, N, S, E), random(B, 1, H, S, S)
-    with hk.analysis.observe(layer, lambda _, call: seen.append(call)):
-        layer[0](x, bias=bias)
-    (call,) = seen
+    [(_, call)] = calls_of(layer_of(), x, bias=bias)
     assert call.query.shape == (B * N, H, S, E // H)
     assert call.bias.shape == (B, 1, H, S, S)
     assert call.bias.data_ptr() == bias.data_ptr()
@@ -221,11 +197,7 @@ def test_relevance_takes_a_bias_as_constant() -> None:
     for attention in ("constant", "full"):
         found = hk.analysis.relevance(model, [x], attention=attention).table()
         assert_alike(found.sum(1), torch.ones(2, dtype=found.dtype))
-
-    def depending(model: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = model(x, depends=True)
-        return out
-
+    depending = partial(Paired.forward, depends=True)
     hk.analysis.relevance(model, [x], depending)
     refused = partial(hk.analysis.relevance, model, [x], depending, attention="full")
     assert_refused((refused, "attention, whose bias depends on heads"), unchanged=[model])

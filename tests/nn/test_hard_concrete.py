@@ -1,7 +1,5 @@
 """Hard Concrete gates against the tables and formulas of the papers, written out here once more, and in a model."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial
@@ -70,7 +68,6 @@ def test_samples_agree_with_the_closed_form() -> None:
     """40,000 draws a head: an estimated probability is within 4.5 standard deviations."""
     draws = 40_000
     gate = gates_at(-3, -1, 0, 1, 2, 5, temperature=2 / 3, per_sample=True)
-    torch.manual_seed(0)
     sample = gate(draws, 1)
     assert sample.shape == (draws, 6)
     for value, expected in ((0, gate.probability_zero()), (1, gate.probability_one())):
@@ -140,7 +137,6 @@ def test_gradients(what: str) -> None:
 
 def test_no_slope_at_the_clamps() -> None:
     gate = gates_at(-2.0, 0.0, 2.0, per_sample=True)
-    torch.manual_seed(0)
     sample = gate(400, 1)
     clamped = (sample == 0) | (sample == 1)
     assert clamped.any(0).all()

@@ -1,7 +1,5 @@
 """`hk.nn.mixing_init_` and `hk.nn.ds_init_`."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

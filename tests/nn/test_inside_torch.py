@@ -1,7 +1,5 @@
 """Modules of the package in models of `torch.nn`, put in by `hk.nn.replace_attention_` or by hand."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -55,9 +53,6 @@ def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     return {name: (spread(model.double()), arguments) for name, (model, arguments) in made.items()}
 
 
-NAMES = list(models())
-
-
 def results(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Outputs and gradients, those of packed projections part by part under the names of separate ones."""
     found = backward(model, model(**arguments))
@@ -69,7 +64,7 @@ def results(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 # ---------------------------------------------------------------------- replaced in a model
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", models())
 def test_outputs_and_gradients_stay(name: str, training: bool) -> None:
     """Stock state dicts load afterwards, too."""
     model, arguments = models()[name]

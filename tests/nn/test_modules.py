@@ -1,7 +1,5 @@
 """What holds of every attention module, whatever it computes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -21,23 +19,17 @@ from tests.support.refusals import assert_refused
 Module = Any  # one of hk.nn, with float64 weights unless asked otherwise
 
 
-def gated(**options: Any) -> Module:
-    return hk.nn.GatedMultiheadAttention(E, H, **options)
-
-
-def collaborative(**options: Any) -> Module:
-    return hk.nn.CollaborativeMultiheadAttention(E, H, 10, **options)
-
-
+gated = partial(hk.nn.GatedMultiheadAttention, E, H)
+collaborative = partial(hk.nn.CollaborativeMultiheadAttention, E, H, 10)
 MODULES: dict[str, Callable[..., Module]] = {
     "gated": gated,
-    "grouped": lambda **o: gated(num_key_heads=2, output_gate="head", **o),
-    "element gate": lambda **o: gated(output_gate="element", bias=False, value_dim=3, **o),
-    "entmax": lambda **o: gated(entmax=True, **o),
+    "grouped": partial(gated, num_key_heads=2, output_gate="head"),
+    "element gate": partial(gated, output_gate="element", bias=False, value_dim=3),
+    "entmax": partial(gated, entmax=True),
     "content bias": collaborative,
-    "shared biases": lambda **o: collaborative(qk_bias=True, content_bias=False, output_gate="head", **o),
-    "ragged": lambda **o: collaborative(ragged=True, num_value_heads=2, **o),
-    "merged": lambda **o: hk.nn.MergedAttention(E, H, output_gate="head", **o),
+    "shared biases": partial(collaborative, qk_bias=True, content_bias=False, output_gate="head"),
+    "ragged": partial(collaborative, ragged=True, num_value_heads=2),
+    "merged": partial(hk.nn.MergedAttention, E, H, output_gate="head"),
 }
 each_module = pytest.mark.parametrize("name", MODULES)
 
@@ -173,9 +165,7 @@ def test_layouts_of_the_batch(name: str) -> None:
     sources = rows if name == "merged" else rows[:1]
     options = {} if name == "merged" else {"is_causal": True}
     assert_alike(layer(*sources, **options)[0].transpose(0, 1), out)
-    assert_refused(
-        ((x.new_zeros(2, 3, 7, 24), MEMORY), r"query has shape \[2, 3, 7, 24\]; pass \[T, B, 24\]"), of=layer
-    )
+    assert_refused((lambda: layer(x.new_zeros(2, 3, 7, 24), MEMORY), r"^query has .* 7, 24\]; pass \[T, B, 24\]"))
 
 
 @each_module
@@ -271,11 +261,8 @@ class Block(nn.Module):
         return self.layer(x, **self.call(x, lengths))[0]
 
 
-def padding(x: Tensor, lengths: Tensor) -> dict[str, Any]:
-    return {"key_padding_mask": torch.arange(x.shape[1]) >= lengths[:, None], "is_causal": True}
-
-
 CALLS: dict[str, Callable[[Tensor, Tensor], dict[str, Any]]] = {
+    "padding": lambda x, n: {"key_padding_mask": torch.arange(x.shape[1]) >= n[:, None], "is_causal": True},
     "lengths": lambda x, lengths: {"mask": hk.Mask(causal=True, key_lengths=lengths)},
     "window": lambda x, lengths: {"mask": hk.Mask(window=(3, 1), key_lengths=lengths)},
     "dense": lambda x, lengths: {"attn_mask": x[0, :, :1] > x[0, :, 0]},
@@ -304,9 +291,9 @@ def assert_exports(layer: nn.Module, call: Any, *, strict: bool = False) -> None
 def test_exported(name: str) -> None:
     """With gates, some heads closed; then with some of them pruned."""
     layer = with_gates(name, dtype=torch.float32)
-    assert_exports(layer, padding)
+    assert_exports(layer, CALLS["padding"])
     hk.heads.prune(nn.ModuleList([layer]), {0: [2, 3]})
-    assert_exports(layer, padding)
+    assert_exports(layer, CALLS["padding"])
 
 
 @pytest.mark.check
@@ -363,14 +350,14 @@ OF_COLLABORATIVE = [
 
 
 def test_bad_layers() -> None:
-    gated, shared = hk.nn.GatedMultiheadAttention, hk.nn.CollaborativeMultiheadAttention
-    assert_refused(*OF_BOTH, *OF_GATED, of=partial(gated, embed_dim=E, num_heads=H))
-    assert_refused(*OF_BOTH, *OF_COLLABORATIVE, of=partial(shared, embed_dim=E, num_heads=H, shared_dim=10))
+    sizes = {"embed_dim": E, "num_heads": H}
+    assert_refused(*OF_BOTH, *OF_GATED, of=partial(hk.nn.GatedMultiheadAttention, **sizes))
+    shared = partial(hk.nn.CollaborativeMultiheadAttention, **sizes, shared_dim=10)
+    assert_refused(*OF_BOTH, *OF_COLLABORATIVE, of=shared)
 
 
 NESTED = torch.nested.nested_tensor(list(torch.zeros(2, 5, 24)), layout=torch.jagged)
 X, Y = torch.zeros(B, T, E), torch.zeros(B, S, E)
-CAUSAL = torch.ones(S, S, dtype=torch.bool)
 #: Not of merged attention, which needs a key.
 NO_KEY = ({"key": None, "value": Y}, ValueError, "value is given without key")
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -385,7 +372,7 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"key_padding_mask": PADDED[0]}, ValueError, r"key_padding_mask has shape \[7\]"),
     ({"key_padding_mask": PADDED.long()}, TypeError, "key_padding_mask has dtype torch.int64"),
     ({"key_padding_mask": PADDED * -1e4}, ValueError, "key_padding_mask holds floats other than"),
-    ({"attn_mask": CAUSAL}, ValueError, r"attn_mask has shape \[7, 7\].*\[5, 7\] or \[8, 5, 7\]"),
+    ({"attn_mask": torch.ones(S, S).bool()}, ValueError, r"attn_mask has shape \[7, 7\].*\[5, 7\] or \[8, 5, 7\]"),
     ({"mask": PADDED}, TypeError, "mask is a Tensor; pass a hk.Mask"),
     ({"is_causal": 1}, TypeError, "is_causal is a int"),
     ({"cache": {}}, TypeError, "cache is a dict"),

@@ -1,7 +1,5 @@
 """Exported models and operators: standard ONNX operators, and the same numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

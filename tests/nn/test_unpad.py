@@ -1,10 +1,7 @@
 """`hk.nn.unpad`: padded batches as one row of real tokens, for modules of the package and of torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.nn.unpadding import Packing
@@ -13,20 +10,19 @@ from tests.support.refusals import assert_refused
 B, T, E = 4, 9, 32
 
 
-def batch(kind: str) -> Tensor:
-    """Real tokens of a batch: a row of all, one of one, one of none, padded at the ends or anywhere; all, or none."""
-    if kind in ("all", "none"):
-        return torch.full((B, T), kind == "all")
-    real = torch.zeros(B, T, dtype=torch.bool)
-    real[0] = True
-    real[1, {"left": T - 1, "right": 0, "holes": 4}[kind]] = True
-    real[2, {"left": slice(5, T), "right": slice(6), "holes": slice(1, T, 2)}[kind]] = True
-    return real
+#: Real tokens of rows that are whole, of one, of some and of none, padded at the ends or anywhere; all, or none.
+ROWS = {
+    "left": ["111111111", "000000001", "000001111", "000000000"],
+    "right": ["111111111", "100000000", "111111000", "000000000"],
+    "holes": ["111111111", "000010000", "010101010", "000000000"],
+    "all": ["111111111"] * B,
+    "none": ["000000000"] * B,
+}
 
 
-@pytest.mark.parametrize("kind", ["left", "right", "holes", "all", "none"])
+@pytest.mark.parametrize("kind", ROWS)
 def test_there_and_back(kind: str) -> None:
-    real = batch(kind)
+    real = torch.tensor([[token == "1" for token in row] for row in ROWS[kind]])
     x = torch.randn(B, T, 3, 2, dtype=torch.float64, requires_grad=True)
     packed, mask, pad_back = hk.nn.unpad(x, real)
     N = int(real.sum())

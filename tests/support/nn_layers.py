@@ -19,6 +19,10 @@ CAUSAL = torch.ones(S, S, dtype=torch.bool).triu(1)
 Module = TypeVar("Module", bound=nn.Module)
 
 
+def random(*sizes: int) -> Tensor:
+    return torch.randn(sizes, dtype=torch.float64)
+
+
 def spread(made: Module) -> Module:
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.4)
@@ -115,6 +119,14 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = x + layer(x, key_padding_mask=padding, **options)[0]
         return x
+
+
+def calls_of(model: nn.Module, *args: Any, layers: list[int] | None = None, **kwargs: Any) -> list[tuple[Any, Any]]:
+    """Attention layers and their calls that an observer sees in a forward pass."""
+    seen: list[tuple[Any, Any]] = []
+    with torch.no_grad(), hk.analysis.observe(model, lambda *call: seen.append(call), layers):
+        model(*args, **kwargs)
+    return seen
 
 
 def model_and_run() -> tuple[Any, Callable[[], Tensor]]:

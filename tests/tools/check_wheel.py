@@ -5,8 +5,6 @@ build of a release run it. What the build wrote down says which kernels are in i
 for the CPU, or none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -45,7 +43,7 @@ def holds_the_package(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         assert json.loads(archive.read("heads_kernels/build.json")) == BUILT
-        modules = {stem(name): name for name in names if name.endswith(".so")}
+        modules = {Path(name).name.split(".")[0]: name for name in names if name.endswith(".so")}
         assert sorted(modules) == sorted(MODULES), modules
         for name in set(MODULES) & set(PLACES):
             assert PLACES[name] in archive.read(modules[name]), "the repair took the path of " + name
@@ -55,10 +53,6 @@ def holds_the_package(wheel: Path) -> str:
     size = wheel.stat().st_size
     assert size < LARGEST, f"{size} bytes"
     return f"{wheel.name}: {size / 1e6:.2f} MB, {BUILT}"
-
-
-def stem(name: str) -> str:
-    return name.split("/")[-1].split(".")[0]
 
 
 def is_what_runs(wheel: Path) -> str:
@@ -127,11 +121,6 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def openmp() -> set[Path]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {Path(line.split()[-1]).resolve() for line in lines if "libgomp" in line}
-
-
 def shares_the_pool() -> str:
     """torch's OpenMP is the only one, and `torch.set_num_threads` holds: no call starts threads of its own."""
     place = Path(torch.__file__).parent / "lib"
@@ -141,7 +130,8 @@ def shares_the_pool() -> str:
     query = torch.randn(2, 8, 256, 64)
     hk.gated_attention(query, query, query, backend="cpu")
     assert threads() == started >= 5, f"{started} threads, then {threads()}"
-    (library,) = openmp()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    (library,) = {Path(line.split()[-1]).resolve() for line in lines if "libgomp" in line}
     assert library.parent == place, library
     return f"{started} threads, {library}"
 

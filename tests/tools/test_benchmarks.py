@@ -1,7 +1,5 @@
 """`python -m benchmarks`: it runs whole in its smoke form, times nothing that is wrong, and loses no measurement."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace
@@ -9,6 +7,7 @@ from fnmatch import filter as matching
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,21 +32,13 @@ SMOKE = Settings("smoke")
 @pytest.fixture(autouse=True)
 def no_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Capturing the real model takes seconds, which only the smoke run has to spend."""
-
-    def capture(count: int) -> minilm.Captured:
-        raise minilm.Unavailable("left out by the test")
-
-    monkeypatch.setattr(minilm, "capture", capture)
+    monkeypatch.setattr(minilm, "capture", mock.Mock(side_effect=minilm.Unavailable("left out by the test")))
 
 
 def bench(path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """The exit status of a smoke run of some workloads, and its numbers."""
     status = cli.main(["--smoke", "--json", str(path), "--only", *options])
     return status, json.loads(path.read_text())
-
-
-def named(name: str, settings: Settings = SMOKE) -> Workload:
-    return next(workload for workload in workloads.table(settings) if workload.name == name)
 
 
 # ---------------------------------------------------------------------- whole runs
@@ -294,7 +285,7 @@ def test_names_are_found_by_parts_and_patterns(device: Any) -> None:
 )
 def test_floors(name: str, direction: Any, bound: str) -> None:
     """Products and exponentials of open heads, or bytes of visible rows and of outputs; slow samples do not count."""
-    workload = named(name)
+    workload = next(workload for workload in workloads.table(SMOKE) if workload.name == name)
     yardstick = floor.Yardstick(workload.make(torch.float32, CPU), direction)
     for one in yardstick.calls.values():
         one()

@@ -1,7 +1,5 @@
 """The build: which nvcc is used, what is said where it or a compiler is missing, and what is recorded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`python -m heads_kernels doctor`: on the CPU, emulated, interpreted, and with backends broken on purpose."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

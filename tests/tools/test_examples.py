@@ -1,8 +1,6 @@
 """The examples run at tiny sizes and write what they print. Finished experiments are not run again, and their page
 shows the kept results. The modules of pair_bias compute the published algorithms."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
@@ -22,6 +20,7 @@ import heads_kernels as hk
 from tests.support.alike import assert_alike
 from tests.support.commands import python
 from tests.support.examples import EXAMPLES, example
+from tests.support.nn_layers import random
 
 pytestmark = pytest.mark.release
 
@@ -157,10 +156,6 @@ def test_no_held_out_text_is_read(command: ModuleType, of: str) -> None:
 # ---------------------------------------------------------------------- the algorithms of pair_bias, written out
 N, S, HEADS, WIDTH = 5, 3, 2, 3  # residues, rows; width of a head
 Weights = dict[str, Tensor]
-
-
-def random(*sizes: int) -> Tensor:
-    return torch.randn(sizes, dtype=torch.float64)
 
 
 def weights(width: int, biased: str, pairs: str, **norms: int) -> Weights:

@@ -1,7 +1,5 @@
 """The GPU suite and the tuner: a little of each in the simulators; stages and jobs that crash or hang are recorded."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

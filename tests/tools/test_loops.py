@@ -1,7 +1,5 @@
 """Loops in machine code, and those of today's kernels against the kept numbers."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -122,14 +120,10 @@ def test_products_of_instructions() -> None:
     assert found == [16 * 8 * 16, 64 * 128 * 16 // 4, 64 * 64 * 16 // 4, None]
 
 
-@pytest.fixture
-def row() -> loops.Row:
+def test_what_is_heavier_for_a_product() -> None:
     about = {"target": "sm_90", "kernel": "gated_attention.forward", "work": "x", "variant": 0}
-    (made,) = loops.rows_of(sass.loops(sass_of(TILES)), backend="triton", **about)
-    return made
+    (row,) = loops.rows_of(sass.loops(sass_of(TILES)), backend="triton", **about)
 
-
-def test_what_is_heavier_for_a_product(row: loops.Row) -> None:
     def words(now: loops.Row) -> str:
         return "\n".join(loops.heavier([now], [asdict(row)]))
 

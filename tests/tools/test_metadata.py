@@ -2,8 +2,6 @@
 documents: examples run, links to files of the repository exist, the reference is complete; `make docs` finds broken
 links and anchors in docs/."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import shutil
@@ -131,7 +129,6 @@ def test_a_kernel_of_the_hub_computes_the_same(tmp_path: Path, monkeypatch: pyte
 
 
 # ---------------------------------------------------------------------- README and docs/
-README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 
 
@@ -145,7 +142,7 @@ def examples(document: Path) -> Iterator[pytest.param]:
 
 @pytest.mark.parametrize(
     ("document", "code", "line"),
-    [example for document in (README, *sorted(DOCS.rglob("*.md"))) for example in examples(document)],
+    [example for document in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))) for example in examples(document)],
 )  # fmt: skip
 def test_example_runs(document: Path, code: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

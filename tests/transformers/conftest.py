@@ -1,7 +1,5 @@
 """What tests of transformers models share; without transformers there are none."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

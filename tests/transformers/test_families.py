@@ -3,12 +3,9 @@
 A family is built once. Its tests change copies of the model.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,12 +219,6 @@ def gated(family: Family, gates: dict[str, Tensor]) -> Any:
     return model
 
 
-def argument_of(model: Any, layer: hk.heads.AttentionLayer) -> str:
-    """The head mask that a layer reads."""
-    names = {"decoder": "decoder_head_mask", "cross": "cross_attn_head_mask"}
-    return names.get(layer.kind, "head_mask") if model.config.is_encoder_decoder else "head_mask"
-
-
 def with_heads(family: Family) -> tuple[Any, list[hk.heads.ProjectedLayer]]:
     """A model in use, and its layers."""
     if not family.has_heads:
@@ -243,8 +234,9 @@ def masks_of(family: Family) -> tuple[Masks, dict[str, Tensor]]:
     """Head masks, of a row for each layer, and what stock gives with them: outputs, gradients of weights and masks."""
     model = use(family.copy())
     layers: dict[str, list[hk.heads.AttentionLayer]] = {}
+    names = {"decoder": "decoder_head_mask", "cross": "cross_attn_head_mask"} if model.config.is_encoder_decoder else {}
     for layer in hk.heads.attention_layers(model):
-        layers.setdefault(argument_of(model, layer), []).append(layer)
+        layers.setdefault(names.get(layer.kind, "head_mask"), []).append(layer)
     masks, rows = {}, {}
     for argument, own in layers.items():
         L, H = getattr(model.config, "num_hidden_layers", len(own)), own[0].num_heads
@@ -363,18 +355,17 @@ def test_saved_and_loaded(family: Family, tmp_path: Path) -> None:
     assert_saved(family, model, tmp_path)
 
 
-def test_unpadded(family: Family) -> None:
+def test_unpadded(family: Family, recwarn: pytest.WarningsRecorder) -> None:
     """Layers on real tokens alone; where none can, a warning says why, or `use` refuses."""
     if family.name in NO_PADDING:
         words = "none of whose layers takes a mask of padded tokens"
         assert_refused((lambda: use(family.copy(), unpad=True), words))
         return
     model = use(family.copy(), unpad=True)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert_alike(family.with_gradients(model), family.expected)
+    recwarn.clear()
+    assert_alike(family.with_gradients(model), family.expected)
     assert any(packed_layers(model)) == (family.name not in PADDED)
-    assert all(PADDED.get(family.name, "") in str(each.message) for each in said)
+    assert all(PADDED.get(family.name, "") in str(each.message) for each in recwarn)
 
 
 def test_converted(family: Family, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Decoding with every kind of cache gives the logits of stock, or of the same model without a cache."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -11,7 +9,7 @@ import transformers
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import use
-from tests.convert.converted_models import convert
+from tests.convert.converted_models import changed, convert
 from tests.support.alike import assert_alike
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import batch, build, packed_layers, padding
@@ -82,12 +80,9 @@ def test_generation_of_changed_models(name: str, change: str) -> None:
     """Unevenly pruned groups, a layer without heads, shared keys."""
     side = TASKS[name][1]
     model = use(made(name))
-    if change != "pruned":
-        convert(model, 12, "cp")
-    if change != "converted":
-        layers = hk.heads.attention_layers(model)
-        gone = {layer.index: [1, 2, layer.num_heads - 1] for layer in layers}
-        hk.heads.prune(model, gone | {0: range(layers[0].num_heads)})
+    layers = hk.heads.attention_layers(model)
+    gone = {layer.index: [1, 2, layer.num_heads - 1] for layer in layers} | {0: range(layers[0].num_heads)}
+    changed(model, change, gone, "cp")
     for way in WAYS.values():
         options = {"num_beams": way.get("num_beams", 1), "use_cache": False}
         expected = generated(use(model), side, **options)
@@ -173,11 +168,7 @@ def test_cache_is_continued(unpad: bool) -> None:
 def test_compiled_decoding(name: str, change: str, unpad: bool, backend: str) -> None:
     """With a static cache a step is one graph, compiled once for all tokens and calls; the prompt runs packed."""
     side = TASKS[name][1]
-    model = use(made(name))
-    if change in ("both", "converted"):
-        convert(model, 12)
-    if change in ("both", "pruned"):
-        hk.heads.prune(model, {0: [1, 3]})
+    model = changed(use(made(name)), change, {0: [1, 3]})
     expected = generated(model, side)
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters

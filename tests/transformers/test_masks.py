@@ -1,7 +1,5 @@
 """`prepare_mask` against transformers' own `sdpa_mask`, for all that transformers' mask functions say."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -139,17 +137,14 @@ def test_blocks_in_compiled_code_are_refused() -> None:
         compiled(TURNS, DOCUMENTS)
 
 
-def prefix(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-    return key < 3
-
-
 BLOCKS = torch.tensor([[0, 0, 0, -1, 1, 1]] * B)
 CALLER = {"batch_size": B, "q_length": 6, "kv_length": 6, "attention_mask": padding(6), "use_vmap": True}
+DECODING = {"batch_size": B, "q_length": 1, "kv_length": 12}
 #: Mask functions and calls for which no `hk.Mask` is made: functions of the caller, blocks that see themselves,
 #: and decoding in a static cache, whose offset is a tensor: the mask is a key mask by its shape.
 DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "or": (lambda: stock.or_masks(stock.causal_mask_function, prefix), CALLER),
-    "and": (lambda: stock.and_masks(stock.causal_mask_function, prefix), CALLER),
+    "or": (lambda: stock.or_masks(stock.causal_mask_function, lambda b, h, i, j: j < 3), CALLER),
+    "and": (lambda: stock.and_masks(stock.causal_mask_function, lambda b, h, i, j: j < 3), CALLER),
     "block": (
         lambda: stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(BLOCKS)),
         CALLER | {"use_vmap": False},
@@ -158,13 +153,7 @@ DENSE: dict[str, tuple[Any, dict[str, Any]]] = {
     **{
         f"static cache, {what}": (
             lambda: stock.causal_mask_function,
-            {
-                "batch_size": B,
-                "q_length": 1,
-                "kv_length": 12,
-                "q_offset": torch.tensor(n - 1),
-                "attention_mask": padding(n),
-            },
+            DECODING | {"q_offset": torch.tensor(n - 1), "attention_mask": padding(n)},
         )
         for what, n in (("half full", 7), ("full", 12))
     },

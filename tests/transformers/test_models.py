@@ -1,7 +1,5 @@
 """How transformers models run on the operators: by name, forms, modes, dtypes, masks, compilation."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable
@@ -20,15 +18,16 @@ from tests.support.commands import python
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import (
     ALIBI,
+    GROUPED,
     MPT,
     PLAIN,
     SEQ2SEQ,
-    TINY,
     build,
     of_class,
     outputs,
     packed_layers,
     padding,
+    small,
     unpooled,
     with_gradients,
 )
@@ -77,25 +76,32 @@ def test_equals_stock(name: str) -> None:
     assert_alike(with_gradients(use(model), **changes), expected)
 
 
+#: Models that compile whole, and whether they checkpoint activations.
+COMPILED: list[tuple[Callable[[], Any], bool]] = [
+    (lambda: use(build("afmoe")), False),  # a gated output
+    (lambda: convert(use(build("llama", num_hidden_layers=1)), 14), False),  # grouped, rotated heads
+    (lambda: convert(use(build("gpt2", n_layer=1)), 14), False),  # fused projections
+    *((lambda: use(build("llama", num_hidden_layers=1)), checkpointing) for checkpointing in (False, True)),
+    *((lambda: use(small("stablelm")), checkpointing) for checkpointing in (False, True)),  # hands no arguments on
+]
+
+
 @pytest.mark.check
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("afmoe", {}),  # a gated output
-        ("converted llama", {"num_hidden_layers": 1}),  # grouped, rotated heads
-        ("converted gpt2", {"n_layer": 1}),  # fused projections
-    ],
-)
-def test_compiles_whole(name: str, options: dict[str, Any]) -> None:
-    """fullgraph: nothing breaks the graph, nor in the gradients. test_head_masks.py has plain layers."""
-    model = use(build(name.removeprefix("converted "), **options))
-    if name.startswith("converted"):
-        convert(model, 14)
-    expected = with_gradients(model, use_cache=False)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize(("make", "checkpointing"), COMPILED)
+def test_compiles_whole(make: Callable[[], Any], checkpointing: bool) -> None:
+    """fullgraph: nothing breaks the graph, nor in the gradients; with and without padding and head masks."""
+    model = make().train()
+    masks = torch.rand(2, model.config.num_hidden_layers, model.config.num_attention_heads)
+    passes = [{}, {"attention_mask": None}, *({"head_mask": mask} for mask in masks)]
+    expected = [with_gradients(model, **changes, use_cache=False) for changes in passes]
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = with_gradients(compiled, use_cache=False)
-    assert_alike({name.removeprefix("_orig_mod."): each for name, each in found.items()}, expected)
+    for changes, outcome in zip(passes, expected, strict=True):
+        found = with_gradients(compiled, **changes, use_cache=False)
+        assert_alike({name.removeprefix("_orig_mod."): each for name, each in found.items()}, outcome)
 
 
 NO_DROPOUT: dict[str, dict[str, float]] = {
@@ -145,7 +151,7 @@ def test_dropout_reaches_the_operator(name: str) -> None:
 
 
 BIG_BIRD = {"attention_type": "original_full"}
-#: Models that compute attention themselves, of which the first three are served after `use`, and the last in its
+#: Models that compute attention themselves, of which the first three are served after `use`, and Pegasus in its
 #: encoder; arguments of their configs.
 ITSELF: dict[str, dict[str, Any]] = {
     "MPNetModel": PLAIN,
@@ -156,6 +162,7 @@ ITSELF: dict[str, dict[str, Any]] = {
     "LongformerModel": PLAIN | {"attention_window": 4},
     "BigBirdModel": PLAIN | BIG_BIRD,
     "BigBirdPegasusModel": SEQ2SEQ | BIG_BIRD,
+    "DogeModel": GROUPED,
 }  # fmt: skip
 IDS = torch.arange(3, 21).view(2, 9)
 REAL = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
@@ -163,19 +170,15 @@ REAL = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 
 @pytest.mark.parametrize("name", ITSELF)
 def test_models_that_compute_attention_themselves(name: str) -> None:
-    """Their first pass with a mask is refused, which their code would add to its scores."""
+    """Their first pass with a mask is refused, which their code would add to its scores, or drop."""
     model = of_class(name, ITSELF[name], NAME)
     decoder = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
-    words = r"attention_mask of .* is computed with \(\w+\)"
+    words = r"attention_mask (of .* is computed with \(\w+\)|is given to DogeAttention, which makes)"
     assert_refused((lambda: model(IDS, attention_mask=REAL, **decoder), words))
 
 
-def test_model_that_drops_masks_of_flex_attention() -> None:
-    model = of_class("DogeModel", TINY["llama"].arguments, NAME)
-    assert_refused((lambda: model(IDS), "attention_mask is given to DogeAttention, which makes"))
-
-
-@pytest.mark.parametrize("first", ["", pytest.param(".modeling_layers", marks=pytest.mark.check)])
+@pytest.mark.check
+@pytest.mark.parametrize("first", ["", ".modeling_layers"])
 def test_package_before_transformers(first: str) -> None:
     """Parts import each other in an order that depends on which comes first; other parts begin as one of these two."""
     code = f"""

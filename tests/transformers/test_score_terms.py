@@ -3,8 +3,6 @@
 test_families.py has outputs and gradients of every family, test_generation.py decoding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -113,16 +111,12 @@ UNFUSED = [name for name, gate in OUTPUT_GATES.items() if gate.endswith(": not f
 assert {*FUSED, *UNFUSED} == OUTPUT_GATES.keys()
 
 
-def gated_layers(model: Any) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, OutputGated)]
-
-
 @pytest.mark.parametrize("name", FUSED)
 def test_gate_and_attention_are_one_op(name: str, calls: list[dict[str, Any]]) -> None:
     """The logits reach the operator as the projection gave them: views, `[B, H, T]` or `[B, H, T, Dv]`."""
     model = use(build(name))
     projections = []
-    for layer in gated_layers(model):
+    for layer in (module for module in model.modules() if isinstance(module, OutputGated)):
         source = next(getattr(layer, p) for p in ("gate_proj", "g_proj", "q_proj") if hasattr(layer, p))  # fmt: skip
         source.register_forward_hook(lambda _, args, out: projections.append(out))
     outputs(model)
@@ -139,7 +133,7 @@ def test_gate_and_attention_are_one_op(name: str, calls: list[dict[str, Any]]) -
 @pytest.mark.parametrize("name", UNFUSED)
 def test_other_gates_run_beside_the_op(name: str, calls: list[dict[str, Any]]) -> None:
     model = use(build(name))
-    assert not gated_layers(model)
+    assert not any(isinstance(module, OutputGated) for module in model.modules())
     outputs(model)
     assert calls
     assert all((call["gate_activation"], call["gate"]) == ("identity", None) for call in calls)

@@ -1,10 +1,7 @@
 """`use(model, unpad=True)`: layers on real tokens alone give what stock gives on the padded batch."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-import warnings
 from functools import partial
 from typing import Any
 
@@ -14,10 +11,11 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.integrations.transformers import release, use
-from tests.convert.converted_models import convert, in_use
+from tests.convert.converted_models import changed, in_use
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.model_state import structure
+from tests.support.nn_layers import backward
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import batch, outputs, packed_layers, padding, unpooled, with_gradients
 
@@ -44,28 +42,17 @@ KINDS: list[tuple[str, str, str]] = [
 ]  # fmt: skip
 
 
-def changed(name: str, change: str) -> Any:
-    """A model in use, padded, with layers that were converted or pruned."""
-    model = in_use(name)
-    if change in ("both", "converted"):
-        convert(model, 12)
-    if change in ("both", "pruned"):
-        hk.heads.prune(model, {0: range(4) if name == "llama" else [1, 3]})
-    return unpooled(model)
-
-
+@pytest.mark.filterwarnings("ignore:.*it counts positions between tokens")
 @pytest.mark.parametrize(("name", "change", "kind"), KINDS)
 def test_training_steps(name: str, change: str, kind: str) -> None:
     """All gradients, before and after an optimiser changes the weights in place."""
-    model = changed(name, change)
+    model = unpooled(changed(in_use(name), change, {0: range(4) if name == "llama" else [1, 3]}))
     found = unpadded(model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*it counts positions between tokens")
-        for _ in range(1 if change == "stock" else 2):
-            expected = with_gradients(model, attention_mask=padding(kind))
-            assert_alike(with_gradients(found, attention_mask=padding(kind)), expected)
-            torch.optim.SGD(found.parameters(), lr=1e-3).step()
-            model.load_state_dict(found.state_dict())
+    for _ in range(1 if change == "stock" else 2):
+        expected = with_gradients(model, attention_mask=padding(kind))
+        assert_alike(with_gradients(found, attention_mask=padding(kind)), expected)
+        torch.optim.SGD(found.parameters(), lr=1e-3).step()
+        model.load_state_dict(found.state_dict())
     assert all(packed_layers(found)) != (kind == "holes" and name in COUNTING)
 
 
@@ -117,14 +104,8 @@ def test_losses(name: str, task: str, labels: Tensor | None) -> None:
         ids = arguments.get("decoder_input_ids", arguments["input_ids"])
         real = arguments.get("decoder_attention_mask", arguments["attention_mask"])
         labels = ids.masked_fill(real == 0, -100)
-    arguments["labels"] = labels
-    found = {}
-    for each in (model, unpadded(model)):
-        loss = each(**arguments).loss
-        loss.backward()
-        gradients = {n: p.grad for n, p in each.named_parameters() if p.grad is not None}
-        found[each is model] = {"loss": loss.detach(), **gradients}
-    assert_alike(found[False], found[True])
+    expected, found = (backward(each, each(**arguments, labels=labels).loss) for each in (model, unpadded(model)))
+    assert_alike(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +156,8 @@ def test_losses_of_padding_are_refused() -> None:
 
 @pytest.mark.parametrize("real", [torch.ones(B, T), torch.zeros(B, T), torch.tensor([[1.0], [0], [0]]).expand(B, T)])
 def test_whole_and_empty_rows(real: Tensor) -> None:
-    model = use(build("bert"))
-    found = unpadded(build("bert"))
-    expected = model(**batch(model) | {"attention_mask": real}).last_hidden_state
-    out = found(**batch(model) | {"attention_mask": real}).last_hidden_state
-    assert_alike(out[real.bool()], expected[real.bool()])
+    model, found = use(build("bert")), unpadded(build("bert"))
+    assert_alike(outputs(found, attention_mask=real), outputs(model, attention_mask=real))
 
 
 @pytest.mark.parametrize("kind", ["fixed", "hard concrete", "per sample"])
@@ -187,15 +165,13 @@ def test_gates(kind: str) -> None:
     found = []
     for unpad in (False, True):
         model = use(build("bert"), unpad=unpad)
-        torch.manual_seed(0)
         if kind == "fixed":
             hk.heads.gate(model, lambda _: hk.nn.FixedGate(torch.tensor([0.0, 0.3, 0.0, 1.0])))
         else:
             hk.heads.gate(model, partial(hk.nn.HardConcrete, per_sample=kind == "per sample"))
             for module in model.modules():
                 if isinstance(module, hk.nn.HardConcrete):
-                    module.train()  # the same draws: nothing else draws
-        torch.manual_seed(3)
+                    module.train()  # `outputs` sets the seed, and nothing else draws
         found.append(with_gradients(model))
     assert_alike(found[1], found[0])
     assert all(packed_layers(model)) == (kind != "per sample")

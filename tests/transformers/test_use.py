@@ -1,7 +1,5 @@
 """`use` and `release`: whole models, parts, copies; everything taken back, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -116,13 +114,6 @@ def test_a_model_in_use_is_put_to_use_again(before: str) -> None:
     assert release(model).config._attn_implementation == before
 
 
-def wrapped(**models: nn.Module) -> nn.Module:
-    """As PEFT and sentence-transformers hold a model."""
-    holder = nn.Module()
-    holder.parts = nn.ModuleDict(models)
-    return holder
-
-
 TWO_LAYERS = TINY["llama"].arguments | {"num_hidden_layers": 2}
 #: Models that compute with masks.
 WITH_MASKS: list[tuple[str, dict[str, Any]]] = [
@@ -138,11 +129,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: nn.Linear(2, 2), TypeError, r"model is a Linear; .*lists the tested families"),
     (lambda: torch.compile(build("bert")), TypeError, r"use\(model.get_submodule\('_orig_mod'\)\): it is"),
     (lambda: nn.DataParallel(build("bert")), TypeError, r"use\(model.get_submodule\('module'\)\): it is"),
-    (
-        lambda: wrapped(query=build("bert"), image=build("vit")),
-        TypeError,
-        r"'parts.query'\)\) and .*'parts.image'\)\): it is",
-    ),
+    (lambda: nn.Sequential(build("bert"), build("vit")), TypeError, r"'0'\)\) and .*'1'\)\): it is"),
     (lambda: of_class("RoFormerModel", TINY["bert"].arguments), ValueError, "'roformer'.* computes its attention"),
     (lambda: of_class("DogeModel", TINY["llama"].arguments), ValueError, "family 'doge'.*, makes masks of its own"),
     *(
