@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import refuse, refuse_type
 from heads_kernels.dtensor import is_fully_sharded, is_sharded
-from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
+from heads_kernels.heads.interface import NAME, attention_function, names_attention_function
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,

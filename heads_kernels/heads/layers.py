@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import as_int, check_heads, is_int, refuse, refuse_type
-from heads_kernels.heads.configs import NAME, attention_function
-from heads_kernels.heads.layouts import at_path, calls_interface, check_has_parts, layout_of
+from heads_kernels.heads.interface import NAME, attention_function, calls_interface
+from heads_kernels.heads.layouts import at_path, check_has_parts, layout_of
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.multihead import Multihead
 

@@ -17,17 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import is_int, refuse
-from heads_kernels.heads.configs import NAME, attention_function, names_attention_function, with_attention_function
-from heads_kernels.heads.layers import AttentionLayer, attention_layers, calls_operators
-from heads_kernels.heads.layouts import (
-    HeadLayout,
-    at_path,
-    check_has_parts,
-    form_of,
-    is_projection,
-    layout_of,
+from heads_kernels.heads.interface import (
+    NAME,
+    attention_function,
+    names_attention_function,
     stock_arguments,
+    with_attention_function,
 )
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, calls_operators
+from heads_kernels.heads.layouts import HeadLayout, at_path, check_has_parts, form_of, is_projection, layout_of
 from heads_kernels.heads.reshape import read_key_heads, shrink
 from heads_kernels.heads.weights import ProjectedLayer, Projection, as_converted, existing, layer_of
 from heads_kernels.nn.gates import FixedGate
@@ -111,12 +109,10 @@ def _misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
     """Why `layout` does not describe a module, as a phrase that follows its name; None if it does.
 
     A copy of the module with small random weights runs on random input on the CPU, in float32, with a head closed (its
-    columns of W_O are 0) and with that head pruned. Where the module calls the operators, it also runs with gates, and
-    with these gates folded into W_O. The outputs of each pair must be equal up to rounding.
-
-    Only the structure of the module itself is read: its weights may be on any device, including meta, of any dtype,
-    sharded or quantised, and its hooks do not run. Results are cached per class and shape; pruned layers were compared
-    before.
+    columns of W_O are 0) and with that head pruned; where the module calls the operators, also with gates, and with
+    these gates folded into W_O. The outputs of each pair must be equal up to rounding. Only the structure of the module
+    is read: its weights may be anywhere, of any dtype, sharded or quantised. Results are cached per class and shape;
+    pruned layers were compared before.
     """
     inner = at_path(holder, layout.inner)
     if hasattr(inner, "kept_heads"):

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import check_flag, refuse, refuse_type
-from heads_kernels.heads.configs import NAME, own_configs
-from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.heads.interface import NAME, calls_interface, own_configs
 from heads_kernels.heads.reshape import adds_bias_of_all_heads
 from heads_kernels.heads.saving import RECORD, number_heads, record_in_config, restore_shape
 from heads_kernels.integrations.transformers.head_masks import PLACE

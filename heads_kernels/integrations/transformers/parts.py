@@ -17,8 +17,7 @@ from transformers import Cache, PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.configs import NAME
-from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.heads.interface import NAME, calls_interface
 from heads_kernels.integrations.transformers.head_masks import PLACE
 from heads_kernels.integrations.transformers.packed_check import differ, outputs_of, uncached
 from heads_kernels.integrations.transformers.support import family
@@ -35,8 +34,7 @@ _TRIAL: Final = 8
 def split_attention(model: PreTrainedModel, context: Context) -> list[nn.Module]:
     """The attention modules of a model that `context` may be given to; checks the calls of the model from now on.
 
-    The model is tried, in evaluation mode: its outputs for parts must be those for whole sequences, else it is refused
-    and left as it was.
+    The model is tried: its outputs for parts must be those for whole sequences, else it is refused, as it was.
     """
     attention = _attention(model)
     if context.mesh.ndim != 1 or any(map(is_sharded, model.parameters())):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse, refuse_type
-from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.gating import refuse_ignored_gates
+from heads_kernels.heads.interface import NAME
 from heads_kernels.heads.layouts import at_path
 from heads_kernels.integrations.transformers.head_masks import (
     PLACE,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from heads_kernels.heads.configs import NAME
-from heads_kernels.heads.layouts import stock_arguments
+from heads_kernels.heads.interface import NAME, stock_arguments
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.ops.statistics import AttentionStatistics
 
@@ -56,9 +55,7 @@ class Replacement(nn.Module):
 
     def attend(self, *operands: Any, dropout: float, **options: Any) -> tuple[Tensor, AttentionStatistics | None]:
         """The attention output `[B, T, H * Dv]` of query, key, value and mask, and statistics where they are requested.
-
-        `dropout` is the probability in training; options are those of `attention_forward`.
-        """
+        `dropout` is the probability in training; options are those of `attention_forward`."""
         dropout = dropout if self.training else 0.0
         out, statistics = attention_forward(self, *operands, dropout=dropout, **options)
         return out.flatten(2), statistics

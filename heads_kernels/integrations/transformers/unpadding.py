@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.layouts import calls_interface, stock_arguments
+from heads_kernels.heads.interface import calls_interface, stock_arguments
 from heads_kernels.integrations.transformers.biased import OwnRelativePositions, RelativePositions
 from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
