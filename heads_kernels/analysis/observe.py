@@ -72,10 +72,8 @@ def observe(
 # ---------------------------------------------------------------------- passes over data
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with `requires_grad=False` for all weights; both are restored after the block.
-
-    Weights created under `torch.inference_mode()` are not changed, since they never have a gradient.
-    """
+    """Evaluation mode with `requires_grad=False` for all weights, but those created under `torch.inference_mode()`,
+    which never have a gradient; both are restored after the block."""
     asking = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
     with evaluating(model):
         try:
@@ -129,7 +127,7 @@ def keys_by_kind(
     """The keys of a batch that are `tokens`, `{kind of layer: bool [B, S]}`; kinds that are absent have none.
 
     Ids are looked up in the batch's `input_ids`, for the decoder's self-attention in an encoder-decoder model in
-    `decoder_input_ids`. `layers` are those of the model; `argument` is the name of `tokens` in errors.
+    `decoder_input_ids`. `layers` are all of the model; errors name `argument`.
     """
     kinds = {layer.kind for layer in layers}
     if tokens is None:

@@ -181,8 +181,7 @@ class HeadReceived:
     Attributes:
         layers, kinds: as in `HeadScores`.
         examples: of each layer and each example `[H, S]`, float, on the CPU: a number for each head and each of the
-            example's keys that is a token. Without sinks they sum to 1 over the keys. A layer without heads has no
-            examples.
+            example's keys that is a token. Without sinks they sum to 1 over the keys. A layer without heads has none.
     """
 
     layers: tuple[str, ...]

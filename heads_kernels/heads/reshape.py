@@ -21,10 +21,10 @@ from heads_kernels.nn.attention import put
 
 # ---------------------------------------------------------------------- fewer heads
 def read_key_heads(layer: ProjectedLayer, left: list[int], count: int | None = None) -> list[int]:
-    """The key heads that the query heads `left` use, or value heads if all share one key, repeated to groups of equal
-    size.
+    """The key heads that the query heads `left` use, or value heads if all share one key, in groups of equal size.
 
-    As few as possible, or `count`; if no equal groups give `count`, another number, which the caller refuses.
+    They may repeat. As few as possible, or `count`; if no equal groups give `count`, another number, which the caller
+    refuses.
     """
     if not left:
         counts_tokens = layer.kind == "decoder" and hasattr(layer.module, "layer_idx")
