@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from heads_kernels.checks import check_size, is_int, refuse
 from heads_kernels.heads.layers import AttentionLayer
@@ -107,11 +108,7 @@ class HeadScores:
 
     def table(self) -> Tensor:
         """`[L, H]`, a row per layer; layers with fewer heads are padded with NaN."""
-        width = max(map(len, self.scores), default=0)
-        table = torch.full((len(self.scores), width), torch.nan, dtype=torch.float64)
-        for row, scores in zip(table, self.scores, strict=True):
-            row[: len(scores)] = scores
-        return table
+        return pad_sequence(self.scores, batch_first=True, padding_value=torch.nan)
 
     def _sizes(self) -> dict[str, int]:
         return {name: len(scores) for name, scores in zip(self.layers, self.scores, strict=True)}
@@ -176,7 +173,6 @@ class Shares:
 
 
 def scores_of(layers: Sequence[AttentionLayer], scores: Iterable[Tensor], what: str) -> HeadScores:
-    """`HeadScores` of these layers, `[H]` each."""
     return HeadScores(
         layers=tuple(layer.name for layer in layers),
         kinds=tuple(layer.kind for layer in layers),

@@ -184,11 +184,6 @@ def _ruled(output: Tensor, inputs: Sequence[Any], back: Back) -> Tensor:
     return ruled
 
 
-def _refuse(output: Tensor, name: str, why: str) -> None:
-    """Raise an error if relevance arrives at this output."""
-    output.register_hook(refusing(name, why))  # type: ignore[no-untyped-call]
-
-
 def _rule_of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
     """A forward hook of all modules: what those of `module_rule` compute inside is replaced by their rule."""
     if not args or not carries(args[0]):
@@ -250,7 +245,7 @@ class _Tape(TorchFunctionMode):
             storages = {x.untyped_storage().data_ptr() for x in carried}
             for x in filter(carries, tree_leaves(result)):
                 if x.untyped_storage().data_ptr() not in storages:
-                    _refuse(x, name, "which has no rule")
+                    x.register_hook(refusing(name, "which has no rule"))
         return result
 
     def _attend(self, call: Call, out: Tensor) -> Tensor:
@@ -263,7 +258,7 @@ class _Tape(TorchFunctionMode):
         self._heads.append((self._layer.index, heads))
         self._layer = None
         if self.full and any(map(carries, (call.bias, call.offset_bias, call.sinks))):
-            _refuse(heads, "attention", "whose bias depends on heads")
+            heads.register_hook(refusing("attention", "whose bias depends on heads"))  # type: ignore[no-untyped-call]
         if call.gate is None:
             return heads
         return _ruled(out, *gate_rule(heads, call.gate, call.gate_activation))

@@ -113,7 +113,6 @@ def _moments(layer: ProjectedLayer, call: AttentionCall, query: Tensor | None, k
 
 
 def _fitting(layer: ProjectedLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:
-    """Those of this layer."""
     if layer.name not in moments:
         refuse("calibration", f"brings no token to {layer}", "add batches that do, or leave it out")
     found = moments[layer.name]

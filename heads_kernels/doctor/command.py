@@ -39,7 +39,6 @@ _COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `doctor`."""
     parser.add_argument("--seconds", type=int, default=30, metavar="N",
         help="what is not done by then is left out, and said to be; default %(default)s")  # fmt: skip
 

@@ -51,12 +51,10 @@ def attention_function(module: Any) -> str:
 
 
 def names_attention_function(value: Any) -> bool:
-    """Whether this is a config that names an attention function."""
     return hasattr(value, "_attn_implementation")
 
 
 def with_attention_function(config: Any, name: str) -> Any:
-    """A copy of a config that names this attention function."""
     made = copy(config)
     made._attn_implementation = {"": name}  # not of the configs nested in it, which the copy shares
     return made

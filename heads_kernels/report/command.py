@@ -22,7 +22,6 @@ complete.
 
 # ---------------------------------------------------------------------- options
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `report`."""
     add = parser.add_argument
     add("--model", type=model_folder, required=True, metavar="PATH",
         help="folder of a transformers checkpoint and its tokenizer: encoder or decoder, pruned or not")  # fmt: skip

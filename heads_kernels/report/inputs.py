@@ -30,8 +30,6 @@ class BadOption(argparse.ArgumentTypeError):
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The model and the text."""
-
     path: Path  # the folder of the model
     model: Any  # of transformers, whose output has `last_hidden_state`
     tokenizer: Any
@@ -42,7 +40,6 @@ class Inputs:
     fast: bool  # panels are made with fewer passes over the text
 
     def words(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as text."""
         texts = [self.tokenizer.decode([token]).strip() for token in ids]
         names = self.tokenizer.convert_ids_to_tokens(list(ids))
         return [text or str(name) for text, name in zip(texts, names, strict=True)]

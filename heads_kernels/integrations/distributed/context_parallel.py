@@ -206,7 +206,6 @@ class ContextParallel:
         return unflatten(out if part is None else part.whole(out), batch)
 
     def _check(self, given: dict[str, Any]) -> None:
-        """Refuse what a call on parts cannot serve."""
         if isinstance(given.get("bias"), Tensor):
             refuse("bias", "is a tensor, which is not split", "pass an OffsetBias, or call the operator with DTensors")
         for name, each in given.items():

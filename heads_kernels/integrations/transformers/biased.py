@@ -29,7 +29,6 @@ class Biased(Replacement):
     calls_operator = True
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
-        """Whether the mask is a tensor."""
         return self.is_reason("attention_mask", isinstance(given.get("attention_mask"), Tensor), "pass it as [B, S]")
 
     def is_reason(self, argument: str, holds: bool, instead: str) -> bool:

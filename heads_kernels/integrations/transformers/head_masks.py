@@ -69,7 +69,6 @@ def pass_state() -> PassState | None:
 
 
 def set_pass_state(state: PassState | None) -> None:
-    """Make this the pass in progress in this thread."""
     _THREAD.state = state
 
 
@@ -81,7 +80,6 @@ def requests_statistics(module: nn.Module) -> bool:
 
 
 def masks_among(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The head masks among arguments, by name."""
     return {n: e for n, e in arguments.items() if n.endswith("head_mask") and e is not None}
 
 

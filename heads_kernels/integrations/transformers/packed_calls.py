@@ -151,7 +151,6 @@ class PackedCall:
         return terms, self.mask.padding[1:], self.keys and self.keys[1:]
 
     def argument(self, name: str, value: Any) -> Any:
-        """One argument, packed."""
         of_keys = _is_of_keys(name)
         if isinstance(value, PreparedMask):
             return self.mask.cross(self.keys) if of_keys and self.keys else self.mask
@@ -188,7 +187,6 @@ def without_cache(value: Any) -> Any:
 
 
 def _is_of_keys(name: str) -> bool:
-    """Whether an argument of a layer is of the encoder's states."""
     return name.startswith(("encoder_", "cross_"))
 
 
@@ -264,7 +262,6 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
 
 
 def _why_not(own: UnpaddedLayer, mask: PackedMask, keys: Padding | None, arguments: dict[str, Any]) -> str | None:
-    """Why a call cannot be packed."""
     B, T = mask.padding.packing.sizes
     terms = cast(Mask, mask.mask).terms
     counts = own.distances or any(isinstance(each, RelativeBias) for each in arguments.values())

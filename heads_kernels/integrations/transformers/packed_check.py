@@ -94,7 +94,6 @@ def uncached(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any
 
 
 def _filled(model: PreTrainedModel, own: Filling, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output of a model in this pass with a filling."""
     filling.set(own)
     given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
     first = next(chain(model.parameters(), given))  # a replica of nn.DataParallel has no parameters

@@ -50,7 +50,6 @@ class Replacement(nn.Module):
         return self.fused(**given)
 
     def stock(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the stock class."""
         return getattr(super(), method)(*args, **kwargs)
 
     def attend(self, *operands: Any, dropout: float, **options: Any) -> tuple[Tensor, AttentionStatistics | None]:

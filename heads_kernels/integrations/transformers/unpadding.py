@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,8 +51,35 @@ class CheckedModel:
 
 # ---------------------------------------------------------------------- hooks on and off
 def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The layers of a model that a padding mask reaches, by name; a model without any is refused."""
-    layers = dict(_layers(model))
+    """The layers of a model that a padding mask reaches, by name; a model without any is refused.
+
+    They are modules in lists that take hidden states and have attention: those that transformers checkpoints, or the
+    inmost ones.
+    """
+    # Its module imports `PreTrainedModel`, at whose import this module is imported.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = {
+        f"{name}.{number}": layer
+        for name, modules in model.named_modules()
+        if isinstance(modules, nn.ModuleList)
+        for number, layer in modules.named_children()
+        if any(calls_interface(each) or replacement(type(each)) for each in layer.modules())
+        and _names(layer)[:1] == ("hidden_states",)
+    }
+    layers: dict[str, nn.Module] = {}
+    for name, layer in found.items():
+        owner = inmost_model(model, name)
+        if "attention_mask" not in inspect.signature(owner.forward).parameters:
+            continue  # images have no padding
+        if any(hasattr(module, "expert_capacity") for module in layer.modules()):
+            continue  # which tokens an expert drops depends on the row
+        outside = [each for each in found if name.startswith(f"{each}.")]
+        inside = [each for each in found if each.startswith(f"{name}.")]
+        if any(isinstance(found[each], GradientCheckpointingLayer) for each in outside):
+            continue
+        if isinstance(layer, GradientCheckpointingLayer) or not inside:
+            layers[name] = layer
     if not layers:
         was = f"is True for a {family(model)}, none of whose layers takes a mask of padded tokens"
         refuse("unpad", was, "call use(model) without it")
@@ -84,33 +110,6 @@ def unpad_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
             # Before the hooks of `passes`, which end the pass that hands head masks on.
             handle = part.register_forward_hook(_check, with_kwargs=True, prepend=True)
             setattr(part, CHECKED, CheckedModel(inside, [handle]))
-
-
-def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in lists that take hidden states and have attention: those that transformers checkpoints, or inmost."""
-    # Its module imports `PreTrainedModel`, at whose import this module is imported.
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    found = {
-        f"{name}.{number}": layer
-        for name, modules in model.named_modules()
-        if isinstance(modules, nn.ModuleList)
-        for number, layer in modules.named_children()
-        if any(calls_interface(each) or replacement(type(each)) for each in layer.modules())
-        and _names(layer)[:1] == ("hidden_states",)
-    }
-    for name, layer in found.items():
-        owner = inmost_model(model, name)
-        if "attention_mask" not in inspect.signature(owner.forward).parameters:
-            continue  # images have no padding
-        if any(hasattr(module, "expert_capacity") for module in layer.modules()):
-            continue  # which tokens an expert drops depends on the row
-        outside = [each for each in found if name.startswith(f"{each}.")]
-        inside = [each for each in found if each.startswith(f"{name}.")]
-        if any(isinstance(found[each], GradientCheckpointingLayer) for each in outside):
-            continue
-        if isinstance(layer, GradientCheckpointingLayer) or not inside:
-            yield name, layer
 
 
 def _names(layer: Any) -> tuple[str, ...]:
