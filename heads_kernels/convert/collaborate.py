@@ -164,11 +164,7 @@ def curves(
 ) -> Curves:
     """The error of each layer of a model for every `dim`, without changing the model; `plot` draws it.
 
-    Args:
-        model, calibration, layers, progress: as in `collaborate`.
-
-    Raises:
-        TypeError, ValueError: as `collaborate`.
+    Arguments and errors are those of `collaborate`.
     """
     check_flag("progress", progress)
     with undone(model, lambda: prepare(model, layers)) as chosen:
@@ -196,10 +192,8 @@ def calibrate(
 
     Args:
         model: as in `collaborate`.
-        data: an iterable of batches: mappings of keyword arguments, tuples or lists of arguments, or one argument,
-            on the device of the model.
-        layers: indices or names; default all that have heads.
-        progress: whether to show a bar of batches on a terminal, where rich is installed.
+        data: as in `hk.analysis.statistics`, on the device of the model.
+        layers, progress: as in `collaborate`.
 
     Returns:
         `{layer name: Moments}`, which `collaborate` takes as its `calibration`, any number of times.

@@ -38,8 +38,7 @@ def patch(model: nn.Module, heads: ReplacementsByLayer, rows: slice | Tensor | N
     perhaps on another thread, is not replaced.
 
     Args:
-        model: with attention layers (`attention_layers`); a transformers model after
-            `hk.integrations.transformers.use(model)`.
+        model: as in `gate`.
         heads: `{layer: {head: replacement}}`, layers by index or name, heads by their current number. A replacement is
             a tensor that broadcasts to `[B, T, Dv]`, such as the output of another run (`outputs`); "mean", the mean of
             the head's own output over the real rows of the batch; or "zero".
@@ -79,14 +78,11 @@ def outputs(model: nn.Module, layers: Iterable[int | str] | None = None) -> Iter
     """In this block, the outputs of heads are recorded: `{index of the layer: [output of each run]}`.
 
     An output is `[B, T, H, Dv]`, after gates and patches and before the output projection (TransformerLens: `hook_z`),
-    with its graph unless the model runs under `torch.no_grad()`. The outputs are not copied.
+    with its graph unless the model runs under `torch.no_grad()`. They are not copied. Errors are those of `patch`.
 
     Args:
-        model: as in `patch`.
+        model: as in `gate`.
         layers: a list of indices or names of layers; default all that have heads.
-
-    Raises:
-        TypeError, ValueError: as in `patch`.
     """
     there = attention_layers(model)
     asked = [layer for layer in choose_layers(there, layers) if layer.num_heads]

@@ -64,13 +64,10 @@ def context_parallel(
         module: contains attention of `hk.nn`, or is a model of transformers in use. Each layer gets the attribute
             `context`, a `ContextParallel`; set it to None to undo. A model of transformers is called twice with a few
             tokens: what it gives for parts must be what it gives for whole sequences.
-        mesh, method, balanced: as in `ContextParallel`.
+        mesh, method, balanced: as in `ContextParallel`, with its errors.
 
     Returns:
         `module`.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
     """
     context = ContextParallel(mesh, method, balanced=balanced)
     layers: list[Any] = [each for each in module.modules() if isinstance(each, Multihead)]
