@@ -9,16 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heads_kernels import functional
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.functional import collaborative_attention, entmax_attention, gated_attention
 from heads_kernels.offset_bias import OffsetBias
 from heads_kernels.parse import parse
-
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "gated_attention": gated_attention,
-    "collaborative_attention": collaborative_attention,
-    "entmax_attention": entmax_attention,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +35,7 @@ class Inputs:
         """Run the operator; `options` replace those of the case."""
         if self.options.get("dropout_p"):
             torch.manual_seed(self.seed)
-        function = _FUNCTIONS[self.operator]
+        function: Callable[..., Tensor] = getattr(functional, self.operator)
         return function(**self.arguments(**options), backend=backend)
 
     def arguments(self, **options: Any) -> dict[str, Any]:
