@@ -213,7 +213,7 @@ class Conversion:
 
 # ---------------------------------------------------------------------- the plot
 def plot(shown: Curves | Conversion) -> Figure:
-    """Plot errors over the number of features, for layers from dark to light, and the choice of a conversion.
+    """A figure of errors over the number of features, for layers from dark to light, and the choice of a conversion.
 
     The first panel shows the relative errors (`Curves.errors`), with a dot for each converted layer, below
     its curve if features are shared (`cp`). The second shows the captured energy of `W_Q^T W_K` over its dimensions
@@ -221,9 +221,6 @@ def plot(shown: Curves | Conversion) -> Figure:
 
     Args:
         shown: the result of `curves` or `collaborate`.
-
-    Returns:
-        The matplotlib figure.
 
     Raises:
         ImportError: matplotlib is not installed.

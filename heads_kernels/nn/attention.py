@@ -149,7 +149,7 @@ class GatedMultiheadAttention(Multihead):
 
 # ---------------------------------------------------------------------- torch.nn.MultiheadAttention in models
 def replace_attention_(model: Model) -> Model:
-    """Replace every `torch.nn.MultiheadAttention` of a model by a `GatedMultiheadAttention`, in place.
+    """Replace every `torch.nn.MultiheadAttention` of a model by a `GatedMultiheadAttention`, in place; returns it.
 
         encoder = hk.nn.replace_attention_(nn.TransformerEncoder(layer, 6))
         hk.heads.gate(encoder, hk.nn.HardConcrete)
@@ -166,9 +166,6 @@ def replace_attention_(model: Model) -> Model:
 
     Args:
         model: contains at least one `torch.nn.MultiheadAttention`; one that is used in several places stays shared.
-
-    Returns:
-        The model itself.
 
     Raises:
         TypeError, ValueError: `model` contains none, is one, or has one that cannot be replaced, by name: with

@@ -42,7 +42,7 @@ def context_parallel(
     *,
     balanced: bool = False,
 ) -> Module:
-    """Let the attention of `module` attend to whole sequences, of which every process has a part.
+    """Let the attention of `module`, which it returns, attend to whole sequences: every process has a part of them.
 
     Inputs and outputs of modules of `hk.nn` are parts; masks are those of whole sequences. Everything else in a
     Transformer is computed token by token. Gradients of weights are those of this process's tokens: sum or average them
@@ -65,9 +65,6 @@ def context_parallel(
             `context`, a `ContextParallel`; set it to None to undo. A model of transformers is called twice with a few
             tokens: what it gives for parts must be what it gives for whole sequences.
         mesh, method, balanced: as in `ContextParallel`, with its errors.
-
-    Returns:
-        `module`.
     """
     context = ContextParallel(mesh, method, balanced=balanced)
     layers: list[Any] = [each for each in module.modules() if isinstance(each, Multihead)]
@@ -161,16 +158,13 @@ class ContextParallel:
 
     # ------------------------------------------------------------------ operator calls
     def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor:
-        """Call an operator of which this process has the rows and keys of its tokens.
+        """Call an operator on the rows and keys of this process's tokens; returns the output of its rows.
 
         Args:
             operator: `hk.gated_attention` or `hk.collaborative_attention`.
             **arguments: those of the operator. `query`, `key`, `value`, `content_bias` and the rows of a gate are
                 parts; `attn_mask` and an `OffsetBias` are of whole sequences. The gradients of what all processes
                 have, such as `mixing`, gates of heads and an `OffsetBias`, are those of this process's rows.
-
-        Returns:
-            The output of this process's rows.
         """
         if operator not in _OPERATORS:
             was = f"is {getattr(operator, '__name__', operator)}"

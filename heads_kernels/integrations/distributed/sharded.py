@@ -23,7 +23,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def gather(model: nn.Module, into: Module) -> Module:
-    """Copy the weights of a sharded model into a whole one, in every process.
+    """Copy the weights of a sharded model into a whole one, in every process; returns that one.
 
     A sharded model cannot be pruned, converted or gated: its parameters keep their sizes. So gather it, change the
     whole model as in one process, and shard that one:
@@ -37,9 +37,6 @@ def gather(model: nn.Module, into: Module) -> Module:
     Args:
         model: sharded by `fully_shard` or `parallelize_module`, or wrapped in `DistributedDataParallel`.
         into: a model of the same structure, gates included, that is not sharded; its weights are overwritten.
-
-    Returns:
-        `into`.
 
     Raises:
         ValueError: the models have other weights, or weights of other sizes; the message names them, and nothing is

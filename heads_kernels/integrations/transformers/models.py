@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def use(model: Model, *, unpad: bool = False) -> Model:
-    """Run the attention of a transformers model on `hk.gated_attention`, in place; `release` undoes it.
+    """Run the attention of a transformers model on `hk.gated_attention`, in place; returns it. `release` undoes it.
 
     All sub-configs get `attn_implementation="heads_kernels"`. Layers that gate their output run gate and attention as
     one op. `model(..., head_mask=...)` works again, and `decoder_head_mask=` and `cross_attn_head_mask=`:
@@ -42,9 +42,6 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             then give zeros for padding, and the same as before for real tokens. The first packed call of each layer is
             compared with a padded one. Under `torch.compile` the graph breaks around each layer, except where rows have
             one token, as in decoding. Call `use` again to switch it.
-
-    Returns:
-        The model itself.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`; the message names those that it contains. `unpad` is not a bool.
