@@ -17,7 +17,7 @@ from heads_kernels.heads.saving import RECORD, number_heads, record_in_config, r
 from heads_kernels.integrations.transformers.head_masks import PLACE
 from heads_kernels.integrations.transformers.passes import BEFORE, PASS, watch
 from heads_kernels.integrations.transformers.support import check_model, configs_of, replace_forwards, restore_forward
-from heads_kernels.integrations.transformers.unpadding import CHECKED, UNPADDED, unpad_layers, unpaddable_layers
+from heads_kernels.integrations.transformers.unpadding import UNPADDED, unpad_layers, unpaddable_layers
 from heads_kernels.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -103,7 +103,7 @@ def release(model: Model) -> Model:
 def _unhook(model: nn.Module) -> None:
     """Undo `watch` and `unpad_layers`."""
     for module in model.modules():
-        for name in (PLACE, PASS, UNPADDED, CHECKED):
+        for name in (PLACE, PASS, UNPADDED):
             for handle in getattr(vars(module).pop(name, None), "handles", ()):
                 handle.remove()
 

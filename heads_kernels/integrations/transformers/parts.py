@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from heads_kernels.checks import refuse
@@ -24,14 +23,11 @@ from heads_kernels.integrations.transformers.support import family
 from heads_kernels.integrations.transformers.unpadding import UNPADDED
 from heads_kernels.nn.multihead import Context
 
-#: The attribute of attention modules that holds their `ContextParallel`, as in layers of `hk.nn`.
-CONTEXT: Final = "context"
-
 #: Tokens of a process in the trial of `split_attention`: enough for positions to matter.
 _TRIAL: Final = 8
 
 
-def split_attention(model: PreTrainedModel, context: Context) -> list[nn.Module]:
+def split_attention(model: PreTrainedModel, context: Context) -> list[Any]:
     """The attention modules of a model that `context` may be given to; checks the calls of the model from now on.
 
     The model is tried: its outputs for parts must be those for whole sequences, else it is refused, as it was.
@@ -46,7 +42,7 @@ def split_attention(model: PreTrainedModel, context: Context) -> list[nn.Module]
     return attention
 
 
-def _attention(model: PreTrainedModel) -> list[nn.Module]:
+def _attention(model: PreTrainedModel) -> list[Any]:
     """The attention modules of a model that may be given parts."""
     name = family(model)
     if model.config.is_encoder_decoder:
@@ -65,19 +61,19 @@ def _attention(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextmanager
-def _under(attention: list[nn.Module], context: Context | None) -> Iterator[None]:
+def _under(attention: list[Any], context: Context | None) -> Iterator[None]:
     """These modules under another context; afterwards each has the one that it had."""
-    before = [getattr(module, CONTEXT, None) for module in attention]
+    before = [getattr(module, "context", None) for module in attention]
     for module in attention:
-        setattr(module, CONTEXT, context)
+        module.context = context
     try:
         yield
     finally:
         for module, own in zip(attention, before, strict=True):
-            setattr(module, CONTEXT, own)
+            module.context = own
 
 
-def _try(model: PreTrainedModel, attention: list[nn.Module], context: Context) -> None:
+def _try(model: PreTrainedModel, attention: list[Any], context: Context) -> None:
     """Compare what a model gives for parts with what it gives for whole sequences, and refuse it if they differ."""
     mesh, device = context.mesh, model.device
     T = _TRIAL * mesh.size()
@@ -107,7 +103,7 @@ def _check_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Refuse what a model cannot compute from a part."""
     attention = [module for module in model.modules() if calls_interface(module)]
-    contexts: list[Context | None] = [getattr(module, CONTEXT, None) for module in attention]
+    contexts: list[Context | None] = [getattr(module, "context", None) for module in attention]
     context = next((each for each in contexts if each is not None), None)
     if context is None:
         return None

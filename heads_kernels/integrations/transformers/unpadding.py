@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -30,32 +29,19 @@ from heads_kernels.integrations.transformers.packed_calls import (
     without_cache,
 )
 from heads_kernels.integrations.transformers.packed_check import Arguments, check_outputs, check_packed, filling
+from heads_kernels.integrations.transformers.passes import PASS, Pass
 from heads_kernels.integrations.transformers.support import family, replacement
 
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
 UNPADDED: Final = "_heads_kernels_unpadded"
-#: The attribute of every model with such layers that holds its `CheckedModel`.
-CHECKED: Final = "_heads_kernels_checked"
 #: Arguments of a model that have its tokens, a row for each example.
 _TOKENS: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
-@dataclass(eq=False)
-class CheckedModel:
-    """A model whose outputs are checked after its first packed pass of each kind."""
-
-    layers: list[UnpaddedLayer]  # whose calls are packed
-    handles: list[Any]  # of the hook
-    checked: int = 0  # the number of kinds of calls of the layers in passes that were checked
-
-
 # ---------------------------------------------------------------------- hooks on and off
 def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The layers of a model that a padding mask reaches, by name; a model without any is refused.
-
-    They are modules in lists that take hidden states and have attention: those that transformers checkpoints, or the
-    inmost ones.
-    """
+    """The layers of a model that a padding mask reaches, by name: modules in lists that take hidden states and have
+    attention, those that transformers checkpoints, or the inmost ones. A model without any is refused."""
     # Its module imports `PreTrainedModel`, at whose import this module is imported.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -107,9 +93,10 @@ def unpad_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     for part in model.modules():
         inside = [vars(each)[UNPADDED] for each in part.modules() if UNPADDED in vars(each)]
         if inside and isinstance(part, PreTrainedModel):
+            watched: Pass = vars(part)[PASS]
+            watched.unpadded = inside
             # Before the hooks of `passes`, which end the pass that hands head masks on.
-            handle = part.register_forward_hook(_check, with_kwargs=True, prepend=True)
-            setattr(part, CHECKED, CheckedModel(inside, [handle]))
+            watched.handles.append(part.register_forward_hook(_check, with_kwargs=True, prepend=True))
 
 
 def _names(layer: Any) -> tuple[str, ...]:
@@ -190,8 +177,8 @@ def _check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _checked(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    own: CheckedModel = getattr(model, CHECKED)
-    probed = sum(len(layer.probed) for layer in own.layers)
+    own: Pass = getattr(model, PASS)
+    probed = sum(len(layer.probed) for layer in own.unpadded)
     if probed == own.checked or filling.get() is not None:
         return
     own.checked = probed
