@@ -206,8 +206,8 @@ def _by_patching(task: _Task, pair: Any) -> _Terms:
     with torch.no_grad(), outputs(task.model, task.names) as heads:
         task.loss(task.model, clean)
     steps: list[tuple[int, Tensor]] = []  # index of the layer, factor [B, T, H] of each run
-    edits = {layer.index: _towards(layer, heads[layer.index], steps) for layer in task.layers}
-    with edited(attention_layers(task.model), edits), torch.enable_grad():
+    edits = {layer: _towards(layer, heads[layer.index], steps) for layer in task.layers}
+    with edited(task.model, edits), torch.enable_grad():
         value = task.loss(task.model, corrupted)
     B = _check_value(value, [len(factor) for _, factor in steps])
     if value.dim() > 1:

@@ -1,8 +1,4 @@
-"""Observe the attention calls of a model while it runs; passes of a model over data, and keys by their tokens.
-
-Calls of the operators have operands, mask and scale for any model. The mask shows which rows and keys are tokens: a
-token sees itself.
-"""
+"""Observe the attention calls of a model while it runs; passes of a model over data, and keys by their tokens."""
 
 from __future__ import annotations
 
@@ -59,13 +55,12 @@ def observe(
             transformers model is not this package's, now or in a forward pass; in the forward pass, a layer ran without
             calling its observer.
     """
-    every = attention_layers(model)
-    chosen = choose_layers(every, layers)
+    chosen = choose_layers(attention_layers(model), layers)
 
     def see(layer: AttentionLayer, call: AttentionCall) -> None:
         observer(layer, call)  # what it returns is not a change of the outputs
 
-    with observed(every, chosen, see):
+    with observed(model, chosen, see):
         yield chosen
 
 
@@ -86,9 +81,9 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def reading(model: nn.Module, observer: Observer, layers: Iterable[AttentionLayer]) -> Iterator[None]:
+def reading(model: nn.Module, observer: Observer, layers: Collection[AttentionLayer]) -> Iterator[None]:
     """In this block the model runs in evaluation mode without gradients, and `observer` sees the calls of `layers`."""
-    with torch.no_grad(), evaluation(model), observed(attention_layers(model), list(layers), observer):
+    with torch.no_grad(), evaluation(model), observed(model, layers, observer):
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
-from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.multihead import CallObserver, Change, Multihead
 
@@ -29,15 +29,15 @@ _LOCK: Final = threading.Lock()
 
 
 @contextmanager
-def observed(every: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver) -> Iterator[None]:
-    """In this block and thread, `observer` sees the calls of the `chosen` layers that have heads; `every` has all.
+def observed(model: nn.Module, chosen: Collection[AttentionLayer], observer: LayerObserver) -> Iterator[None]:
+    """In this block and thread, `observer` sees the calls of the `chosen` layers of a model that have heads.
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
     gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size in the
     block, which is observed too. What is refused is in the docstrings of `hk.analysis.observe` and `hk.heads.patch`.
     """
     asks_cross = any(layer.kind == "cross" for layer in chosen)
-    decoders = _decoders(every) if asks_cross else []
+    decoders = _decoders(model) if asks_cross else []
     also = [layer for layer in decoders if layer not in chosen]
     rows: dict[tuple[int, int], Tensor] = {}
 
@@ -54,7 +54,7 @@ def observed(every: list[AttentionLayer], chosen: list[AttentionLayer], observer
             call = replace(call, rows=rows[call.B, call.T])
         return None if layer in also else observer(layer, call)
 
-    layers = chosen + also
+    layers = [*chosen, *also]
     for layer in layers:
         check_runs_operators(layer)
     block = object()
@@ -69,9 +69,9 @@ def observed(every: list[AttentionLayer], chosen: list[AttentionLayer], observer
             _BLOCKS.set(_BLOCKS.get() - {block})
 
 
-def _decoders(every: list[AttentionLayer]) -> list[AttentionLayer]:
+def _decoders(model: nn.Module) -> list[AttentionLayer]:
     """The self-attention layers whose real rows encoder-decoder attention uses: the decoder's, if the model has one."""
-    runs = [layer for layer in every if layer.runs_operators]
+    runs = [layer for layer in attention_layers(model) if layer.runs_operators]
     decoder = [layer for layer in runs if layer.kind == "decoder"]
     return decoder or [layer for layer in runs if layer.kind != "cross"]
 

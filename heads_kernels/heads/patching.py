@@ -65,12 +65,12 @@ def patch(model: nn.Module, heads: ReplacementsByLayer, rows: slice | Tensor | N
         if chosen:
             by_layer.setdefault(layer.index, {}).update(chosen)
     ran: set[int] = set()  # indices of layers
-    edits = {index: _replacing(there[index], chosen, rows, ran) for index, chosen in by_layer.items()}
-    with edited(there, edits):
+    edits = {there[index]: _replacing(there[index], chosen, rows, ran) for index, chosen in by_layer.items()}
+    with edited(model, edits):
         yield
-    for index in edits:
-        if index not in ran:
-            refuse(str(there[index]), "did not run in the block", "run the model there, or leave it out")
+    for layer in edits:
+        if layer.index not in ran:
+            refuse(str(layer), "did not run in the block", "run the model there, or leave it out")
 
 
 @contextmanager
@@ -84,8 +84,7 @@ def outputs(model: nn.Module, layers: Iterable[int | str] | None = None) -> Iter
         model: as in `gate`.
         layers: a list of indices or names of layers; default all that have heads.
     """
-    there = attention_layers(model)
-    asked = [layer for layer in choose_layers(there, layers) if layer.num_heads]
+    asked = [layer for layer in choose_layers(attention_layers(model), layers) if layer.num_heads]
     _check_computed_once(model)
     found: dict[int, list[Tensor]] = {layer.index: [] for layer in asked}
 
@@ -93,7 +92,7 @@ def outputs(model: nn.Module, layers: Iterable[int | str] | None = None) -> Iter
         runs.append(heads)
         return heads
 
-    with edited(there, {index: partial(record, runs) for index, runs in found.items()}):
+    with edited(model, {layer: partial(record, found[layer.index]) for layer in asked}):
         yield found
 
 
@@ -107,10 +106,9 @@ def _check_computed_once(model: nn.Module) -> None:
 
 
 @contextmanager
-def edited(there: list[AttentionLayer], edits: Mapping[int, Edit]) -> Iterator[None]:
-    """In this block, the outputs of layers go through edits, `{index of the layer: edit}`; `there` are all layers."""
-    chosen = [there[index] for index in edits]
-    with observed(there, chosen, lambda layer, call: partial(edits[layer.index], call)):
+def edited(model: nn.Module, edits: Mapping[AttentionLayer, Edit]) -> Iterator[None]:
+    """In this block, the outputs of these layers go through edits."""
+    with observed(model, edits.keys(), lambda layer, call: partial(edits[layer], call)):
         yield
 
 
