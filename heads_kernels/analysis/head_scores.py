@@ -108,7 +108,7 @@ class HeadScores:
 
     def table(self) -> Tensor:
         """`[L, H]`, a row per layer; layers with fewer heads are padded with NaN."""
-        return pad_sequence(self.scores, batch_first=True, padding_value=torch.nan)
+        return pad_sequence(list(self.scores), batch_first=True, padding_value=torch.nan)
 
     def _sizes(self) -> dict[str, int]:
         return {name: len(scores) for name, scores in zip(self.layers, self.scores, strict=True)}

@@ -144,9 +144,9 @@ def _in_rows(layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int) 
 def allot(layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int | None, error: float | None) -> list[int]:
     """The `dim` of each layer, at least one group, that keeps most of the scores of all layers together.
 
-    Singular values of all layers are chosen by the mean square that they add to the scores, scale included, per
-    parameter, up to a number of parameters or, without it, until the relative error of all scores is at most `error`.
-    A layer whose scores vary little gets few features: its attention is nearly uniform.
+    Singular values of all layers are chosen by the mean square that they add to the scores per parameter, up to a
+    number of parameters or, without it, until the relative error of all scores is at most `error`. A layer whose scores
+    vary little gets few features: its attention is nearly uniform.
     """
     first = sum(sizes.parameters(sizes.group) for sizes in layers)
     gains, costs, owners = [], [], []

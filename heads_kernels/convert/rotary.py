@@ -66,10 +66,8 @@ class RotaryHeads:
         return Sizes(width - 1, D_in_k, 2 * H * F, H, bias=self.bias, rotary=True)
 
     def spectrum(self, moments: RotaryMoments | None = None, method: str = "ragged") -> Spectrum:
-        """What the features of a method add to the scores; with `"cp"` no features add more.
-
-        The groups are the heads, with `"cp"` the frequencies; the two features of a pair have equal values.
-        """
+        """What the features of a method add to the scores; with `"cp"` no features add more. The groups are the heads,
+        with `"cp"` the frequencies; the two features of a pair have equal values."""
         check_choice("method", method, METHODS)
         moments = RotaryMoments.of_weights(self) if moments is None else moments
         squares = moments.shared_squares

@@ -12,6 +12,11 @@ from torch import nn
 #: The name of the package's attention function among those of transformers.
 NAME: Final = "heads_kernels"
 
+#: Names of arguments from which modules compute keys and values.
+SOURCES: Final = (
+    "key", "value", "keys", "values", "key_value_states", "encoder_hidden_states", "cross_attention_states",
+)  # fmt: skip
+
 
 def calls_interface(module: nn.Module) -> bool:
     """Whether a module calls transformers' attention function, or has a replaced forward that calls the operator."""

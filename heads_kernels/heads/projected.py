@@ -1,7 +1,7 @@
 """The layers whose heads are known in the weights of a model: those that pruning, conversion and files can change.
 
-Names of projections are not enough: OLMo 2 has those of Llama, and a norm over all heads. So a layout, also one that a
-user registers, is verified: a closed head of a random copy must compute the same as the pruned head.
+Names of projections are not enough: OLMo 2 has those of Llama, and a norm over all heads. So a layout is verified: a
+closed head of a random copy must compute the same as the pruned head.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from heads_kernels.checks import is_int, refuse
 from heads_kernels.heads.interface import (
     NAME,
+    SOURCES,
     attention_function,
     names_attention_function,
     stock_arguments,
@@ -154,9 +155,9 @@ def _apart() -> Iterator[None]:
 def has_products(holder: nn.Module, layout: HeadLayout) -> bool:
     """Whether the scores of a module are products of its queries and keys, with rotary positions by `layout.rotary`.
 
-    In a random copy the features of queries are multiplied by powers of two, and those of keys divided by them:
-    products stay as they are. The powers are large, so that a clamp shows. A module that does not run on random input
-    counts as one that has products.
+    In a random copy the features of queries are multiplied by large powers of two, so that a clamp shows, and those of
+    keys divided by them: products stay as they are. A module that does not run on random input counts as one that has
+    them.
     """
     with _apart():
         trial = _random_copy(holder, layout, NAME)
@@ -326,12 +327,6 @@ def _values(buffer: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- its input
-#: Names of arguments from which keys and values are computed.
-_SOURCES: Final = (
-    "key", "value", "keys", "values", "key_value_states", "encoder_hidden_states", "cross_attention_states",
-)  # fmt: skip
-
-
 def _inputs(trial: Any, layer: ProjectedLayer) -> Iterator[Mapping[str, Any]]:
     """Candidate arguments of a forward pass, from the names of its parameters; the first that run are used."""
     arguments = stock_arguments(type(trial))
@@ -344,7 +339,7 @@ def _inputs(trial: Any, layer: ProjectedLayer) -> Iterator[Mapping[str, Any]]:
         for batch, turns, cross in product(((1,), ()), positions, (False, True)):
             inputs: dict[str, Any] = dict.fromkeys(needed)
             inputs[names[0]] = torch.randn(*batch, T, layer.query.inputs)
-            for name in _SOURCES:
+            for name in SOURCES:
                 width = (layer.value if name.startswith("value") else layer.key).inputs
                 if name in names and (name in needed or cross or width != layer.query.inputs):
                     inputs[name] = torch.randn(*batch, T, width)

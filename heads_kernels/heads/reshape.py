@@ -40,11 +40,9 @@ def read_key_heads(layer: ProjectedLayer, left: list[int], count: int | None = N
 
 
 def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
-    """Keep these heads and key heads of a layer, in this order; key heads may repeat.
-
-    Of a layer whose heads share one key `key_heads` are the value heads. The module then has `kept_heads`, an int64
-    buffer with the original numbers of its heads, `heads_before`, their original number, and `kept_key_heads`.
-    """
+    """Keep these heads and key heads of a layer, in this order; key heads may repeat, and are value heads where heads
+    share one key. The module then has `kept_heads`, an int64 buffer with the original numbers of its heads,
+    `heads_before`, their original number, and `kept_key_heads`."""
     if layer.layout.shared:
         projections = [(layer.value, key_heads)]
     else:

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.interface import NAME, attention_function, is_cache, stock_arguments
+from heads_kernels.heads.interface import NAME, SOURCES, attention_function, is_cache, stock_arguments
 
 
 class SharedProjection(nn.Module):
     """The query or key that all heads share, for a module that expects heads of `head_dim` features.
 
     The module reshapes the output to `[..., n, head_dim]`, so the output is `Ds` features, in a key followed by the
-    content biases of the heads, and padded with zeros to a multiple of `head_dim`. The attention function separates
-    them (`split_shared`). A cache keeps this one key per token for all heads.
-
-    A module that rotates heads by their position turns features f and f + head_dim/2 of every head by the angle of
-    frequency f. So each shared pair of features has a place in one of `slots` heads, at its frequency; other places
-    hold zeros. The attention function takes the features from their places (`split_rotary`), a cache keeps them alone.
+    content biases of the heads, padded with zeros to a multiple of `head_dim`. The attention function separates them
+    (`split_shared`). A module that rotates heads by their position turns features f and f + head_dim/2 of every head by
+    the angle of frequency f. So each shared pair of features has a place in one of `slots` heads, at its frequency;
+    other places hold zeros (`split_rotary`).
 
     It is not a `nn.Linear`, so that tools that wrap or quantise those skip it. It is created on the meta device.
     """
@@ -84,12 +82,9 @@ class SharedProjection(nn.Module):
 
 
 class FusedProjection(nn.Module):
-    """Projections of the same inputs as one module, its submodules; their outputs are concatenated.
-
-    Args:
-        parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order.
-        equal: whether parts are padded with zeros to the widest, for a module that splits the output into equal parts.
-    """
+    """Projections of the same inputs, of query, key and value or of two of them, as one module: its submodules, whose
+    outputs are concatenated; with `equal` padded with zeros to the widest, for a module that splits the output into
+    equal parts."""
 
     def __init__(self, parts: Mapping[str, nn.Linear | SharedProjection], equal: bool = False) -> None:
         super().__init__()
@@ -138,10 +133,6 @@ def rotary_places(module: nn.Module) -> Tensor | None:
 
 
 # ---------------------------------------------------------------------- calls
-#: Names of the arguments from which encoder-decoder attention computes keys and values.
-_SOURCES: Final = ("key_value_states", "encoder_hidden_states")
-
-
 def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Hook before the forward of a converted transformers module, which needs this package's attention function, whole
     projections of what heads share, and caches of one key for all heads."""
@@ -152,7 +143,7 @@ def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
         refuse("attn_implementation", was, instead)
     _check_whole(module)
     given = {**dict(zip(stock_arguments(type(module)), args, strict=False)), **kwargs}
-    is_cross = any(given.get(name) is not None for name in _SOURCES)
+    is_cross = any(given.get(name) is not None for name in SOURCES)
     for each in given.values():
         if is_cache(each):
             if hasattr(each, "self_attention_cache"):  # each half belongs to another layer

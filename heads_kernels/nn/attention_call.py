@@ -85,8 +85,8 @@ class AttentionCall:
 
     @property
     def real_queries(self) -> Tensor:
-        """bool `[B, T]`: rows that are tokens: `rows` if given, in self-attention rows that see themselves, otherwise
-        rows that see a key."""
+        """bool `[B, T]`: rows that are tokens: `rows`; else in self-attention those that see themselves, or that see a
+        key."""
         if self.rows is not None:
             return self.rows
         if self.self_attention:

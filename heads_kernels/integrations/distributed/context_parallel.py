@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -25,9 +26,6 @@ from heads_kernels.ops.attention import attend
 from heads_kernels.ops.philox import draw_seed
 from heads_kernels.ops.sharding import part_of
 from heads_kernels.parse import parse
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Method = Literal["all_gather", "ring"]
 METHODS: Final = get_args(Method)

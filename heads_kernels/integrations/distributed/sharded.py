@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from heads_kernels.checks import refuse
@@ -15,9 +16,6 @@ from heads_kernels.heads.shared import FusedProjection
 from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn import HardConcrete
 from heads_kernels.nn.multihead import Multihead
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Module = TypeVar("Module", bound=nn.Module)
 

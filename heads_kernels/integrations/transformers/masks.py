@@ -52,8 +52,7 @@ class PreparedMask(BlockMask):
     """The mask of a forward pass, shared by all layers. Only `attention_forward` can read it.
 
     As a `BlockMask` it passes in transformers for a mask that is already prepared. Model code may read its shape, dtype
-    and device and pass it on. Any other use is refused: code that computes attention itself would add True and
-    False to its scores, which hides nothing.
+    and device and pass it on. Any other use is refused: to add True and False to scores hides nothing.
     """
 
     dtype = torch.bool
@@ -287,9 +286,9 @@ def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask
 class RelativeBias:
     """The `position_bias` that layers hand on, in place of a tensor `[1, H, T, S]`.
 
-    It keeps the module that has the embedding rather than its values: a layer that is checkpointed runs again in the
-    backward pass, and has to look them up again for the embedding to get its gradient. The module's
-    `offset_table(T, S, start)` is the table of a call's `OffsetBias`.
+    It keeps the module that has the embedding: a layer that is checkpointed runs again in the backward pass, and has to
+    look its values up again for the embedding to get its gradient. The module's `offset_table(T, S, start)` is the
+    table of a call's `OffsetBias`.
     """
 
     def __init__(self, module: Any, start: int = 0) -> None:

@@ -15,11 +15,9 @@ from heads_kernels.ops.statistics import AttentionStatistics
 
 
 class Replacement(nn.Module):
-    """Methods that go before those of a stock class, in a subclass of both (`subclass`).
-
-    A subclass that repeats the stock forward defines `fused`, whose arguments have the names of the stock ones, but for
-    `cache`. The others add to stock methods, which they call by `stock`.
-    """
+    """Methods that go before those of a stock class, in a subclass of both (`subclass`). One that repeats the stock
+    forward defines `fused`, whose arguments have the names of the stock ones, but for `cache`. The others add to stock
+    methods, which they call by `stock`."""
 
     calls_operator = False  # whether it calls the operator although the stock class computes attention itself
     fused: Callable[..., Any] | None = None
