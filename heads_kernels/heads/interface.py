@@ -36,7 +36,7 @@ def _parameters(forward: Any) -> dict[str, inspect.Parameter]:
 
 @cache
 def class_calls_interface(kind: Any) -> bool:
-    """Whether the forward of a class refers to transformers' table of attention functions: no class says so itself."""
+    """Whether the forward of a class refers to transformers' table of attention functions; no class says so itself."""
     forward = inspect.unwrap(getattr(kind, "forward", kind))
     if not inspect.isfunction(forward):
         return False

@@ -152,8 +152,7 @@ def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _check_whole(module: nn.Module) -> None:
-    """Refuse tensor parallelism of what heads share. Parameters that `fully_shard` gathers are no DTensors in a
-    forward."""
+    """Refuse tensor parallelism of what heads share. What `fully_shard` has gathered for a pass is no DTensor."""
     sharded = [name for name, each in module.named_parameters() if is_sharded(each)]
     if not sharded:
         return
@@ -167,7 +166,7 @@ def _check_whole(module: nn.Module) -> None:
 
 # ---------------------------------------------------------------------- caches
 def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -> None:
-    """Let the cache of a converted layer store keys as one head, `[B, 1, S, n * head_dim]`; with places those features.
+    """Let the cache of a converted layer store keys as one head, `[B, 1, S, n * head_dim]`, or with places those alone.
 
     The module's own code splits the shared key into `n` heads, which a cache would store head by head: the operator
     would need a copy of all of them in every step. A cache that has keys of separate heads already is refused.

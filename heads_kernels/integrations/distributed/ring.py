@@ -160,7 +160,7 @@ class _Blocks(torch.autograd.Function):
         needs = [name in needed or name in keys for name in OPERANDS]
         names = [name for name, need in zip(OPERANDS, needs, strict=True) if need]
         sums: Tensors = {}
-        W, own, gradients = len(ring.positions), {}, None
+        W, own, received = len(ring.positions), {}, None
         for step in range(W):
             arrived = ring.shift(keys) if step + 1 < W else None
             parts = backward_op(*saved, *of.block(step, keys), needs, of.backend)
@@ -168,15 +168,15 @@ class _Blocks(torch.autograd.Function):
             for name in needed - keys.keys():
                 of.add(sums, name, found[name], step)
             of_keys = {name: found[name].to(dtype) for name in keys}
-            if gradients is not None:  # those of the processes that have had these keys
-                of_keys = {name: sum_ + of_keys[name] for name, sum_ in gradients().items()}
+            if received is not None:  # those of the processes that have had these keys
+                of_keys = {name: sum_ + of_keys[name] for name, sum_ in received().items()}
             if step == 0:
                 own = of_keys
             else:
-                gradients = ring.shift(of_keys)
+                received = ring.shift(of_keys)
             keys = {} if arrived is None else arrived()
-        if gradients is not None:
-            own = {name: sum_ + own[name] for name, sum_ in gradients().items()}
+        if received is not None:
+            own = {name: sum_ + own[name] for name, sum_ in received().items()}
         sums |= own
         return None, *(
             finish(name, sums[name], call).to(operand.dtype) if name in needed else None

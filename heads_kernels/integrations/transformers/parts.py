@@ -30,7 +30,7 @@ _TRIAL: Final = 8
 def split_attention(model: PreTrainedModel, context: Context) -> list[Any]:
     """The attention modules of a model that `context` may be given to; checks the calls of the model from now on.
 
-    The model is tried: its outputs for parts must be those for whole sequences, else it is refused, as it was.
+    The model is tried: its outputs for parts must be those for whole sequences, else it is refused and left as it was.
     """
     attention = _attention(model)
     if context.mesh.ndim != 1 or any(map(is_sharded, model.parameters())):
