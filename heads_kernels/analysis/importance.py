@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -161,13 +162,15 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
     """By factors of 1 on the gates of every head and row; the operator's backward has all their derivatives."""
     ones: list[tuple[int, Tensor]] = []  # of each run the index of its layer, and factors [B, H, T]
     real: list[Tensor] = []  # of each run [B, T]
-    is_over = False  # checkpointed layers run again, on a GPU on another thread
+    own_thread, is_over = threading.get_ident(), False  # checkpointed layers run again, on a GPU on another thread
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
         if not is_over:
             real.append(call.real_queries)
 
-    def multiply(index: int, gates: Tensor, B: int, T: int) -> Tensor:
+    def multiply(index: int, gates: Tensor, B: int, T: int) -> Tensor | None:
+        if not is_over and threading.get_ident() != own_thread:
+            return None
         gates = gates[None] if gates.dim() == 1 else gates
         gates = gates[..., None] if gates.dim() == 2 else gates
         size = (B, gates.shape[1], T)
@@ -176,16 +179,11 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
             ones.append((index, factor))
         return factor * gates
 
-    multiply_here = of_this_thread(multiply)
-
-    def change(index: int, *arguments: Any) -> Tensor | None:
-        return (multiply if is_over else multiply_here)(index, *arguments)
-
     terms: dict[int, list[Tensor]] = {}
     with ExitStack() as block:
         block.enter_context(observe(task.model, look, task.names))
         for layer in task.layers:
-            block.enter_context(_gates(layer, partial(change, layer.index)))
+            block.enter_context(_gates(layer, partial(multiply, layer.index)))
         block.enter_context(torch.enable_grad())
         value = task.loss(task.model, batch)
         is_over = True

@@ -93,8 +93,7 @@ def _model(path: Path) -> Any:
             raise BadOption("model", was, instead)
         model = hk.integrations.transformers.from_pretrained(path, dtype=torch.float32, local_files_only=True)
         if model.main_input_name != "input_ids":
-            was = f"takes {model.main_input_name} ({config.model_type}), not text"
-            raise BadOption("model", was, instead)
+            raise BadOption("model", f"takes {model.main_input_name} ({config.model_type}), not text", instead)
         model.config.use_cache = False
         hk.integrations.transformers.use(model.eval())
         heads = [layer.num_heads for layer in hk.heads.attention_layers(model)]
@@ -112,8 +111,7 @@ def _tokenizer(path: Path) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        was = f"has no tokenizer ({str(error).splitlines()[0]})"
-        raise BadOption("model", was, instead) from error
+        raise BadOption("model", f"has no tokenizer ({str(error).splitlines()[0]})", instead) from error
     names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     if not any((path / name).exists() for name in names):  # transformers creates an empty one
         raise BadOption("model", "has no tokenizer", instead)
@@ -138,8 +136,7 @@ def _sentence(text: str | None, tokenizer: Any, longest: int) -> list[int]:
     if not text.strip() or not ids:
         raise BadOption("sentence", f"is {text!r}", "pass some words")
     if len(ids) > longest:
-        was = f"has {len(ids)} tokens"
-        raise BadOption("sentence", was, f"pass one of at most {longest}, or raise --tokens")
+        raise BadOption("sentence", f"has {len(ids)} tokens", f"pass one of at most {longest}, or raise --tokens")
     return ids
 
 
