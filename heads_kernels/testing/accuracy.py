@@ -31,8 +31,7 @@ from torch import Tensor
 from heads_kernels.backends import select
 from heads_kernels.ops.attention import attention_op
 from heads_kernels.ops.philox import draw_seed
-from heads_kernels.testing.case import Case
-from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.case import Case, Inputs
 from heads_kernels.testing.rounding import SAMPLES, Floor, attention, finite, floors, of_rows
 
 #: Factor of the error of eager in the same dtype, as in FlashAttention's tests.

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from heads_kernels.call import OPERANDS, Call
 from heads_kernels.ops import eager
 from heads_kernels.ops.attention import Saved, allocate_gradients, finish
-from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.case import Inputs
 
 #: Simulated kernels. The mean error of a call is one number: with 24 of them its bound is below a fault of 0.3 % in
 #: bfloat16, and with 16 just at it. The bound of one row of 10,000 is 12 times its floor. Heuristic.
