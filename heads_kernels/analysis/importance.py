@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
@@ -264,13 +265,13 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
 def _gates(layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Iterator[None]:
     """In this block `change` replaces the gates of a layer, or ones, unless it returns None; it also gets B and T."""
     before = layer.gate
-    gate = FixedGate(gates_of(layer)) if before is None else before
-    hook = gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
+    gate = FixedGate(gates_of(layer)) if before is None else copy(before)
+    gate._forward_hooks = gate._forward_hooks.copy()  # other layers may have the same gate
+    gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
     try:
         layer.module.head_gate = gate
         yield
     finally:
-        hook.remove()
         layer.module.head_gate = before
 
 
