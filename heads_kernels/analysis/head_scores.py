@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from heads_kernels.checks import check_size, is_int, refuse
 from heads_kernels.heads.layers import AttentionLayer
@@ -100,20 +101,14 @@ class HeadScores:
         return float((centred[0] @ centred[1]) / norm)
 
     def normalised(self) -> HeadScores:
-        """The scores of each layer divided by their l2 norm, as in Michel et al. 2019 (section 4.1).
-
-        This hides differences between layers. A layer of zeros stays zero.
-        """
+        """The scores of each layer divided by their l2 norm, as in Michel et al. 2019 (section 4.1), which hides
+        differences between layers. A layer of zeros stays zero."""
         scores = (each / norm if (norm := each.norm()) > 0 else each for each in self.scores)
         return replace(self, scores=tuple(scores), method=f"{self.method}, l2 per layer")
 
     def table(self) -> Tensor:
         """`[L, H]`, a row per layer; layers with fewer heads are padded with NaN."""
-        width = max(map(len, self.scores), default=0)
-        table = torch.full((len(self.scores), width), torch.nan, dtype=torch.float64)
-        for row, scores in zip(table, self.scores, strict=True):
-            row[: len(scores)] = scores
-        return table
+        return pad_sequence(list(self.scores), batch_first=True, padding_value=torch.nan)
 
     def _sizes(self) -> dict[str, int]:
         return {name: len(scores) for name, scores in zip(self.layers, self.scores, strict=True)}
@@ -178,7 +173,6 @@ class Shares:
 
 
 def scores_of(layers: Sequence[AttentionLayer], scores: Iterable[Tensor], what: str) -> HeadScores:
-    """`HeadScores` of these layers, `[H]` each."""
     return HeadScores(
         layers=tuple(layer.name for layer in layers),
         kinds=tuple(layer.kind for layer in layers),

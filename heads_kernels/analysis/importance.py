@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
@@ -161,13 +163,15 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
     """By factors of 1 on the gates of every head and row; the operator's backward has all their derivatives."""
     ones: list[tuple[int, Tensor]] = []  # of each run the index of its layer, and factors [B, H, T]
     real: list[Tensor] = []  # of each run [B, T]
-    is_over = False  # checkpointed layers run again, on a GPU on another thread
+    own_thread, is_over = threading.get_ident(), False  # checkpointed layers run again, on a GPU on another thread
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:
         if not is_over:
             real.append(call.real_queries)
 
-    def multiply(index: int, gates: Tensor, B: int, T: int) -> Tensor:
+    def multiply(index: int, gates: Tensor, B: int, T: int) -> Tensor | None:
+        if not is_over and threading.get_ident() != own_thread:
+            return None
         gates = gates[None] if gates.dim() == 1 else gates
         gates = gates[..., None] if gates.dim() == 2 else gates
         size = (B, gates.shape[1], T)
@@ -176,16 +180,11 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
             ones.append((index, factor))
         return factor * gates
 
-    multiply_here = of_this_thread(multiply)
-
-    def change(index: int, *arguments: Any) -> Tensor | None:
-        return (multiply if is_over else multiply_here)(index, *arguments)
-
     terms: dict[int, list[Tensor]] = {}
     with ExitStack() as block:
         block.enter_context(observe(task.model, look, task.names))
         for layer in task.layers:
-            block.enter_context(_gates(layer, partial(change, layer.index)))
+            block.enter_context(_gates(layer, partial(multiply, layer.index)))
         block.enter_context(torch.enable_grad())
         value = task.loss(task.model, batch)
         is_over = True
@@ -206,8 +205,8 @@ def _by_patching(task: _Task, pair: Any) -> _Terms:
     with torch.no_grad(), outputs(task.model, task.names) as heads:
         task.loss(task.model, clean)
     steps: list[tuple[int, Tensor]] = []  # index of the layer, factor [B, T, H] of each run
-    edits = {layer.index: _towards(layer, heads[layer.index], steps) for layer in task.layers}
-    with edited(attention_layers(task.model), edits), torch.enable_grad():
+    edits = {layer: _towards(layer, heads[layer.index], steps) for layer in task.layers}
+    with edited(task.model, edits), torch.enable_grad():
         value = task.loss(task.model, corrupted)
     B = _check_value(value, [len(factor) for _, factor in steps])
     if value.dim() > 1:
@@ -266,13 +265,13 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
 def _gates(layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Iterator[None]:
     """In this block `change` replaces the gates of a layer, or ones, unless it returns None; it also gets B and T."""
     before = layer.gate
-    gate = FixedGate(gates_of(layer)) if before is None else before
-    hook = gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
+    gate = FixedGate(gates_of(layer)) if before is None else copy(before)
+    gate._forward_hooks = gate._forward_hooks.copy()  # other layers may have the same gate
+    gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
     try:
         layer.module.head_gate = gate
         yield
     finally:
-        hook.remove()
         layer.module.head_gate = before
 
 

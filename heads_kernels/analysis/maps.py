@@ -153,15 +153,12 @@ def _check_tokens(each: HeadMaps, rows: Sequence[str] | None, keys: Sequence[str
 def plot_maps(
     found: Sequence[HeadMaps], tokens: Sequence[str] | None = None, key_tokens: Sequence[str] | None = None
 ) -> Figure:
-    """Draw maps, one line per layer and one panel per head; a row of a panel shows where one token attends.
+    """A figure of maps, one line per layer and one panel per head; a row of a panel shows where one token attends.
 
     Args:
         found: the result of `maps`.
         tokens: labels of the rows, without padding; None draws no labels.
         key_tokens: labels of the keys; default those of the rows.
-
-    Returns:
-        The matplotlib figure.
 
     Raises:
         ImportError: matplotlib is not installed.

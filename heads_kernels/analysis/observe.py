@@ -1,8 +1,4 @@
-"""Observe the attention calls of a model while it runs; passes of a model over data, and keys by their tokens.
-
-Calls of the operators have operands, mask and scale for any model. The mask shows which rows and keys are tokens: a
-token sees itself.
-"""
+"""Observe the attention calls of a model while it runs; passes of a model over data, and keys by their tokens."""
 
 from __future__ import annotations
 
@@ -59,23 +55,20 @@ def observe(
             transformers model is not this package's, now or in a forward pass; in the forward pass, a layer ran without
             calling its observer.
     """
-    every = attention_layers(model)
-    chosen = choose_layers(every, layers)
+    chosen = choose_layers(attention_layers(model), layers)
 
     def see(layer: AttentionLayer, call: AttentionCall) -> None:
         observer(layer, call)  # what it returns is not a change of the outputs
 
-    with observed(every, chosen, see):
+    with observed(model, chosen, see):
         yield chosen
 
 
 # ---------------------------------------------------------------------- passes over data
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with `requires_grad=False` for all weights; both are restored after the block.
-
-    Weights created under `torch.inference_mode()` are not changed, since they never have a gradient.
-    """
+    """Evaluation mode with `requires_grad=False` for all weights, but those created under `torch.inference_mode()`,
+    which never have a gradient; both are restored after the block."""
     asking = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
     with evaluating(model):
         try:
@@ -88,9 +81,9 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def reading(model: nn.Module, observer: Observer, layers: Iterable[AttentionLayer]) -> Iterator[None]:
+def reading(model: nn.Module, observer: Observer, layers: Collection[AttentionLayer]) -> Iterator[None]:
     """In this block the model runs in evaluation mode without gradients, and `observer` sees the calls of `layers`."""
-    with torch.no_grad(), evaluation(model), observed(attention_layers(model), list(layers), observer):
+    with torch.no_grad(), evaluation(model), observed(model, layers, observer):
         yield
 
 
@@ -129,7 +122,7 @@ def keys_by_kind(
     """The keys of a batch that are `tokens`, `{kind of layer: bool [B, S]}`; kinds that are absent have none.
 
     Ids are looked up in the batch's `input_ids`, for the decoder's self-attention in an encoder-decoder model in
-    `decoder_input_ids`. `layers` are those of the model; `argument` is the name of `tokens` in errors.
+    `decoder_input_ids`. `layers` are all of the model; errors name `argument`.
     """
     kinds = {layer.kind for layer in layers}
     if tokens is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +18,8 @@ from heads_kernels.ops.scores import NEG_INF
 
 
 def own_keys(call: AttentionCall) -> Tensor:
-    """The key at the position of each row, int64 `[B or 1, T]`; it may be outside of [0, S).
-
-    In self-attention it is the row itself. In encoder-decoder attention positions are counted from the first real row
-    and key, so that the side of the padding does not matter.
-    """
+    """The key at the position of each row, int64 `[B or 1, T]`; it may be outside of [0, S). In encoder-decoder
+    attention positions are counted from the first real row and key, so that the side of the padding does not matter."""
     if call.self_attention:
         return call.own_keys[None]
     rows = torch.arange(call.call.T, device=call.query.device)[None]
@@ -55,33 +51,27 @@ class OffsetCounts:
 
 
 # ---------------------------------------------------------------------- bands
-class Band(NamedTuple):
-    """Keys `lo <= j < hi` of each row, int64 `[B or 1, T]` each, and `features` of the keys, `[B or 1, S, F]`."""
-
-    lo: Tensor
-    hi: Tensor
-    features: Tensor
-
-
 @formula.without_autocast
 @torch.no_grad()
-def attended(call: AttentionCall, lse: Tensor, band: Band) -> Tensor:
+def attended(call: AttentionCall, lse: Tensor, lo: Tensor, hi: Tensor, features: Tensor) -> Tensor:
     """Mean features of the keys that each row attends to within a band, `[B, H, T, F]`.
 
         sum over lo_i <= j < hi_i of p_ij * f_j
+
+    with int64 `lo` and `hi` `[B or 1, T]`, and `features` of the keys `[B or 1, S, F]`.
 
     The operator of the call computes it with the features of keys as values: within a band its output is the mean of
     features weighted by the probabilities of the band (and of a sink, which has no features), which add up to
     exp(lse of the band - lse). `lse` `[B, H, T]` is that of all visible keys; features are exact in float32.
     """
     dtype = compute_dtype(call.query.dtype)
-    query, key, features = (x.to(dtype) for x in (call.query, call.key, band.features))
+    query, key, features = (x.to(dtype) for x in (call.query, call.key, features))
     heads = call.H if call.mixing is not None else key.shape[1]
     value = features[:, None].expand(call.B, heads, -1, -1)
     mask = call.intervals
     if mask.first_keys is not None:  # which the band limits
         mask = Intervals(dense_mask=mask.to_dense(call.T, call.S, query.device))
-    lo, hi = (x.clamp(0, call.S)[:, None] for x in (band.lo, band.hi))
+    lo, hi = (x.clamp(0, call.S)[:, None] for x in (lo, hi))
     mask = (mask & Intervals(k_lo=lo, k_hi=hi)).laid_out(call.T)
     of_band = call.call._replace(query=query, key=key, value=value).under(mask)
     out, band_lse = attend_with_lse(of_band, select(of_band))

@@ -184,11 +184,6 @@ def _ruled(output: Tensor, inputs: Sequence[Any], back: Back) -> Tensor:
     return ruled
 
 
-def _refuse(output: Tensor, name: str, why: str) -> None:
-    """Raise an error if relevance arrives at this output."""
-    output.register_hook(refusing(name, why))  # type: ignore[no-untyped-call]
-
-
 def _rule_of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
     """A forward hook of all modules: what those of `module_rule` compute inside is replaced by their rule."""
     if not args or not carries(args[0]):
@@ -199,9 +194,7 @@ def _rule_of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Te
 
 class _Tape(TorchFunctionMode):
     """Context manager in which autograd records what a model computes from its heads to its output, by the rules.
-
-    Gradients must be off: operators are visible only where autograd does not record them.
-    """
+    Gradients must be off: operators are visible only where autograd does not record them."""
 
     def __init__(self, full: bool) -> None:
         super().__init__()
@@ -218,10 +211,8 @@ class _Tape(TorchFunctionMode):
         self.rows[call.B, call.T] = call.real_queries
 
     def heads(self, output: Tensor, relevance: Tensor) -> dict[int, Tensor]:
-        """The relevance of each head, `{index of the layer: [B, H]}`, up to a factor of each example.
-
-        For a layer that runs several times it is the sum.
-        """
+        """The relevance of each head, `{index of the layer: [B, H]}`, up to a factor of each example; the sum over the
+        runs of a layer that runs several times."""
         total = relevance.sum(tuple(range(1, relevance.dim())), keepdim=True)
         start = torch.where(total > 0, relevance / total * _TOTAL, 0.0).to(output.dtype)
         heads = [each for _, each in self._heads]
@@ -254,7 +245,7 @@ class _Tape(TorchFunctionMode):
             storages = {x.untyped_storage().data_ptr() for x in carried}
             for x in filter(carries, tree_leaves(result)):
                 if x.untyped_storage().data_ptr() not in storages:
-                    _refuse(x, name, "which has no rule")
+                    x.register_hook(refusing(name, "which has no rule"))
         return result
 
     def _attend(self, call: Call, out: Tensor) -> Tensor:
@@ -267,7 +258,7 @@ class _Tape(TorchFunctionMode):
         self._heads.append((self._layer.index, heads))
         self._layer = None
         if self.full and any(map(carries, (call.bias, call.offset_bias, call.sinks))):
-            _refuse(heads, "attention", "whose bias depends on heads")
+            heads.register_hook(refusing("attention", "whose bias depends on heads"))  # type: ignore[no-untyped-call]
         if call.gate is None:
             return heads
         return _ruled(out, *gate_rule(heads, call.gate, call.gate_activation))

@@ -86,10 +86,8 @@ def refusing(name: str, why: str) -> Callable[[Tensor], NoReturn]:
 
 # ---------------------------------------------------------------------- functions of rows
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Step:
-    """`input @ weight.T + bias`; the bias counts for all inputs equally.
-
-    Outputs without relevance are skipped: of many logits only those with relevance cost anything.
-    """
+    """`input @ weight.T + bias`; the bias counts for all inputs equally. Outputs without relevance are skipped: of many
+    logits only those with relevance cost anything."""
     if type(weight) not in (Tensor, nn.Parameter):  # torchao's quantised weights compute with few of their bits
         return [input], refusing("linear", f"whose weight is quantised ({type(weight).__name__})")
 
@@ -151,10 +149,8 @@ def _layer_norm(
 
 
 def _by_rows(input: Tensor, relevance: Tensor, tile_of: Callable[[Tensor], Tile]) -> Tensor:
-    """The relevance of `input` `[..., n]` from that of a function of its rows, `[..., m]`; z is computed in tiles.
-
-    Rows without relevance are skipped; `tile_of` takes the others, `[N, n]`.
-    """
+    """The relevance of `input` `[..., n]` from that of a function of its rows, `[..., m]`, in tiles of z. Rows without
+    relevance are skipped; `tile_of` takes the others, `[N, n]`."""
     n = input.shape[-1]
     flat = relevance.reshape(relevance.shape[:-1].numel(), relevance.shape[-1])
     rows = flat.any(1)
@@ -189,8 +185,7 @@ def module_rule(module: nn.Module, input: Tensor, output: Tensor) -> Step | None
 
 def rms_norm(input: Tensor, output: Tensor, eps: float) -> Step:
     """By its full Jacobian: with `w_i = x_i^2 / (sum x^2 + n * eps)` it has `z_ji = f_j * ((i == j) - w_i)` for any
-    weights: z has the sign of `f_j` for i = j, and the opposite sign for all other inputs.
-    """
+    weights: z has the sign of `f_j` for i = j, and the opposite sign for all other inputs."""
 
     def back(relevance: Tensor) -> Sequence[Tensor]:
         squares, size = input.to(relevance.dtype).square(), output.to(relevance.dtype).abs()
@@ -209,10 +204,8 @@ def _identity(input: Tensor, *rest: Any, **options: Any) -> Step:
 
 
 def _add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
-    """A sum with broadcasting. Over a row, the relevance of both terms together is that of the output.
-
-    Tensors get a share even if they carry no relevance; numbers get none.
-    """
+    """A sum with broadcasting. Over a row, the relevance of both terms together is that of the output. Tensors get a
+    share even if they carry no relevance; numbers get none."""
     both = ((input, 1), (other, sign * alpha))
     terms = [(x, factor) for x, factor in both if isinstance(x, Tensor)]
     inputs = [x for x, _ in terms]
@@ -267,10 +260,8 @@ def _mul(input: Any, other: Any) -> Step:
 
 
 def _kept(found: Sequence[Tensor], relevance: Tensor, dims: int) -> list[Tensor]:
-    """`found`, scaled together to the sums of `relevance` at each index of the first `dims` dimensions.
-
-    The result is 0 where no input contributes.
-    """
+    """`found`, scaled together to the sums of `relevance` at each index of the first `dims` dimensions; 0 where no
+    input contributes."""
 
     def sums(x: Tensor) -> Tensor:
         return x[..., None].flatten(dims).sum(-1)
@@ -310,8 +301,8 @@ def gate_rule(heads: Tensor, gate: Tensor, activation: str) -> Step:
 def attention_rule(call: Call, full: bool) -> Step:
     """Attention before its gate; the sum of the relevance of each example and head is kept.
 
-    Heads that share a key or a value each get a copy, whose relevance autograd adds up. Unless `full`, probabilities
-    are constants: then the operator itself gives sums over keys, and its gradient sums over rows.
+    Heads that share a key or a value each get a copy. Unless `full`, probabilities are constants: then the operator
+    itself gives sums over keys, and its gradient sums over rows.
     """
 
     def per_head(x: Tensor) -> Tensor:
@@ -349,16 +340,12 @@ def _attended(call: Call, value: Tensor) -> Tensor:
 
 
 def _full_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, relevance: Tensor) -> list[Tensor]:
-    """Relevance of query, key and value in attention, by its full Jacobian.
+    """Relevance of query `[B, H, T, D]`, times the scale, key and value in attention, by its full Jacobian.
 
     With `u_tsd = p_ts * (v_sd - out_td)`, z of output td is `q_te * sum_s u_tsd * k_se` for feature e of query t and
     `u_tsd * q_te * k_se` for that of key s. The sign of the latter is that of u times that of `q * k`, so that sums
-    over e are matrix products. The largest tensor is u, which is computed in tiles.
-
-    Args:
-        call: gives the probabilities.
-        query: `[B, H, T, D]`, times the scale of the scores; other terms of the scores are not inputs.
-        key, value, relevance: `[B, H, S, D]`, `[B, H, S, Dv]` and `[B, H, T, Dv]`.
+    over e are matrix products. The largest tensor is u, which is computed in tiles. Other terms of the scores are not
+    inputs; `call` gives the probabilities.
     """
     q, k, v = (x.to(relevance.dtype) for x in (query, key, value))
     (B, H, T, Dv), S, D = relevance.shape, *k.shape[2:]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.analysis.head_scores import HeadScores, Shares
-from heads_kernels.analysis.positions import Band, attended, first_real
+from heads_kernels.analysis.positions import attended, first_real
 from heads_kernels.checks import refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer
 from heads_kernels.nn.attention_call import AttentionCall
@@ -135,10 +135,8 @@ def _checked(number: int, entry: Relations) -> list[tuple[str, str, int, int]]:
 
 # ---------------------------------------------------------------------- by token ids
 class _TokenCounts(ABC):
-    """Sums of every head of `layers`, by what `find` computes once for each batch from its `input_ids`.
-
-    `argument` is the argument of `roles` that needs token ids; errors name it.
-    """
+    """Sums of every head of `layers`, by what `find` computes once for each batch from its `input_ids`. `argument` is
+    the argument of `roles` that needs token ids."""
 
     argument: str
 
@@ -290,8 +288,8 @@ class RepeatCounts(_TokenCounts):
         keys = self.of_batch(layer, words)
         ones = words.new_ones((1, call.S, 1))
         # Where there is no key, -1, the band is empty.
-        bands = [Band(key.clamp(min=0), key + 1, ones) for key in keys]
-        sums = [attended(call, found.lse, band)[..., 0].double().sum((0, 2)) for band in bands]
+        shares = [attended(call, found.lse, key.clamp(min=0), key + 1, ones)[..., 0] for key in keys]
+        sums = [share.double().sum((0, 2)) for share in shares]
         self.shares.add(layer, torch.stack(sums), (keys >= 0).sum((1, 2)))
 
     def find(self, ids: Tensor, words: Tensor) -> Tensor:

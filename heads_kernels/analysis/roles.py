@@ -104,17 +104,10 @@ class HeadRoles:
             most = max((float(each.max()) for each in self.offset_share.scores if len(each)), default=0)
             return f"{title}; the highest share of rows at one offset is {most:.2f}"
         header = ["layer", "role", "what", "head", "share", "baseline"]
-        rows = [
-            [
-                short_name(r.layer),
-                r.role,
-                r.what,
-                str(r.head),
-                f"{r.share:.2f}",
-                "" if r.baseline is None else f"{r.baseline:.2f}",
-            ]
-            for r in found
-        ]
+        rows = []
+        for r in found:
+            baseline = "" if r.baseline is None else f"{r.baseline:.2f}"
+            rows.append([short_name(r.layer), r.role, r.what, str(r.head), f"{r.share:.2f}", baseline])
         return f"{title}\n{text_table([header, *rows], left=3)}"
 
 

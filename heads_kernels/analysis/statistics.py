@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from heads_kernels.analysis.head_scores import HeadScores, Shares, grid
 from heads_kernels.analysis.observe import TokenKeys, each_batch, keys_by_kind, reading, run
-from heads_kernels.analysis.positions import Band, OffsetCounts, attended, own_keys
+from heads_kernels.analysis.positions import OffsetCounts, attended, own_keys
 from heads_kernels.checks import check_size, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
@@ -162,8 +162,8 @@ def _shares(call: AttentionCall, lse: Tensor, sets: list[Tensor]) -> list[Tensor
     remainder = torch.nn.functional.one_hot(place % 3, 3)[None]
     start, end = torch.zeros_like(own), torch.full_like(own, call.S)
     behind, ahead, near = (
-        attended(call, lse, band)
-        for band in (Band(start, own + 1, features), Band(own + 1, end, features), Band(own - 1, own + 2, remainder))
+        attended(call, lse, *band)
+        for band in ((start, own + 1, features), (own + 1, end, features), (own - 1, own + 2, remainder))
     )
     share, place_sum = (behind - ahead)[..., :2].unbind(-1)
     distance = own[:, None] * share - place_sum
@@ -181,8 +181,7 @@ class HeadReceived:
     Attributes:
         layers, kinds: as in `HeadScores`.
         examples: of each layer and each example `[H, S]`, float, on the CPU: a number for each head and each of the
-            example's keys that is a token. Without sinks they sum to 1 over the keys. A layer without heads has no
-            examples.
+            example's keys that is a token. Without sinks they sum to 1 over the keys. A layer without heads has none.
     """
 
     layers: tuple[str, ...]

@@ -22,8 +22,7 @@ Any other weights, `W_Q` and `W_K` `[H * D, D_in]` and `b_Q` `[H * D]`, with inp
     )
 """
 
-from heads_kernels.convert.calibration import calibrate
-from heads_kernels.convert.collaborate import collaborate, curves
+from heads_kernels.convert.collaborate import calibrate, collaborate, curves
 from heads_kernels.convert.conversion import Conversion, Curves, Report, plot
 from heads_kernels.convert.heads import Factors, Heads
 from heads_kernels.convert.moments import Moments

@@ -22,10 +22,8 @@ _ROW: Final = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an attention layer, and its counts with `Ds` shared features, or as ordinary attention where Ds is None.
-
-    (Cordonnier et al. 2020, table 1, with the biases.)
-    """
+    """Sizes of an attention layer, and its counts with `Ds` shared features, or as ordinary attention where Ds is None
+    (Cordonnier et al. 2020, table 1, with the biases)."""
 
     D_in: int  # width of the inputs of the queries
     D_in_k: int  # and of the keys
@@ -54,9 +52,8 @@ class Sizes:
         """Query and key parameters.
 
         Ordinary attention: `D_in D_k + D_in_k D_k Hk / H`, and a bias for each row. Converted: `(D_in + D_in_k + H) Ds`
-        of the projections and mixing, and `H D_in_k` content weights, with or without biases before, for the mean of
-        the calibration inputs. Converted with rotary positions: `2 Ds` biases instead, if there were some, and
-        `H Ds / 2` mixing weights, one for a pair of features.
+        of the projections and mixing, and `H D_in_k` content weights. Converted with rotary positions: `2 Ds` biases
+        instead, if there were some, and `H Ds / 2` mixing weights, one for a pair of features.
         """
         if Ds is None:
             rows = self.D_in * self.D_k + self.D_in_k * self.key_rows
@@ -88,13 +85,11 @@ class Sizes:
         return 2 * T * projections + mixing + content + 2 * T * T * (F + D_k)
 
     def break_even(self, Ds: int, executed_features: int | None = None) -> float:
-        """The T below which collaborative self-attention takes fewer FLOPs than ordinary attention.
+        """The T below which collaborative self-attention takes fewer FLOPs than ordinary attention, rounded.
 
         It saves projections, `2 T D_in (D_k + D_k Hk / H - 2 Ds)`, and adds scores, `2 T^2 (F - D_k)`; mixing and
-        content, which are small, are left out. With dense mixing `F = H Ds`.
-
-        Returns:
-            A rounded whole number; `math.inf` if scores cost no more than before; 0 if nothing is saved.
+        content, which are small, are left out. With dense mixing `F = H Ds`. Infinite if scores cost no more; 0 if
+        nothing is saved.
         """
         saved = self.D_k + self.key_rows - 2 * Ds
         paid = (self.H * Ds if executed_features is None else executed_features) - self.D_k
@@ -130,11 +125,8 @@ def dims_of(layers: Sequence[Sizes], spectra: Sequence[Spectrum], dim: Dim | Non
 
 
 def _in_rows(layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int) -> list[int]:
-    """As `allot` with `params`, in multiples of `_ROW`.
-
-    What is over a multiple goes to the layers that lack least of the next one. Layers stay exact that are, and those
-    with less than a row.
-    """
+    """As `allot` with `params`, in multiples of `_ROW`. What is over a multiple goes to the layers that lack least of
+    the next one. Layers stay exact that are, and those with less than a row."""
     dims = allot(layers, spectra, params, None)
     costs = [sizes.of_feature for sizes in layers]
     missing = [spectrum.rank - dim for spectrum, dim in zip(spectra, dims, strict=True)]
@@ -152,9 +144,9 @@ def _in_rows(layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int) 
 def allot(layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int | None, error: float | None) -> list[int]:
     """The `dim` of each layer, at least one group, that keeps most of the scores of all layers together.
 
-    Singular values of all layers are chosen by the mean square that they add to the scores, scale included, per
-    parameter, up to a number of parameters or, without it, until the relative error of all scores is at most `error`.
-    A layer whose scores vary little gets few features: its attention is nearly uniform.
+    Singular values of all layers are chosen by the mean square that they add to the scores per parameter, up to a
+    number of parameters or, without it, until the relative error of all scores is at most `error`. A layer whose scores
+    vary little gets few features: its attention is nearly uniform.
     """
     first = sum(sizes.parameters(sizes.group) for sizes in layers)
     gains, costs, owners = [], [], []

@@ -12,52 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.observe import each_batch, of_this_thread, reading, run
-from heads_kernels.checks import check_flag, refuse
-from heads_kernels.convert.install import prepare
+from heads_kernels.checks import refuse
 from heads_kernels.convert.moments import Moments, Sums
 from heads_kernels.convert.rotary import AnyMoments, RotaryMoments
 from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn.attention_call import AttentionCall
-from heads_kernels.snapshot import undone
 
 Item = TypeVar("Item")
-
-
-@torch.inference_mode(False)
-def calibrate(
-    model: nn.Module,
-    data: Iterable[Any],
-    layers: Iterable[int | str] | None = None,
-    *,
-    progress: bool = True,
-) -> dict[str, AnyMoments]:
-    """Moments of the inputs of queries and keys of each layer, over all batches of `data`.
-
-    The model runs in evaluation mode and is restored afterwards, except for state that its own forward changes. Padding
-    on either side does not count. In a causal layer, the keys of a row are those up to its own position; windows and
-    documents are ignored. Memory is that of one batch and of float64 sums `[D_in, D_in]` per layer; for a layer that
-    runs several times (ALBERT) the runs are summed. Use several times `D_in` tokens, since moments are covariances: on
-    MiniLM (384), 2,400 tokens (100 sentences) are as good as 10,000.
-
-    Args:
-        model: as in `collaborate`.
-        data: an iterable of batches: mappings of keyword arguments, tuples or lists of arguments, or one argument,
-            on the device of the model.
-        layers: indices or names; default all that have heads.
-        progress: whether to show a bar of batches on a terminal, where rich is installed.
-
-    Returns:
-        `{layer name: Moments}`, which `collaborate` takes as its `calibration`, any number of times.
-
-    Raises:
-        TypeError: `data` is not an iterable of batches.
-        ValueError: `data` is empty; no token reaches a layer, or its keys never vary; inputs are NaN or infinite; keys
-            come from a cache, so that their inputs are missing. The message names the layer and the batch.
-    """
-    check_flag("progress", progress)
-    with undone(model, lambda: prepare(model, layers)) as chosen:
-        return _gathered(model, chosen, data, progress)
 
 
 def moments_of(
@@ -75,10 +37,10 @@ def moments_of(
             was = f"has moments of {theirs or 'no layer'}"
             refuse("calibration", was, f"this model also has {ours}: calibrate this model")
         return [_fitting(layer, calibration) for layer in layers]
-    return list(_gathered(model, layers, calibration, progress).values())
+    return list(gathered(model, layers, calibration, progress).values())
 
 
-def _gathered(
+def gathered(
     model: nn.Module, layers: list[ProjectedLayer], data: Iterable[Any], progress: bool
 ) -> dict[str, AnyMoments]:
     """All layers are observed: the rows of cross-attention are those of the self-attention before it."""
@@ -151,7 +113,6 @@ def _moments(layer: ProjectedLayer, call: AttentionCall, query: Tensor | None, k
 
 
 def _fitting(layer: ProjectedLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:
-    """Those of this layer."""
     if layer.name not in moments:
         refuse("calibration", f"brings no token to {layer}", "add batches that do, or leave it out")
     found = moments[layer.name]

@@ -1,24 +1,29 @@
-"""Convert a pretrained model to collaborative attention, or read its error curves; no training."""
+"""Convert a pretrained model to collaborative attention, calibrate it, or read its error curves; no training."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from heads_kernels.checks import check_choice, check_flag, check_size
+from heads_kernels.checks import check_choice, check_flag, check_size, refuse
 from heads_kernels.convert.budget import Dim, check_target, dims_of
-from heads_kernels.convert.calibration import moments_of, tracked
+from heads_kernels.convert.calibration import gathered, moments_of, tracked
 from heads_kernels.convert.conversion import Conversion, Curves, Report
 from heads_kernels.convert.features import METHODS
 from heads_kernels.convert.heads import Heads
-from heads_kernels.convert.install import install, prepare, read_heads
-from heads_kernels.convert.rotary import AnyFactors, AnyMoments
+from heads_kernels.convert.rotary import AnyFactors, AnyHeads, AnyMoments, RotaryFactors, RotaryHeads
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
+from heads_kernels.heads.projected import has_products, with_projections
+from heads_kernels.heads.reshape import check_can_share, check_has_products, share
 from heads_kernels.heads.saving import record_in_config
+from heads_kernels.heads.weights import ProjectedLayer, Projection
+from heads_kernels.nn import GatedMultiheadAttention
 from heads_kernels.snapshot import kept_on_error, undone
 
 #: Ragged features that a head gets at once. On MiniLM at Ds 96 to 256 groups of 4 take 12 to 16 % off the features that
@@ -159,11 +164,7 @@ def curves(
 ) -> Curves:
     """The error of each layer of a model for every `dim`, without changing the model; `plot` draws it.
 
-    Args:
-        model, calibration, layers, progress: as in `collaborate`.
-
-    Raises:
-        TypeError, ValueError: as `collaborate`.
+    Arguments and errors are those of `collaborate`.
     """
     check_flag("progress", progress)
     with undone(model, lambda: prepare(model, layers)) as chosen:
@@ -171,3 +172,114 @@ def curves(
         moments = moments_of(model, chosen, calibration, progress)
         spectra = [each.spectrum(own) for each, own in zip(heads, moments, strict=True)]
     return Curves.of([layer.name for layer in chosen], heads, spectra)
+
+
+@torch.inference_mode(False)
+def calibrate(
+    model: nn.Module,
+    data: Iterable[Any],
+    layers: Iterable[int | str] | None = None,
+    *,
+    progress: bool = True,
+) -> dict[str, AnyMoments]:
+    """Moments of the inputs of queries and keys of each layer, over all batches of `data`.
+
+    The model runs in evaluation mode and is restored afterwards, except for state that its own forward changes. Padding
+    on either side does not count. In a causal layer, the keys of a row are those up to its own position; windows and
+    documents are ignored. Memory is that of one batch and of float64 sums `[D_in, D_in]` per layer; for a layer that
+    runs several times (ALBERT) the runs are summed. Use several times `D_in` tokens, since moments are covariances: on
+    MiniLM (384), 2,400 tokens (100 sentences) are as good as 10,000.
+
+    Args:
+        model: as in `collaborate`.
+        data: as in `hk.analysis.statistics`, on the device of the model.
+        layers, progress: as in `collaborate`.
+
+    Returns:
+        `{layer name: Moments}`, which `collaborate` takes as its `calibration`, any number of times.
+
+    Raises:
+        TypeError: `data` is not an iterable of batches.
+        ValueError: `data` is empty; no token reaches a layer, or its keys never vary; inputs are NaN or infinite; keys
+            come from a cache, so that their inputs are missing. The message names the layer and the batch.
+    """
+    check_flag("progress", progress)
+    with undone(model, lambda: prepare(model, layers)) as chosen:
+        return gathered(model, chosen, data, progress)
+
+
+# ---------------------------------------------------------------------- the layers of a model
+def prepare(model: nn.Module, layers: Iterable[int | str] | None) -> list[ProjectedLayer]:
+    """The layers to convert, in the given order; all that have heads for None, none that cannot be converted. Models of
+    transformers that contain them run on the operators afterwards."""
+    named = choose_layers(attention_layers(model), layers)
+    _use(model, named)
+    chosen = with_projections(model, named)
+    if layers is None:
+        chosen = [layer for layer in chosen if layer.num_heads]
+    if not chosen:
+        refuse("model", "has no heads left", "convert it before all of them are pruned")
+    for layer in chosen:
+        check_can_share(model, layer)
+        is_ours = isinstance(layer.module, GatedMultiheadAttention)
+        if not is_ours and not has_products(layer.holder, layer.layout):  # a subclass may do more than its layout says
+            was = f"is a {type(layer.module).__name__}, whose scores are not products of its queries and keys"
+            refuse(str(layer), was, "leave it out: something comes between its projections and its scores")
+    return chosen
+
+
+def _use(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
+    """Put the models of transformers that hold chosen layers in use, where they run another attention function."""
+    if "transformers" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    from heads_kernels.integrations.transformers import use
+
+    stock = {layer.module for layer in layers if not layer.runs_operators}
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and stock & set(part.modules()):
+            stock -= set(part.modules())
+            use(part)
+
+
+def read_heads(layer: ProjectedLayer) -> AnyHeads:
+    """The query and key projections of a layer that has products, float64, on the device of its weights. Keys that
+    several heads share are repeated."""
+    check_has_products(layer)
+    assert layer.scale is not None
+    group = layer.num_heads // layer.num_key_heads
+    query, query_bias = _by_head(layer.query)
+    key, key_bias = _by_head(layer.key, group)
+    try:
+        if layer.layout.rotary:
+            return RotaryHeads.of(query, key, layer.scale, query_bias, key_bias)
+        return Heads(query, key, layer.scale, query_bias)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{layer}: {error}") from None
+
+
+def _by_head(projection: Projection, repeats: int = 1) -> tuple[Tensor, Tensor | None]:
+    """Weight `[heads, width, D_in]` and bias `[heads, width]`, each head so many times."""
+    weight, bias = projection.rows()
+
+    def split(rows: Tensor) -> Tensor:
+        return rows.view(projection.heads, -1, *rows.shape[1:]).repeat_interleave(repeats, 0)
+
+    return split(weight), None if bias is None else split(bias)
+
+
+def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, ragged: bool) -> None:
+    """Make a layer of `prepare` compute with factors of its heads, in place (`share`), without the record in configs.
+    With `ragged`, entries of mixing that are 0 stay 0 in training, and cost nothing."""
+    if isinstance(factors, RotaryFactors):
+        places, slots = factors.places(layer.head_dim // 2)
+        values = {"mixing": factors.mixing, "query_places": places, "key_places": places}
+        for role, rows in (("query", factors.query), ("key", factors.key)):
+            values |= {role: rows[:, :-1], f"{role}_bias": rows[:, -1]}
+        made = share(model, layer, factors.dim, ragged=ragged, slots=slots)
+    else:
+        made = share(model, layer, factors.dim, ragged=ragged)
+        values = {name: getattr(factors, name) for name in made}
+    for name, tensor in made.items():
+        tensor.copy_(values[name])

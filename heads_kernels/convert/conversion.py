@@ -29,11 +29,8 @@ _ROUNDING: Final = 1e-7
 # ---------------------------------------------------------------------- before conversion
 @dataclass(frozen=True, eq=False)
 class CapturedEnergy:
-    """Shares of the squared singular values that the first 1, 2, ... dimensions hold, float64, rising to 1.
-
-    The product of a head, `W_Q^hT W_K^h`, is what its scores are made of: unlike its factors it is the same for heads
-    whose queries and keys are rotated alike.
-    """
+    """Shares of the squared singular values that the first 1, 2, ... dimensions hold, float64, rising to 1. The product
+    of a head, `W_Q^hT W_K^h`, unlike its factors, is the same for heads whose queries and keys are rotated alike."""
 
     query: Tensor  # [H, min(D, D_in)], of every head's query weights
     key: Tensor  # likewise
@@ -216,7 +213,7 @@ class Conversion:
 
 # ---------------------------------------------------------------------- the plot
 def plot(shown: Curves | Conversion) -> Figure:
-    """Plot errors over the number of features, for layers from dark to light, and the choice of a conversion.
+    """A figure of errors over the number of features, for layers from dark to light, and the choice of a conversion.
 
     The first panel shows the relative errors (`Curves.errors`), with a dot for each converted layer, below
     its curve if features are shared (`cp`). The second shows the captured energy of `W_Q^T W_K` over its dimensions
@@ -224,9 +221,6 @@ def plot(shown: Curves | Conversion) -> Figure:
 
     Args:
         shown: the result of `curves` or `collaborate`.
-
-    Returns:
-        The matplotlib figure.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -19,8 +19,7 @@ import torch
 
 import heads_kernels as hk
 from heads_kernels.backends import BACKENDS, CPU_MISSING, SIMULATED, VARIABLE
-from heads_kernels.doctor.checks import OPERATORS, Verdict, dtypes
-from heads_kernels.doctor.worker import SHAPES, ask
+from heads_kernels.doctor.checks import OPERATORS, SHAPES, Verdict, ask, dtypes
 
 DESCRIPTION = f"""\
 Checks every backend that can run on this machine, on the CPU and on one GPU of each kind: forward and backward of named
@@ -39,7 +38,6 @@ _COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `doctor`."""
     parser.add_argument("--seconds", type=int, default=30, metavar="N",
         help="what is not done by then is left out, and said to be; default %(default)s")  # fmt: skip
 

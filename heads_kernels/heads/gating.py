@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import refuse, refuse_type
 from heads_kernels.dtensor import is_fully_sharded, is_sharded
-from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
+from heads_kernels.heads.interface import NAME, attention_function, names_attention_function
 from heads_kernels.heads.layers import (
     AttentionLayer,
     HeadsByLayer,
@@ -90,13 +90,12 @@ def close(model: nn.Module, heads: HeadsByLayer) -> None:
     """
     asked = heads_of_layers(attention_layers(model), heads)
     _check_reads_gates(model, [layer for layer, _ in asked])
-    for layer, _ in asked:
+    made: dict[nn.Module, HeadGate] = {}
+    for layer, chosen in asked:
         head_gate = layer.gate
         if head_gate is not None and not _only_closes(head_gate):
             was = f"has a {type(head_gate).__name__} that close would overwrite"
             refuse(str(layer), was, "remove the gates first: hk.heads.ungate(model)")
-    made: dict[nn.Module, HeadGate] = {}
-    for layer, chosen in asked:
         if chosen:
             gates = gates_of(layer)
             gates[chosen] = 0.0

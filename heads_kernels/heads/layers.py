@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import as_int, check_heads, is_int, refuse, refuse_type
-from heads_kernels.heads.configs import NAME, attention_function
-from heads_kernels.heads.layouts import at_path, calls_interface, check_has_parts, layout_of
+from heads_kernels.heads.interface import NAME, attention_function, calls_interface
+from heads_kernels.heads.layouts import at_path, check_has_parts, layout_of
 from heads_kernels.nn.gates import HeadGate
 from heads_kernels.nn.multihead import Multihead
 
@@ -172,24 +172,19 @@ def heads_of_layers(layers: list[AttentionLayer], heads: HeadsByLayer) -> list[t
     asked: dict[int, set[int]] = {}
     for key, chosen in heads.items():
         layer = find_layer(layers, key, "heads")
-        asked.setdefault(layer.index, set()).update(_heads(layer, chosen))
+        count, argument = layer.num_heads, f"heads of {layer}"
+        there = f"it has heads 0 to {count - 1}, {count} in all" if count else "it has no head left"
+        is_number = getattr(chosen, "ndim", 1) == 0  # an array or a tensor
+        if not isinstance(chosen, Iterable) or isinstance(chosen, str) or is_number:
+            refuse(argument, f"is {chosen!r}", f"pass a list of heads; {there}", TypeError)
+        asked.setdefault(layer.index, set()).update(check_heads(chosen, count, argument, there))
     return [(layers[index], sorted(asked[index])) for index in sorted(asked)]
 
 
 def find_layer(layers: list[AttentionLayer], key: int | str, argument: str) -> AttentionLayer:
-    """The layer of this index or name."""
     number = key if isinstance(key, str) else as_int(key)
     found = next((layer for layer in layers if number in (layer.index, layer.name)), None)
     if found is None:
         names = ", ".join(repr(layer.name) for layer in layers)
         refuse(argument, f"names layer {key!r}", f"this model has layers 0 to {len(layers) - 1}: {names}")
     return found
-
-
-def _heads(layer: AttentionLayer, heads: Iterable[int]) -> list[int]:
-    count = layer.num_heads
-    there = f"it has heads 0 to {count - 1}, {count} in all" if count else "it has no head left"
-    is_number = getattr(heads, "ndim", 1) == 0  # an array or a tensor
-    if not isinstance(heads, Iterable) or isinstance(heads, str) or is_number:
-        refuse(f"heads of {layer}", f"is {heads!r}", f"pass a list of heads; {there}", TypeError)
-    return check_heads(heads, count, f"heads of {layer}", there)

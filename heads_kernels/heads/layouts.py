@@ -7,14 +7,14 @@ do not show: that scores are products of weights, for conversion.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import reduce
 from typing import Any, Final
 
 from torch import nn
 
 from heads_kernels.checks import refuse
+from heads_kernels.heads.interface import calls_interface, stock_arguments
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,8 @@ def layout_of(module: nn.Module) -> HeadLayout | None:
 
 
 def form_of(module: nn.Module) -> HeadLayout | None:
-    """The form of a transformers module, by the names of its parts.
-
-    Classes of a form cannot be converted, since what comes between their projections and scores is unknown.
-    """
+    """The form of a transformers module, by the names of its parts. What comes between projections and scores is
+    unknown."""
     for form in FORMS:
         inner = at_path(module, form.inner)
         if (
@@ -192,40 +190,6 @@ def form_of(module: nn.Module) -> HeadLayout | None:
             rotary = "position_embeddings" in stock_arguments(type(inner))
             return replace(form, between=_ROTARY if rotary else _UNTESTED)
     return None
-
-
-def calls_interface(module: nn.Module) -> bool:
-    """Whether a module calls transformers' attention function, or has a replaced forward that calls the operator."""
-    kind: Any = type(module)
-    return getattr(module, "calls_operator", False) or class_calls_interface(kind)
-
-
-def stock_arguments(kind: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of the forward of modules of a class, without `self`."""
-    return _parameters(inspect.unwrap(kind.forward))
-
-
-@cache
-def _parameters(forward: Any) -> dict[str, inspect.Parameter]:
-    return dict(list(inspect.signature(forward).parameters.items())[1:])
-
-
-@cache
-def class_calls_interface(kind: Any) -> bool:
-    """Whether the forward of a class refers to transformers' table of attention functions.
-
-    No class says so itself, and a call would need arguments that fit it.
-    """
-    forward = inspect.unwrap(getattr(kind, "forward", kind))
-    if not inspect.isfunction(forward):
-        return False
-    found = inspect.getclosurevars(forward).globals.values()
-    return any(type(each).__name__ == "AttentionInterface" for each in found)
-
-
-def is_cache(value: object) -> bool:
-    """Whether it is a cache of transformers. The arguments that take one have other names from release to release."""
-    return hasattr(type(value), "get_seq_length")
 
 
 def check_has_parts(name: str, holder: nn.Module, layout: HeadLayout) -> None:

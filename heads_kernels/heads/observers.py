@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.gating import check_runs_operators
-from heads_kernels.heads.layers import AttentionLayer
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.nn.multihead import CallObserver, Change, Multihead
 
@@ -23,35 +23,21 @@ from heads_kernels.nn.multihead import CallObserver, Change, Multihead
 LayerObserver: TypeAlias = Callable[[AttentionLayer, AttentionCall], Change | None]
 
 
-@dataclass(eq=False)
-class _Active:
-    """An observer of a module; blocks may end in any order, and on another thread."""
-
-    module: nn.Module
-    observer: CallObserver
-    ended: bool = False
-
-
-#: The observers of this thread, in the order of their blocks.
-_ACTIVE: Final[ContextVar[tuple[_Active, ...]]] = ContextVar("observers", default=())
+#: The blocks of this thread; they may end in any order, and on another thread.
+_BLOCKS: Final[ContextVar[frozenset[object]]] = ContextVar("blocks", default=frozenset())
 _LOCK: Final = threading.Lock()
 
 
 @contextmanager
-def observed(every: list[AttentionLayer], chosen: list[AttentionLayer], observer: LayerObserver) -> Iterator[None]:
-    """In this block and thread, `observer` sees the calls of the `chosen` layers that have heads; `every` has all.
+def observed(model: nn.Module, chosen: Collection[AttentionLayer], observer: LayerObserver) -> Iterator[None]:
+    """In this block and thread, `observer` sees the calls of the `chosen` layers of a model that have heads.
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
     gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size in the
-    block, which is observed too.
-
-    Raises:
-        ValueError: the attention function of a layer is not this package's, now or in a forward pass; its module has an
-            observer that was set by hand; in a forward pass, the module has another number of heads than the layer,
-            does not call its observer, drops the change that it returns, or is a replica of `nn.DataParallel`.
+    block, which is observed too. What is refused is in the docstrings of `hk.analysis.observe` and `hk.heads.patch`.
     """
     asks_cross = any(layer.kind == "cross" for layer in chosen)
-    decoders = _decoders(every) if asks_cross else []
+    decoders = _decoders(model) if asks_cross else []
     also = [layer for layer in decoders if layer not in chosen]
     rows: dict[tuple[int, int], Tensor] = {}
 
@@ -68,28 +54,24 @@ def observed(every: list[AttentionLayer], chosen: list[AttentionLayer], observer
             call = replace(call, rows=rows[call.B, call.T])
         return None if layer in also else observer(layer, call)
 
-    layers = chosen + also
+    layers = [*chosen, *also]
     for layer in layers:
         check_runs_operators(layer)
-    with ExitStack() as block:
+    block = object()
+    with ExitStack() as stack:
         for layer in layers:
             if layer.num_heads:
-                block.callback(_Slot.enter(layer).leave)
-        own = tuple(_Active(layer.module, partial(see, layer)) for layer in layers)
-        block.callback(_end, own)
-        _ACTIVE.set((*_ACTIVE.get(), *own))
-        yield
+                stack.callback(_Slot.enter(layer, block, partial(see, layer)).leave, block)
+        _BLOCKS.set(_BLOCKS.get() | {block})
+        try:
+            yield
+        finally:
+            _BLOCKS.set(_BLOCKS.get() - {block})
 
 
-def _end(own: tuple[_Active, ...]) -> None:
-    for each in own:
-        each.ended = True
-    _ACTIVE.set(tuple(each for each in _ACTIVE.get() if not each.ended))
-
-
-def _decoders(every: list[AttentionLayer]) -> list[AttentionLayer]:
+def _decoders(model: nn.Module) -> list[AttentionLayer]:
     """The self-attention layers whose real rows encoder-decoder attention uses: the decoder's, if the model has one."""
-    runs = [layer for layer in every if layer.runs_operators]
+    runs = [layer for layer in attention_layers(model) if layer.runs_operators]
     decoder = [layer for layer in runs if layer.kind == "decoder"]
     return decoder or [layer for layer in runs if layer.kind != "cross"]
 
@@ -105,7 +87,8 @@ class _Slot:
     """The attribute `observer` of a module while a thread observes it; deep copies and pickles have none."""
 
     def __init__(self, layer: AttentionLayer) -> None:
-        self._layer, self._users = layer, 0
+        self._layer = layer
+        self._observers: dict[object, CallObserver] = {}  # by their blocks, in the order of these
         self._was_there = "observer" in vars(layer.module)  # its value is None
         self._pass = _Pass()
         # Not methods, which a copy of the module would bind to a copy of this slot.
@@ -119,20 +102,20 @@ class _Slot:
         return _remove, self._hooks
 
     @classmethod
-    def enter(cls, layer: AttentionLayer) -> _Slot:
+    def enter(cls, layer: AttentionLayer, block: object, observer: CallObserver) -> _Slot:
         with _LOCK:
             slot = getattr(layer.module, "observer", None)
             if slot is None or (isinstance(slot, cls) and slot._layer.module is not layer.module):
                 slot = layer.module.observer = cls(layer)
             elif not isinstance(slot, cls):
                 refuse(str(layer), "is observed already", "set its observer to None first")
-            slot._users += 1
+            slot._observers[block] = observer
             return slot
 
-    def leave(self) -> None:
+    def leave(self, block: object) -> None:
         with _LOCK:
-            self._users -= 1
-            if not self._users:
+            del self._observers[block]
+            if not self._observers:
                 _remove(*self._hooks)
                 self._take_from(self._layer.module)
 
@@ -158,8 +141,8 @@ class _Slot:
 
     def _own(self) -> list[CallObserver]:
         """The observers of this thread."""
-        module = self._layer.module
-        return [each.observer for each in _ACTIVE.get() if each.module is module and not each.ended]
+        blocks = _BLOCKS.get()
+        return [observer for block, observer in list(self._observers.items()) if block in blocks]
 
     def begin(self, module: nn.Module) -> None:
         """A pass of the module, or of a shallow copy, which has the same slot and hooks."""

@@ -38,8 +38,7 @@ def patch(model: nn.Module, heads: ReplacementsByLayer, rows: slice | Tensor | N
     perhaps on another thread, is not replaced.
 
     Args:
-        model: with attention layers (`attention_layers`); a transformers model after
-            `hk.integrations.transformers.use(model)`.
+        model: as in `gate`.
         heads: `{layer: {head: replacement}}`, layers by index or name, heads by their current number. A replacement is
             a tensor that broadcasts to `[B, T, Dv]`, such as the output of another run (`outputs`); "mean", the mean of
             the head's own output over the real rows of the batch; or "zero".
@@ -66,12 +65,12 @@ def patch(model: nn.Module, heads: ReplacementsByLayer, rows: slice | Tensor | N
         if chosen:
             by_layer.setdefault(layer.index, {}).update(chosen)
     ran: set[int] = set()  # indices of layers
-    edits = {index: _replacing(there[index], chosen, rows, ran) for index, chosen in by_layer.items()}
-    with edited(there, edits):
+    edits = {there[index]: _replacing(there[index], chosen, rows, ran) for index, chosen in by_layer.items()}
+    with edited(model, edits):
         yield
-    for index in edits:
-        if index not in ran:
-            refuse(str(there[index]), "did not run in the block", "run the model there, or leave it out")
+    for layer in edits:
+        if layer.index not in ran:
+            refuse(str(layer), "did not run in the block", "run the model there, or leave it out")
 
 
 @contextmanager
@@ -79,17 +78,13 @@ def outputs(model: nn.Module, layers: Iterable[int | str] | None = None) -> Iter
     """In this block, the outputs of heads are recorded: `{index of the layer: [output of each run]}`.
 
     An output is `[B, T, H, Dv]`, after gates and patches and before the output projection (TransformerLens: `hook_z`),
-    with its graph unless the model runs under `torch.no_grad()`. The outputs are not copied.
+    with its graph unless the model runs under `torch.no_grad()`. They are not copied. Errors are those of `patch`.
 
     Args:
-        model: as in `patch`.
+        model: as in `gate`.
         layers: a list of indices or names of layers; default all that have heads.
-
-    Raises:
-        TypeError, ValueError: as in `patch`.
     """
-    there = attention_layers(model)
-    asked = [layer for layer in choose_layers(there, layers) if layer.num_heads]
+    asked = [layer for layer in choose_layers(attention_layers(model), layers) if layer.num_heads]
     _check_computed_once(model)
     found: dict[int, list[Tensor]] = {layer.index: [] for layer in asked}
 
@@ -97,7 +92,7 @@ def outputs(model: nn.Module, layers: Iterable[int | str] | None = None) -> Iter
         runs.append(heads)
         return heads
 
-    with edited(there, {index: partial(record, runs) for index, runs in found.items()}):
+    with edited(model, {layer: partial(record, found[layer.index]) for layer in asked}):
         yield found
 
 
@@ -111,10 +106,9 @@ def _check_computed_once(model: nn.Module) -> None:
 
 
 @contextmanager
-def edited(there: list[AttentionLayer], edits: Mapping[int, Edit]) -> Iterator[None]:
-    """In this block, the outputs of layers go through edits, `{index of the layer: edit}`; `there` are all layers."""
-    chosen = [there[index] for index in edits]
-    with observed(there, chosen, lambda layer, call: partial(edits[layer.index], call)):
+def edited(model: nn.Module, edits: Mapping[AttentionLayer, Edit]) -> Iterator[None]:
+    """In this block, the outputs of these layers go through edits."""
+    with observed(model, edits.keys(), lambda layer, call: partial(edits[layer], call)):
         yield
 
 

@@ -1,7 +1,7 @@
 """The layers whose heads are known in the weights of a model: those that pruning, conversion and files can change.
 
-Names of projections are not enough: OLMo 2 has those of Llama, and a norm over all heads. So a layout, also one that a
-user registers, is verified: a closed head of a random copy must compute the same as the pruned head.
+Names of projections are not enough: OLMo 2 has those of Llama, and a norm over all heads. So a layout is verified: a
+closed head of a random copy must compute the same as the pruned head.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import is_int, refuse
-from heads_kernels.heads.configs import NAME, attention_function, names_attention_function, with_attention_function
-from heads_kernels.heads.layers import AttentionLayer, attention_layers, calls_operators
-from heads_kernels.heads.layouts import (
-    HeadLayout,
-    at_path,
-    check_has_parts,
-    form_of,
-    is_projection,
-    layout_of,
+from heads_kernels.heads.interface import (
+    NAME,
+    SOURCES,
+    attention_function,
+    names_attention_function,
     stock_arguments,
+    with_attention_function,
 )
+from heads_kernels.heads.layers import AttentionLayer, attention_layers, calls_operators
+from heads_kernels.heads.layouts import HeadLayout, at_path, check_has_parts, form_of, is_projection, layout_of
 from heads_kernels.heads.reshape import read_key_heads, shrink
 from heads_kernels.heads.weights import ProjectedLayer, Projection, as_converted, existing, layer_of
 from heads_kernels.nn.gates import FixedGate
@@ -111,12 +110,10 @@ def _misfit(holder: nn.Module, layout: HeadLayout) -> str | None:
     """Why `layout` does not describe a module, as a phrase that follows its name; None if it does.
 
     A copy of the module with small random weights runs on random input on the CPU, in float32, with a head closed (its
-    columns of W_O are 0) and with that head pruned. Where the module calls the operators, it also runs with gates, and
-    with these gates folded into W_O. The outputs of each pair must be equal up to rounding.
-
-    Only the structure of the module itself is read: its weights may be on any device, including meta, of any dtype,
-    sharded or quantised, and its hooks do not run. Results are cached per class and shape; pruned layers were compared
-    before.
+    columns of W_O are 0) and with that head pruned; where the module calls the operators, also with gates, and with
+    these gates folded into W_O. The outputs of each pair must be equal up to rounding. Only the structure of the module
+    is read: its weights may be anywhere, of any dtype, sharded or quantised. Results are cached per class and shape;
+    pruned layers were compared before.
     """
     inner = at_path(holder, layout.inner)
     if hasattr(inner, "kept_heads"):
@@ -158,9 +155,9 @@ def _apart() -> Iterator[None]:
 def has_products(holder: nn.Module, layout: HeadLayout) -> bool:
     """Whether the scores of a module are products of its queries and keys, with rotary positions by `layout.rotary`.
 
-    In a random copy the features of queries are multiplied by powers of two, and those of keys divided by them:
-    products stay as they are. The powers are large, so that a clamp shows. A module that does not run on random input
-    counts as one that has products.
+    In a random copy the features of queries are multiplied by large powers of two, so that a clamp shows, and those of
+    keys divided by them: products stay as they are. A module that does not run on random input counts as one that has
+    them.
     """
     with _apart():
         trial = _random_copy(holder, layout, NAME)
@@ -330,12 +327,6 @@ def _values(buffer: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- its input
-#: Names of arguments from which keys and values are computed.
-_SOURCES: Final = (
-    "key", "value", "keys", "values", "key_value_states", "encoder_hidden_states", "cross_attention_states",
-)  # fmt: skip
-
-
 def _inputs(trial: Any, layer: ProjectedLayer) -> Iterator[Mapping[str, Any]]:
     """Candidate arguments of a forward pass, from the names of its parameters; the first that run are used."""
     arguments = stock_arguments(type(trial))
@@ -348,7 +339,7 @@ def _inputs(trial: Any, layer: ProjectedLayer) -> Iterator[Mapping[str, Any]]:
         for batch, turns, cross in product(((1,), ()), positions, (False, True)):
             inputs: dict[str, Any] = dict.fromkeys(needed)
             inputs[names[0]] = torch.randn(*batch, T, layer.query.inputs)
-            for name in _SOURCES:
+            for name in SOURCES:
                 width = (layer.value if name.startswith("value") else layer.key).inputs
                 if name in names and (name in needed or cross or width != layer.query.inputs):
                     inputs[name] = torch.randn(*batch, T, width)

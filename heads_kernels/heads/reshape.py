@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.configs import NAME, attention_function, names_attention_function
-from heads_kernels.heads.layouts import LAYOUTS, is_cache, stock_arguments
+from heads_kernels.heads.interface import NAME, attention_function, is_cache, names_attention_function, stock_arguments
+from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.shared import FusedProjection, SharedProjection, check_runs_shared
 from heads_kernels.heads.weights import ProjectedLayer, Projection, check_projections, existing, is_transposed
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
@@ -21,11 +21,10 @@ from heads_kernels.nn.attention import put
 
 # ---------------------------------------------------------------------- fewer heads
 def read_key_heads(layer: ProjectedLayer, left: list[int], count: int | None = None) -> list[int]:
-    """The key heads that the query heads `left` use, or value heads if all share one key, repeated to groups of equal
-    size.
+    """The key heads that the query heads `left` use, or value heads if all share one key, in groups of equal size.
 
-    As few as possible, or `count` if given; if no groups of equal size give `count`, the result has another length,
-    which the caller refuses.
+    They may repeat. As few as possible, or `count`; if no equal groups give `count`, another number, which the caller
+    refuses.
     """
     if not left:
         counts_tokens = layer.kind == "decoder" and hasattr(layer.module, "layer_idx")
@@ -41,11 +40,9 @@ def read_key_heads(layer: ProjectedLayer, left: list[int], count: int | None = N
 
 
 def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
-    """Keep these heads and key heads of a layer, in this order; key heads may repeat.
-
-    Of a layer whose heads share one key `key_heads` are the value heads. The module then has `kept_heads`, an int64
-    buffer with the original numbers of its heads, `heads_before`, their original number, and `kept_key_heads`.
-    """
+    """Keep these heads and key heads of a layer, in this order; key heads may repeat, and are value heads where heads
+    share one key. The module then has `kept_heads`, an int64 buffer with the original numbers of its heads,
+    `heads_before`, their original number, and `kept_key_heads`."""
     if layer.layout.shared:
         projections = [(layer.value, key_heads)]
     else:
@@ -132,11 +129,8 @@ def count_heads(layer: ProjectedLayer, H: int, Hk: int) -> None:
 
 
 def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook before the forward of a pruned module of transformers.
-
-    It refuses stock attention that would add a position bias of the heads before pruning, and a cache that has, or is
-    made for, another number of key heads.
-    """
+    """Hook before the forward of a pruned module of transformers: refuses stock attention that would add a position
+    bias of the heads before pruning, and a cache that has, or is made for, another number of key heads."""
     given = {**dict(zip(stock_arguments(type(module)), args, strict=False)), **kwargs}
     H, before = len(module.kept_heads), module.heads_before
     if (runs := attention_function(module)) != NAME:
@@ -238,11 +232,10 @@ def share(model: nn.Module, layer: ProjectedLayer, dim: int, *, ragged: bool, sl
     modules keep their forward and get a `SharedProjection` (of `slots`) for query and for key, `mixing`, `ragged` and
     `num_value_heads`.
 
-    Returns:
-        The new parameters, uninitialised, with dtype, device and `requires_grad` of the old projections: `query`
-        `[Ds, D_in]`, `key` `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`. With rotary positions
-        `mixing` `[H, Ds / 2]`, biases instead of `content`, `query_bias` and `key_bias` `[Ds]`, if there were some, and
-        the buffers `query_places` and `key_places`.
+    Returns the new parameters, uninitialised, with dtype, device and `requires_grad` of the old projections: `query`
+    `[Ds, D_in]`, `key` `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`. With rotary positions `mixing`
+    is `[H, Ds / 2]`, and the buffers `query_places` and `key_places`, and biases `[Ds]` if there were some, replace
+    `content`.
     """
     module = layer.module
     if isinstance(module, GatedMultiheadAttention):

@@ -15,7 +15,7 @@ from torch import nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.files import write_whole
-from heads_kernels.heads.configs import own_configs
+from heads_kernels.heads.interface import own_configs
 from heads_kernels.heads.layers import attention_layers, find_layers
 from heads_kernels.heads.projected import projected_layers, with_projections
 from heads_kernels.heads.reshape import check_can_share, read_key_heads, share, shrink
@@ -156,11 +156,8 @@ def record(model: nn.Module) -> dict[str, Any]:
 
 
 def shape(layer: ProjectedLayer) -> dict[str, Any]:
-    """The shape of a pruned layer, for JSON.
-
-    `heads`: original numbers of the remaining heads; `key_heads`: number of key heads; `head_dim` and `value_dim`:
-    their widths; `value_heads`: number of value heads where it is another one.
-    """
+    """The shape of a layer, for JSON: the original numbers of its heads, the number of its key heads, their widths, and
+    the number of value heads where it is another one."""
     found = {
         "heads": _kept_heads(layer),
         "key_heads": layer.num_key_heads,
@@ -212,10 +209,8 @@ def _updated(earlier: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 
 def record_in_config(model: nn.Module) -> None:
-    """Write `record` into the configs of transformers models, with the names that layers have in the base model.
-
-    It replaces an earlier record, also where no changed layer is left; other entries of the config's dict are kept.
-    """
+    """Write `record` into the configs of transformers models, with the names that layers have in the base model. It
+    replaces an earlier record, also where no changed layer is left; other entries of the config's dict are kept."""
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "base_model_prefix")]
     if not record(model) and not any(hasattr(part.config, RECORD) for part in parts):
         return
@@ -243,10 +238,10 @@ def number_heads(model: nn.Module, record: Mapping[str, Any]) -> None:
 
 # ---------------------------------------------------------------------- restoring a recorded shape
 def restore_shape(model: nn.Module, record: Mapping[str, Any], *, partly: bool = False) -> None:
-    """Convert and prune a model to the recorded shape; new parameters are uninitialised.
+    """Convert and prune a model to the recorded shape; new parameters are uninitialised, other layers do not change.
 
-    Layers that are not in the record do not change. With `partly` the record may have layers that this model does not
-    have, as that of a larger model which contains it. Other layers that do not exist, or do not fit, are refused.
+    With `partly` the record may have layers that this model does not have, as that of a larger model which contains it.
+    Others that do not exist, or do not fit, are refused.
     """
     pruned, converted = (record.get(word, {}) for word in ("pruned", "converted"))
     names = {*pruned, *converted}

@@ -144,10 +144,10 @@ def _counts(model: nn.Module, open_heads: int | Mapping[str, int]) -> list[tuple
     """The gates that are counted together, and the number of their heads to keep open."""
     if not isinstance(open_heads, Mapping):
         return [(hard_concrete_gates(model), open_heads)]
-    kinds: dict[str, list[HardConcrete]] = {}
+    kinds: dict[str, dict[HardConcrete, None]] = {}  # each once, in order
     for layer in attention_layers(model):
         if isinstance(layer.gate, HardConcrete):
-            kinds.setdefault(layer.kind, []).append(layer.gate)
+            kinds.setdefault(layer.kind, {})[layer.gate] = None
     if not open_heads or not set(open_heads) <= set(kinds):
         refuse("open_heads", f"is {dict(open_heads)!r}", f"the kinds with HardConcrete gates are {sorted(kinds)}")
-    return [(kinds[kind], k) for kind, k in open_heads.items()]
+    return [(list(kinds[kind]), k) for kind, k in open_heads.items()]

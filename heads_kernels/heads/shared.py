@@ -8,27 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.configs import NAME, attention_function
-from heads_kernels.heads.layouts import is_cache, stock_arguments
+from heads_kernels.heads.interface import NAME, SOURCES, attention_function, is_cache, stock_arguments
 
 
 class SharedProjection(nn.Module):
     """The query or key that all heads share, for a module that expects heads of `head_dim` features.
 
     The module reshapes the output to `[..., n, head_dim]`, so the output is `Ds` features, in a key followed by the
-    content biases of the heads, and padded with zeros to a multiple of `head_dim`. The attention function separates
-    them (`split_shared`). A cache keeps this one key per token for all heads.
-
-    A module that rotates heads by their position turns features f and f + head_dim/2 of every head by the angle of
-    frequency f. So each shared pair of features has a place in one of `slots` heads, at its frequency; other places
-    hold zeros. The attention function takes the features from their places (`split_rotary`), a cache keeps them alone.
+    content biases of the heads, padded with zeros to a multiple of `head_dim`. The attention function separates them
+    (`split_shared`). A module that rotates heads by their position turns features f and f + head_dim/2 of every head by
+    the angle of frequency f. So each shared pair of features has a place in one of `slots` heads, at its frequency;
+    other places hold zeros (`split_rotary`).
 
     It is not a `nn.Linear`, so that tools that wrap or quantise those skip it. It is created on the meta device.
     """
@@ -85,12 +82,9 @@ class SharedProjection(nn.Module):
 
 
 class FusedProjection(nn.Module):
-    """Projections of the same inputs as one module, its submodules; their outputs are concatenated.
-
-    Args:
-        parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order.
-        equal: whether parts are padded with zeros to the widest, for a module that splits the output into equal parts.
-    """
+    """Projections of the same inputs, of query, key and value or of two of them, as one module: its submodules, whose
+    outputs are concatenated; with `equal` padded with zeros to the widest, for a module that splits the output into
+    equal parts."""
 
     def __init__(self, parts: Mapping[str, nn.Linear | SharedProjection], equal: bool = False) -> None:
         super().__init__()
@@ -112,21 +106,18 @@ class FusedProjection(nn.Module):
 
 
 def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands of `hk.collaborative_attention` from the outputs of `SharedProjection`s.
-
-    Of a query `[B, n, T, D]`, a key `[B, m, S, D]`, or from a cache `[B, 1, S, m * D]`, which is not copied, and mixing
-    `[H, Ds]` these are the query `[B, T, Ds]`, the key `[B, S, Ds]` and the content bias `[B, H, S]`.
-    """
+    """Operands of `hk.collaborative_attention` from the outputs of `SharedProjection`s: the query `[B, T, Ds]`, the key
+    `[B, S, Ds]` and the content bias `[B, H, S]` of a query `[B, n, T, D]`, a key `[B, m, S, D]`, or from a cache `[B,
+    1, S, m * D]`, which is not copied, and mixing `[H, Ds]`."""
     H, Ds = mixing.shape
     query, key = (heads.transpose(1, 2).flatten(2) for heads in (query, key))
     return query[..., :Ds], key[..., :Ds], key[..., Ds : Ds + H].transpose(1, 2)
 
 
 def split_rotary(query: Tensor, key: Tensor, mixing: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from rotated outputs of `SharedProjection`s with places `[Ds]`.
+    """The same from rotated outputs of `SharedProjection`s with places `[Ds]`: query, key and mixing vectors `[H, Ds]`.
 
-    A cache gives the features of the key alone, `[B, 1, S, Ds]`, which are not copied; mixing is `[H, Ds / 2]`, a
-    weight for each pair. The operands are the query `[B, T, Ds]`, the key `[B, S, Ds]` and mixing vectors `[H, Ds]`.
+    A cache gives the features of the key alone, `[B, 1, S, Ds]`. Mixing is `[H, Ds / 2]`, a weight for each pair.
     """
     query = query.transpose(1, 2).flatten(2)[..., places]
     # Projections have two slots or more where one would have as many features as the cache.
@@ -142,15 +133,9 @@ def rotary_places(module: nn.Module) -> Tensor | None:
 
 
 # ---------------------------------------------------------------------- calls
-#: Names of the arguments from which encoder-decoder attention computes keys and values.
-_SOURCES: Final = ("key_value_states", "encoder_hidden_states")
-
-
 def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Hook before the forward of a converted transformers module, whose queries, keys and caches need this package.
-
-    It refuses another attention function, tensor parallelism of what heads share, and caches of separate heads.
-    """
+    """Hook before the forward of a converted transformers module, which needs this package's attention function, whole
+    projections of what heads share, and caches of one key for all heads."""
     if (runs := attention_function(module)) != NAME:
         was = f"is {runs!r} in a {type(module).__name__}"
         instead = "queries and keys that heads share need attn_implementation='heads_kernels': call "
@@ -158,7 +143,7 @@ def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
         refuse("attn_implementation", was, instead)
     _check_whole(module)
     given = {**dict(zip(stock_arguments(type(module)), args, strict=False)), **kwargs}
-    is_cross = any(given.get(name) is not None for name in _SOURCES)
+    is_cross = any(given.get(name) is not None for name in SOURCES)
     for each in given.values():
         if is_cache(each):
             if hasattr(each, "self_attention_cache"):  # each half belongs to another layer
@@ -167,10 +152,7 @@ def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _check_whole(module: nn.Module) -> None:
-    """Refuse tensor parallelism of what heads share: each process would have a part of its features.
-
-    Parameters that `fully_shard` gathers for the forward pass are not DTensors there.
-    """
+    """Refuse tensor parallelism of what heads share. What `fully_shard` has gathered for a pass is no DTensor."""
     sharded = [name for name, each in module.named_parameters() if is_sharded(each)]
     if not sharded:
         return
@@ -184,12 +166,10 @@ def _check_whole(module: nn.Module) -> None:
 
 # ---------------------------------------------------------------------- caches
 def store_shared_keys(past: Any, layer_idx: int, places: Tensor | None = None) -> None:
-    """Let the cache of a converted layer store keys as one head, `[B, 1, S, n * head_dim]`.
+    """Let the cache of a converted layer store keys as one head, `[B, 1, S, n * head_dim]`, or with places those alone.
 
     The module's own code splits the shared key into `n` heads, which a cache would store head by head: the operator
-    would need a copy of all of them in every step. Of a `SharedProjection` with places, those features alone are
-    stored. A static cache then has room for as many heads of values as it gets; one that has keys of separate heads
-    already is refused.
+    would need a copy of all of them in every step. A cache that has keys of separate heads already is refused.
     """
     if (made := getattr(past, "layer_class_to_replicate", None)) is not None:
         while len(past.layers) <= layer_idx:

@@ -168,10 +168,7 @@ def existing(holder: Any, path: str) -> str:
 
 # ---------------------------------------------------------------------- projections that can be cut
 def check_projections(layer: ProjectedLayer, verb: str) -> None:
-    """Refuse a layer with a projection that is more than a weight and a bias; the message says what to do first.
-
-    `verb` is "prune" or "convert".
-    """
+    """Refuse a layer with a projection that is more than a weight and a bias; `verb` is "prune" or "convert"."""
     roles = {"query": layer.query, "key": layer.key, "value": layer.value, "output": layer.output}
     beside = {f"gate or bias {number}": each for number, each in enumerate(layer.beside)}
     for role, projection in {**roles, **beside}.items():

@@ -34,9 +34,6 @@ def export(
         path: of the file to write, or None.
         **options: of `torch.onnx.export`.
 
-    Returns:
-        The `ONNXProgram`.
-
     Raises:
         ValueError: an operator of the program has dropout, or is `hk.entmax_attention`.
     """

@@ -149,7 +149,7 @@ class GatedMultiheadAttention(Multihead):
 
 # ---------------------------------------------------------------------- torch.nn.MultiheadAttention in models
 def replace_attention_(model: Model) -> Model:
-    """Replace every `torch.nn.MultiheadAttention` of a model by a `GatedMultiheadAttention`, in place.
+    """Replace every `torch.nn.MultiheadAttention` of a model by a `GatedMultiheadAttention`, in place; returns it.
 
         encoder = hk.nn.replace_attention_(nn.TransformerEncoder(layer, 6))
         hk.heads.gate(encoder, hk.nn.HardConcrete)
@@ -166,9 +166,6 @@ def replace_attention_(model: Model) -> Model:
 
     Args:
         model: contains at least one `torch.nn.MultiheadAttention`; one that is used in several places stays shared.
-
-    Returns:
-        The model itself.
 
     Raises:
         TypeError, ValueError: `model` contains none, is one, or has one that cannot be replaced, by name: with
@@ -198,8 +195,8 @@ def replace_attention_(model: Model) -> Model:
 def put(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
     """Replace modules (`{old: new}`) under every name that they have in the model.
 
-    A `torch.nn.TransformerEncoder` checks only its first layer before it makes nested tensors of padded inputs, which
-    only PyTorch's own attention takes; this is disabled in an encoder with a new module.
+    A `torch.nn.TransformerEncoder` looks only at its first layer before it makes nested tensors of padded inputs, which
+    only PyTorch's own attention takes: with a new module it no longer does.
     """
     for part in list(model.modules()):
         for name, child in list(part._modules.items()):
@@ -243,13 +240,10 @@ def _check_plain(name: str, module: nn.MultiheadAttention, holders: Mapping[int,
 
 # ---------------------------------------------------------------------- state dicts of torch.nn.MultiheadAttention
 def split_projections(state: dict[str, Tensor], prefix: str = "") -> None:
-    """Rename the packed or separate projections of a `torch.nn.MultiheadAttention` in `state`, in place.
+    """Rename the projections of a `torch.nn.MultiheadAttention` in `state`, in place; `add_bias_kv` is refused.
 
-    `in_proj_weight` `[3 * E, E]`, or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`, and `in_proj_bias`
-    `[3 * E]` become `q_proj.weight`, `q_proj.bias` and so on, copies of the parts. Other names do not change.
-
-    Raises:
-        ValueError: `state` has `bias_k` or `bias_v` (`add_bias_kv`), which is not supported.
+    `in_proj_weight` `[3 * E, E]`, or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`, and `in_proj_bias` `[3 * E]`
+    become `q_proj.weight`, `q_proj.bias` and so on, copies of the parts.
     """
     for name in ("bias_k", "bias_v"):
         if state.get(prefix + name) is not None:

@@ -301,15 +301,13 @@ def hard_concrete_gates(model: nn.Module) -> list[HardConcrete]:
 
 
 def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
-    """The L0 penalty of all `HardConcrete` gates of a model, with gradient: add `lambda` times it to the loss.
+    """The L0 penalty of all `HardConcrete` gates of a model, a scalar with gradient: add `lambda` times it to the loss.
 
     Args:
-        model: contains at least one `HardConcrete`; one that several layers share counts once.
+        model: contains at least one `HardConcrete`, on whose device the penalty is; one that several layers share
+            counts once.
         reduce: "sum", the expected number of open heads of the model (L_C of Voita et al. 2019); "mean_layers",
             that number divided by the number of gated layers, as in the code of the paper.
-
-    Returns:
-        A scalar, on the device of the first gate.
     """
     check_choice("reduce", reduce, _REDUCE)
     gates = hard_concrete_gates(model)

@@ -17,7 +17,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @torch.no_grad()
 def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
-    """Fill the mixing vectors of collaborative attention (Cordonnier et al. 2020), in place.
+    """Fill the mixing vectors of collaborative attention (Cordonnier et al. 2020), in place; returns them.
 
     Args:
         tensor: floating `[H, Ds]`.
@@ -25,9 +25,6 @@ def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
             elsewhere, as in ordinary multi-head attention, split evenly so that no head is empty. "ones": every
             head uses all features; heads then differ only in their values. "normal": mean 0, standard deviation
             0.2. "xavier": Xavier uniform.
-
-    Returns:
-        `tensor`.
     """
     check_tensor("tensor", tensor, "pass a floating tensor [H, Ds]", (2,))
     check_choice("kind", kind, MIXING_INITS)
@@ -49,7 +46,9 @@ def mixing_init_(tensor: Tensor, kind: str = "concatenate") -> Tensor:
 
 @torch.no_grad()
 def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
-    """Depth-scaled initialisation (Zhang, Titov, Sennrich 2019), in place: deeper layers start with smaller weights.
+    """Depth-scaled initialisation (Zhang, Titov, Sennrich 2019), in place; returns the module.
+
+    Deeper layers start with smaller weights:
 
         W from U(-bound, bound), bound = alpha * sqrt(6 / (d_in + d_out)) / sqrt(layer)
 
@@ -60,9 +59,6 @@ def ds_init_(module: Module, layer: int, alpha: float = 1.0) -> Module:
             `nn.MultiheadAttention`; norms, embeddings and mixing vectors do not change.
         layer: the depth of the layer, counted from 1.
         alpha: in (0, 1] in the paper.
-
-    Returns:
-        `module`.
     """
     check_size("layer", layer)
     if not is_real(alpha) or alpha <= 0:

@@ -31,13 +31,11 @@ def mask_and_bias(
     hides_rows: bool,
     kept_heads: Tensor | None,
 ) -> tuple[Mask, Bias]:
-    """All masks of one call of a module as one, and what is added to its scores.
+    """All masks of one call of a module as one, and what is added to its scores; arguments as in `Multihead.forward`.
 
-    Arguments that are not explained here are those of `Multihead.forward`.
-
-    In self-attention (`self_attention`) the rows are the last T keys, since earlier ones are cached, and `hides_rows`
-    hides the rows of padded keys. Otherwise the first row is aligned with the first key. `sizes` are (batch dimensions,
-    H, T, S), S with cached keys; `kept_heads` are the original numbers of the heads of a pruned layer.
+    In self-attention the rows are the last T keys, since earlier ones are cached, and `hides_rows` hides the rows of
+    padded keys; otherwise the first row is aligned with the first key. `sizes` are (batch dimensions, H, T, S), S with
+    cached keys; `kept_heads` are the original numbers of the heads of a pruned layer.
     """
     if mask is not None and not isinstance(mask, Mask):
         refuse_type("mask", mask, "pass a hk.Mask, or a tensor as key_padding_mask or attn_mask, True = hidden")

@@ -22,7 +22,6 @@ complete.
 
 # ---------------------------------------------------------------------- options
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `report`."""
     add = parser.add_argument
     add("--model", type=model_folder, required=True, metavar="PATH",
         help="folder of a transformers checkpoint and its tokenizer: encoder or decoder, pruned or not")  # fmt: skip
@@ -60,8 +59,7 @@ def lines(text: str) -> list[str]:
     except OSError as error:
         raise BadOption("text", f"is {text!r}: {error.strerror}", instead) from error
     except UnicodeDecodeError as error:
-        was = f"is {text!r}, which is not UTF-8 (byte {error.start})"
-        raise BadOption("text", was, instead) from error
+        raise BadOption("text", f"is {text!r}, which is not UTF-8 (byte {error.start})", instead) from error
     found = [line.strip() for line in content.splitlines() if line.strip()]
     if not found:
         raise BadOption("text", f"is {text!r}, which has no text", instead)
@@ -71,8 +69,7 @@ def lines(text: str) -> list[str]:
 def output_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
-        instead = f"pass a file, such as {path / 'report.html'}"
-        raise BadOption("out", f"is {text!r}, which is a folder", instead)
+        raise BadOption("out", f"is {text!r}, which is a folder", f"pass a file, such as {path / 'report.html'}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         was = f"is {text!r}, whose folder does not exist or cannot be written to"
         raise BadOption("out", was, "make the folder first, or pass another file")

@@ -30,8 +30,6 @@ class BadOption(argparse.ArgumentTypeError):
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The model and the text."""
-
     path: Path  # the folder of the model
     model: Any  # of transformers, whose output has `last_hidden_state`
     tokenizer: Any
@@ -42,18 +40,14 @@ class Inputs:
     fast: bool  # panels are made with fewer passes over the text
 
     def words(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as text."""
         texts = [self.tokenizer.decode([token]).strip() for token in ids]
         names = self.tokenizer.convert_ids_to_tokens(list(ids))
         return [text or str(name) for text, name in zip(texts, names, strict=True)]
 
 
 def load(options: argparse.Namespace) -> Inputs:
-    """Load the model and the text that the options name.
-
-    Raises:
-        BadOption: a model that cannot be read or has no tokenizer; a sentence or text without tokens.
-    """
+    """Load the model and the text that the options name. Raises `BadOption` for a model that cannot be read or has no
+    tokenizer, and for a sentence or text without tokens."""
     model = _model(options.model)
     tokenizer = _tokenizer(options.model)
     layers = hk.heads.attention_layers(model)
@@ -99,8 +93,7 @@ def _model(path: Path) -> Any:
             raise BadOption("model", was, instead)
         model = hk.integrations.transformers.from_pretrained(path, dtype=torch.float32, local_files_only=True)
         if model.main_input_name != "input_ids":
-            was = f"takes {model.main_input_name} ({config.model_type}), not text"
-            raise BadOption("model", was, instead)
+            raise BadOption("model", f"takes {model.main_input_name} ({config.model_type}), not text", instead)
         model.config.use_cache = False
         hk.integrations.transformers.use(model.eval())
         heads = [layer.num_heads for layer in hk.heads.attention_layers(model)]
@@ -118,8 +111,7 @@ def _tokenizer(path: Path) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        was = f"has no tokenizer ({str(error).splitlines()[0]})"
-        raise BadOption("model", was, instead) from error
+        raise BadOption("model", f"has no tokenizer ({str(error).splitlines()[0]})", instead) from error
     names = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     if not any((path / name).exists() for name in names):  # transformers creates an empty one
         raise BadOption("model", "has no tokenizer", instead)
@@ -144,8 +136,7 @@ def _sentence(text: str | None, tokenizer: Any, longest: int) -> list[int]:
     if not text.strip() or not ids:
         raise BadOption("sentence", f"is {text!r}", "pass some words")
     if len(ids) > longest:
-        was = f"has {len(ids)} tokens"
-        raise BadOption("sentence", was, f"pass one of at most {longest}, or raise --tokens")
+        raise BadOption("sentence", f"has {len(ids)} tokens", f"pass one of at most {longest}, or raise --tokens")
     return ids
 
 

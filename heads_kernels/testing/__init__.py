@@ -1,9 +1,8 @@
 """Named cases, the accuracy rule and timers, for tests, benchmarks and new kernels."""
 
 from heads_kernels.testing.accuracy import Report, check, compare, reference
-from heads_kernels.testing.case import Case, CollaborativeCase, EntmaxCase, GatedCase
+from heads_kernels.testing.case import Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
 from heads_kernels.testing.cases import CASES, COLLABORATIVE, ENTMAX, GATED, find
-from heads_kernels.testing.inputs import Inputs
 from heads_kernels.testing.timing import Timing, time_in_turn
 
 __all__ = [

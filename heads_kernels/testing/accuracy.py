@@ -31,8 +31,7 @@ from torch import Tensor
 from heads_kernels.backends import select
 from heads_kernels.ops.attention import attention_op
 from heads_kernels.ops.philox import draw_seed
-from heads_kernels.testing.case import Case
-from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.case import Case, Inputs
 from heads_kernels.testing.rounding import SAMPLES, Floor, attention, finite, floors, of_rows
 
 #: Factor of the error of eager in the same dtype, as in FlashAttention's tests.
@@ -50,10 +49,8 @@ _ONE_SIGN: Final = 2.0**-14
 @dataclass(frozen=True)
 class Quantity:
     """Errors of one output or gradient against the oracle; `wrong` describes a wrong shape, dtype, NaN or infinity.
-
     `row` is the largest ratio of the error of a row to its bound. Mean errors are relative to the mean square of the
-    reference: 0.003 is the error of a factor of 1.003.
-    """
+    reference: 0.003 is the error of a factor of 1.003."""
 
     name: str
     error: float = 0.0

@@ -22,6 +22,9 @@ _TINY: Final = ("tiny",)
 _MODEL: Final = ("model",)
 _LOW: Final = (torch.float32, torch.bfloat16, torch.float16)
 
+_of_model = partial(GatedCase, gate="H", layout="transposed", tags=_MODEL)
+_converted = partial(CollaborativeCase, content_bias=True, layout="transposed", tags=_MODEL)
+
 
 def _gates() -> tuple[GatedCase, ...]:
     """Every rank of gate with every activation."""
@@ -155,26 +158,20 @@ GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("declining_heads_terms", 1, 2, 66, 70, D=24, Dv=24, bias="1HTS", sinks=True, softcap=2.0,
         gate="BHT", decline=2.0**-9, is_causal=True),
     # Shapes of real models.
-    GatedCase("bert_base_512", 2, 12, 512, 512, D=64, Dv=64, gate="H", layout="transposed", tags=_MODEL),
-    GatedCase("bert_base_512_closed_50", 2, 12, 512, 512, D=64, Dv=64, gate="H", closed=0.5,
-        layout="transposed", tags=_MODEL),
-    GatedCase("bert_base_512_closed_75", 2, 12, 512, 512, D=64, Dv=64, gate="H", closed=0.75,
-        layout="transposed", tags=_MODEL),
-    GatedCase("bert_base_512_causal", 2, 12, 512, 512, D=64, Dv=64, gate="H", is_causal=True,
-        layout="transposed", tags=_MODEL),
-    GatedCase("bert_base_512_half_padded", 2, 12, 512, 512, D=64, Dv=64, gate="H",
-        mask=masks.half_padded, layout="transposed", tags=_MODEL),
-    GatedCase("bert_base_128_padded", 8, 12, 128, 128, D=64, Dv=64, gate="H", layout="transposed",
-        tags=_MODEL, mask=masks.padded(128, 103, 90, 77, 61, 40, 31, 12)),
-    GatedCase("minilm_128", 8, 12, 128, 128, D=32, Dv=32, gate="H", layout="transposed",
-        tags=_MODEL, mask=masks.padded(128, 110, 95, 64, 52, 33, 25, 9)),
-    GatedCase("transformer_base_encoder", 8, 8, 64, 64, D=64, Dv=64, gate="H", layout="transposed",
-        tags=_MODEL, mask=masks.padded(64, 60, 51, 43, 37, 30, 22, 14)),
-    GatedCase("transformer_base_decoder", 8, 8, 72, 72, D=64, Dv=64, gate="H", layout="transposed",
-        tags=_MODEL, mask=masks.padded(72, 66, 58, 45, 40, 31, 20, 15, causal=True)),
-    GatedCase("transformer_base_cross", 8, 8, 72, 64, D=64, Dv=64, gate="H", layout="transposed",
-        tags=_MODEL, mask=masks.padded(64, 60, 51, 43, 37, 30, 22, 14, queries=False)),
-    GatedCase("deit_197", 4, 12, 197, 197, D=64, Dv=64, gate="H", layout="transposed", tags=_MODEL),
+    _of_model("bert_base_512", 2, 12, 512, 512, D=64, Dv=64),
+    _of_model("bert_base_512_closed_50", 2, 12, 512, 512, D=64, Dv=64, closed=0.5),
+    _of_model("bert_base_512_closed_75", 2, 12, 512, 512, D=64, Dv=64, closed=0.75),
+    _of_model("bert_base_512_causal", 2, 12, 512, 512, D=64, Dv=64, is_causal=True),
+    _of_model("bert_base_512_half_padded", 2, 12, 512, 512, D=64, Dv=64, mask=masks.half_padded),
+    _of_model("bert_base_128_padded", 8, 12, 128, 128, D=64, Dv=64,
+        mask=masks.padded(128, 103, 90, 77, 61, 40, 31, 12)),
+    _of_model("minilm_128", 8, 12, 128, 128, D=32, Dv=32, mask=masks.padded(128, 110, 95, 64, 52, 33, 25, 9)),
+    _of_model("transformer_base_encoder", 8, 8, 64, 64, D=64, Dv=64, mask=masks.padded(64, 60, 51, 43, 37, 30, 22, 14)),
+    _of_model("transformer_base_decoder", 8, 8, 72, 72, D=64, Dv=64,
+        mask=masks.padded(72, 66, 58, 45, 40, 31, 20, 15, causal=True)),
+    _of_model("transformer_base_cross", 8, 8, 72, 64, D=64, Dv=64,
+        mask=masks.padded(64, 60, 51, 43, 37, 30, 22, 14, queries=False)),
+    _of_model("deit_197", 4, 12, 197, 197, D=64, Dv=64),
     GatedCase("gqa_language_model", 1, 32, 1024, 1024, D=128, Dv=128, Hk=8, is_causal=True,
         gate="BHT", gate_activation="sigmoid", layout="transposed", dtypes=_LOW, tags=_MODEL),
     GatedCase("gqa_language_model_decode", 4, 32, 1, 2048, D=128, Dv=128, Hk=8, mask=masks.lower_right, gate="BHT",
@@ -257,20 +254,16 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
     CollaborativeCase("mean", 2, 3, 35, 70, Ds=24, Dv=24, gate="H", mean=4.0),
     CollaborativeCase("declining_heads", 2, 3, 35, 70, Ds=32, Dv=16, gate="H", content_bias=True, decline=2.0**-9),
     # Converted models keep the scale of the original: 64**-0.5 for BERT-base, 32**-0.5 for MiniLM.
-    CollaborativeCase("bert_base_256", 2, 12, 512, 512, Ds=256, Dv=64, scale=0.125,
-        content_bias=True, layout="transposed", tags=_MODEL),
-    CollaborativeCase("bert_base_256_ragged", 2, 12, 512, 512, Ds=256, Dv=64, scale=0.125,
-        content_bias=True, mixing="ragged", layout="transposed", tags=_MODEL),
-    CollaborativeCase("bert_base_256_padded", 8, 12, 128, 128, Ds=256, Dv=64, scale=0.125, content_bias=True,
-        layout="transposed", tags=_MODEL, mask=masks.padded(128, 103, 90, 77, 61, 40, 31, 12)),
-    CollaborativeCase("bert_base_384", 2, 12, 512, 512, Ds=384, Dv=64, scale=0.125,
-        content_bias=True, layout="transposed", tags=_MODEL),
-    CollaborativeCase("bert_base_384_ragged", 2, 12, 512, 512, Ds=384, Dv=64, scale=0.125,
-        content_bias=True, mixing="ragged", layout="transposed", tags=_MODEL),
-    CollaborativeCase("minilm_192", 8, 12, 128, 128, Ds=192, Dv=32, scale=32**-0.5, content_bias=True,
-        layout="transposed", tags=_MODEL, mask=masks.padded(128, 110, 95, 64, 52, 33, 25, 9)),
-    CollaborativeCase("minilm_192_ragged", 8, 12, 128, 128, Ds=192, Dv=32, scale=32**-0.5, content_bias=True,
-        mixing="ragged", layout="transposed", tags=_MODEL, mask=masks.padded(128, 110, 95, 64, 52, 33, 25, 9)),
+    _converted("bert_base_256", 2, 12, 512, 512, Ds=256, Dv=64, scale=0.125),
+    _converted("bert_base_256_ragged", 2, 12, 512, 512, Ds=256, Dv=64, scale=0.125, mixing="ragged"),
+    _converted("bert_base_256_padded", 8, 12, 128, 128, Ds=256, Dv=64, scale=0.125,
+        mask=masks.padded(128, 103, 90, 77, 61, 40, 31, 12)),
+    _converted("bert_base_384", 2, 12, 512, 512, Ds=384, Dv=64, scale=0.125),
+    _converted("bert_base_384_ragged", 2, 12, 512, 512, Ds=384, Dv=64, scale=0.125, mixing="ragged"),
+    _converted("minilm_192", 8, 12, 128, 128, Ds=192, Dv=32, scale=32**-0.5,
+        mask=masks.padded(128, 110, 95, 64, 52, 33, 25, 9)),
+    _converted("minilm_192_ragged", 8, 12, 128, 128, Ds=192, Dv=32, scale=32**-0.5, mixing="ragged",
+        mask=masks.padded(128, 110, 95, 64, 52, 33, 25, 9)),
 )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from heads_kernels.call import OPERANDS, Call
 from heads_kernels.ops import eager
 from heads_kernels.ops.attention import Saved, allocate_gradients, finish
-from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.case import Inputs
 
 #: Simulated kernels. The mean error of a call is one number: with 24 of them its bound is below a fault of 0.3 % in
 #: bfloat16, and with 16 just at it. The bound of one row of 10,000 is 12 times its floor. Heuristic.
@@ -57,10 +57,8 @@ class Floor(NamedTuple):
 def floors(
     dtype: torch.dtype, oracle: dict[str, Tensor], simulate: Callable[[Rounding], dict[str, Tensor]]
 ) -> dict[str, Floor]:
-    """The floor of every quantity in `oracle`, of calls in `dtype`, from what `simulate` returns under roundings.
-
-    For float64, rounding to float32 is simulated, and its errors are scaled to those of float64.
-    """
+    """The floor of every quantity in `oracle`, of calls in `dtype`, from what `simulate` returns under roundings. For
+    float64, rounding to float32 is simulated, and its errors are scaled to those of float64."""
     working = at_most_float32(dtype)
     wide = torch.float64 if working == torch.float32 else torch.float32
     size = torch.finfo(dtype).eps / torch.finfo(working).eps

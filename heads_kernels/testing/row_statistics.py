@@ -14,7 +14,7 @@ from heads_kernels.functional import attention_statistics
 from heads_kernels.ops import eager
 from heads_kernels.parse import parse
 from heads_kernels.testing.accuracy import Quantity, Reference, Report
-from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.case import Inputs
 from heads_kernels.testing.rounding import Rounding, floors
 
 _NAMES: Final = inspect.signature(attention_statistics).parameters

@@ -1,8 +1,5 @@
-"""Timers for benchmarks: several callables measured in turn (A B C A B C ...), in one process.
-
-The speed of a machine varies during a measurement. Measured in turn, all candidates see the same conditions, so ratios
-of medians are reliable even if single times are not.
-"""
+"""Timers for benchmarks: several callables measured in turn (A B C A B C ...), in one process. The speed of a machine
+varies during a measurement; in turn all candidates see the same conditions, so that ratios of medians are reliable."""
 
 from __future__ import annotations
 

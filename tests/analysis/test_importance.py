@@ -210,6 +210,19 @@ def test_gates_stay_in_effect() -> None:
     assert layer.head_gate is gates
 
 
+@pytest.mark.parametrize("method", LOSSLESS)
+def test_a_gate_that_layers_share_is_the_gate_of_each(method: Any) -> None:
+    model, x = Layers(layer_of(), layer_of()), torch.randn(2, 7, 24, dtype=torch.float64)
+    gates = Gates([0.2, 0.3, 0.7, 1.0]).double()
+
+    def scores(*of_layers: hk.nn.HeadGate) -> Any:
+        for layer, head_gate in zip(hk.heads.attention_layers(model), of_layers, strict=True):
+            layer.module.head_gate = head_gate
+        return importance(model, [x], lambda model, x: model(x).square().sum((1, 2)), method=method).scores
+
+    assert_alike(scores(gates, gates), scores(gates, copy.deepcopy(gates)))
+
+
 def test_bad_input_is_refused() -> None:
     _, ours, arguments = pair("bert")
     factor = torch.zeros((), dtype=torch.float64, requires_grad=True)  # not of the model

@@ -8,7 +8,7 @@ from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.convert import Factors
-from heads_kernels.convert.install import install, read_heads
+from heads_kernels.convert.collaborate import install, read_heads
 from heads_kernels.heads import projected_layers
 from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.saving import record_in_config

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
-from heads_kernels.convert.install import read_heads
+from heads_kernels.convert.collaborate import read_heads
 from heads_kernels.heads import projected_layers
 from heads_kernels.heads.shared import SharedProjection
 from heads_kernels.integrations.transformers import from_pretrained, release

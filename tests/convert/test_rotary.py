@@ -6,8 +6,8 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.convert.budget import allot
+from heads_kernels.convert.collaborate import read_heads
 from heads_kernels.convert.features import METHODS
-from heads_kernels.convert.install import read_heads
 from heads_kernels.convert.rotary import RotaryFactors, RotaryHeads, RotaryMoments
 from heads_kernels.heads import projected_layers
 from tests.convert.converted_models import convert, in_use

@@ -258,6 +258,13 @@ def test_counts_by_kind() -> None:
     assert [layer.head_gate.log_alpha.grad is None for layer in model.layers] == [True, True, False]
 
 
+def test_a_gate_that_layers_share_counts_once() -> None:
+    model = ByKind()
+    model.layers[1].head_gate = model.layers[0].head_gate
+    hk.heads.GateSchedule(model, open_heads={"encoder": 2}, steps=1).finish()
+    assert model.layers[0].head_gate.export().tolist() == [1, 1, 0, 0]
+
+
 def test_bad_schedules() -> None:
     schedule_of = partial(hk.heads.GateSchedule, steps=10)
     assert_refused(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.batch import expand_bias
-from heads_kernels.testing.inputs import Inputs
+from heads_kernels.testing.case import Inputs
 
 
 def dirty_allocator(like: Tensor, largest: int = 1 << 20) -> None:

@@ -9,9 +9,8 @@ import torch
 
 from heads_kernels import __main__ as commands
 from heads_kernels.backends import BACKENDS, VARIABLE
-from heads_kernels.doctor import checks, command, worker
-from heads_kernels.doctor.checks import CHECKS, OPERATORS, Verdict, run_checks
-from heads_kernels.doctor.worker import SHAPES, sdpa
+from heads_kernels.doctor import checks, command
+from heads_kernels.doctor.checks import CHECKS, OPERATORS, SHAPES, Verdict, run_checks, sdpa
 from heads_kernels.ops import cpu, direct
 from heads_kernels.testing import find
 from tests.support.alike import assert_alike
@@ -87,7 +86,7 @@ def test_a_process_that_dies_hangs_or_does_not_start(device: str, verdict: str) 
     job = {"device": device, "backend": "cpu", "dtype": "float32", "operators": ["gated_attention"],
         "threads": 1, "seconds": 30.0}  # fmt: skip
     found = Verdict(planned=1)
-    found.add(*worker.ask(job))
+    found.add(*checks.ask(job))
     assert re.match(verdict, str(found))
 
 

@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import heads_kernels as hk
-from heads_kernels.convert.install import read_heads
-from heads_kernels.heads.layouts import class_calls_interface
+from heads_kernels.convert.collaborate import read_heads
+from heads_kernels.heads.interface import class_calls_interface
 from heads_kernels.integrations.transformers import from_pretrained, release, use
 from tests.convert.converted_models import CONVERTIBLE, ROTARY, TURNED, convert
 from tests.support.alike import assert_alike

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from heads_kernels.after_import import after_import
-from heads_kernels.heads.configs import NAME
+from heads_kernels.heads.interface import NAME
 from heads_kernels.integrations.transformers import release, use
 from tests.convert.converted_models import convert
 from tests.support.alike import assert_alike

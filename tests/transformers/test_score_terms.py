@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from heads_kernels.heads.configs import NAME
+from heads_kernels.heads.interface import NAME
 from heads_kernels.integrations.transformers import release, use
 from heads_kernels.integrations.transformers.output_gated import OutputGated
 from tests.support.alike import assert_alike

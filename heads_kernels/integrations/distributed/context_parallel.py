@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -26,9 +27,6 @@ from heads_kernels.ops.philox import draw_seed
 from heads_kernels.ops.sharding import part_of
 from heads_kernels.parse import parse
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 Method = Literal["all_gather", "ring"]
 METHODS: Final = get_args(Method)
 _OPERATORS: Final = (gated_attention, collaborative_attention)
@@ -42,7 +40,7 @@ def context_parallel(
     *,
     balanced: bool = False,
 ) -> Module:
-    """Let the attention of `module` attend to whole sequences, of which every process has a part.
+    """Let the attention of `module`, which it returns, attend to whole sequences: every process has a part of them.
 
     Inputs and outputs of modules of `hk.nn` are parts; masks are those of whole sequences. Everything else in a
     Transformer is computed token by token. Gradients of weights are those of this process's tokens: sum or average them
@@ -64,13 +62,7 @@ def context_parallel(
         module: contains attention of `hk.nn`, or is a model of transformers in use. Each layer gets the attribute
             `context`, a `ContextParallel`; set it to None to undo. A model of transformers is called twice with a few
             tokens: what it gives for parts must be what it gives for whole sequences.
-        mesh, method, balanced: as in `ContextParallel`.
-
-    Returns:
-        `module`.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid; the message names it, its value and what would work.
+        mesh, method, balanced: as in `ContextParallel`, with its errors.
     """
     context = ContextParallel(mesh, method, balanced=balanced)
     layers: list[Any] = [each for each in module.modules() if isinstance(each, Multihead)]
@@ -164,16 +156,13 @@ class ContextParallel:
 
     # ------------------------------------------------------------------ operator calls
     def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor:
-        """Call an operator of which this process has the rows and keys of its tokens.
+        """Call an operator on the rows and keys of this process's tokens; returns the output of its rows.
 
         Args:
             operator: `hk.gated_attention` or `hk.collaborative_attention`.
             **arguments: those of the operator. `query`, `key`, `value`, `content_bias` and the rows of a gate are
                 parts; `attn_mask` and an `OffsetBias` are of whole sequences. The gradients of what all processes
                 have, such as `mixing`, gates of heads and an `OffsetBias`, are those of this process's rows.
-
-        Returns:
-            The output of this process's rows.
         """
         if operator not in _OPERATORS:
             was = f"is {getattr(operator, '__name__', operator)}"
@@ -206,7 +195,6 @@ class ContextParallel:
         return unflatten(out if part is None else part.whole(out), batch)
 
     def _check(self, given: dict[str, Any]) -> None:
-        """Refuse what a call on parts cannot serve."""
         if isinstance(given.get("bias"), Tensor):
             refuse("bias", "is a tensor, which is not split", "pass an OffsetBias, or call the operator with DTensors")
         for name, each in given.items():

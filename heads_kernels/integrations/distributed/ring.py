@@ -6,7 +6,7 @@ pass sends the blocks round again, with the sums of their gradients, which arriv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -34,8 +34,8 @@ class Ring(NamedTuple):
         """The process whose keys this one has at `step`: its own at first, then those of the one before."""
         return (distributed.get_rank(self.group) - step) % len(self.positions)
 
-    def shift(self, tensors: Tensors) -> Shift:
-        """Begin to send `tensors`, of the keys of one step, on, and to receive those of the next step."""
+    def shift(self, tensors: Tensors) -> Callable[[], Tensors]:
+        """Begin to send `tensors`, of the keys of one step, on; returns a function that waits for those of the next."""
         W, rank = len(self.positions), distributed.get_rank(self.group)
         after, before = (distributed.get_global_rank(self.group, (rank + n) % W) for n in (1, -1))
         sent = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -47,29 +47,20 @@ class Ring(NamedTuple):
             if tensor.numel()
         ]
         works = distributed.batch_isend_irecv(transfers) if transfers else []
-        return Shift(received, sent, works)
 
+        def wait() -> Tensors:
+            for work in works:
+                work.wait()
+            sent.clear()  # the transfer needs them until now
+            return received
 
-class Shift(NamedTuple):
-    """A transfer in progress, which `sent` must outlive."""
-
-    received: Tensors
-    sent: Tensors
-    works: list[Any]
-
-    def wait(self) -> Tensors:
-        """What was received."""
-        for work in self.works:
-            work.wait()
-        return self.received
+        return wait
 
 
 class RingCall(NamedTuple):
-    """A call on the rows of this process and the keys of all.
-
-    `call` has the keys of this process. Its mask, and the columns of its table of offsets, are those of its rows and
-    all keys; its seed is that of dropout at its first row.
-    """
+    """A call on the rows of this process and the keys of all. `call` has the keys of this process. Its mask, and the
+    columns of its table of offsets, are those of its rows and all keys; its seed is that of dropout at its first
+    row."""
 
     backend: str
     call: Call
@@ -77,11 +68,8 @@ class RingCall(NamedTuple):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between two processes have no graph
     def attend(self) -> Tensor:
-        """The output `[B, H, T, Dv]`.
-
-        Blocks are computed without gate and sinks, which belong to the result. A closed head costs no work unless the
-        gradient of its gate is asked for.
-        """
+        """The output `[B, H, T, Dv]`. Blocks are computed without gate and sinks, which belong to the result. A closed
+        head costs no work unless the gradient of its gate is asked for."""
         call, skipped = self.call, None
         gate, sinks = call.gate, call.sinks
         closed = closed_heads(gate, call.gate_activation)
@@ -100,7 +88,6 @@ class RingCall(NamedTuple):
         return attended if gate is None else gates.multiply(attended, call, seen)
 
     def block(self, step: int, keys: Tensors) -> Call:
-        """The call of the keys at `step`."""
         call, positions = self.call, self.ring.positions[self.ring.source(step)]
         table, seed = call.offset_bias, call.seed
         if table is not None:
@@ -146,11 +133,11 @@ class _Blocks(torch.autograd.Function):
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         for step in range(W):
-            shift = ring.shift(keys) if step + 1 < W else None
+            arrived = ring.shift(keys) if step + 1 < W else None
             out, _, lse = attention_op(*of.block(step, keys), True, of.backend)
             both = merge_attention([*outs, out.to(dtype)], [*lses, lse])
             outs, lses = [both[0]], [both[1]]
-            keys = {} if shift is None else shift.wait()
+            keys = {} if arrived is None else arrived()
         attended, lse = outs[0].to(call.query.dtype), lses[0]
         no_operands: dict[str, Any] = dict.fromkeys(_NAMES)
         ctx.of = of._replace(call=call._replace(**no_operands))
@@ -173,23 +160,23 @@ class _Blocks(torch.autograd.Function):
         needs = [name in needed or name in keys for name in OPERANDS]
         names = [name for name, need in zip(OPERANDS, needs, strict=True) if need]
         sums: Tensors = {}
-        W, own, gradients = len(ring.positions), {}, None
+        W, own, received = len(ring.positions), {}, None
         for step in range(W):
-            shift = ring.shift(keys) if step + 1 < W else None
+            arrived = ring.shift(keys) if step + 1 < W else None
             parts = backward_op(*saved, *of.block(step, keys), needs, of.backend)
             found = dict(zip(names, parts, strict=True))
             for name in needed - keys.keys():
                 of.add(sums, name, found[name], step)
             of_keys = {name: found[name].to(dtype) for name in keys}
-            if gradients is not None:  # those of the processes that have had these keys
-                of_keys = {name: sum_ + of_keys[name] for name, sum_ in gradients.wait().items()}
+            if received is not None:  # those of the processes that have had these keys
+                of_keys = {name: sum_ + of_keys[name] for name, sum_ in received().items()}
             if step == 0:
                 own = of_keys
             else:
-                gradients = ring.shift(of_keys)
-            keys = {} if shift is None else shift.wait()
-        if gradients is not None:
-            own = {name: sum_ + own[name] for name, sum_ in gradients.wait().items()}
+                received = ring.shift(of_keys)
+            keys = {} if arrived is None else arrived()
+        if received is not None:
+            own = {name: sum_ + own[name] for name, sum_ in received().items()}
         sums |= own
         return None, *(
             finish(name, sums[name], call).to(operand.dtype) if name in needed else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from heads_kernels.checks import refuse
@@ -16,14 +17,11 @@ from heads_kernels.heads.weights import ProjectedLayer
 from heads_kernels.nn import HardConcrete
 from heads_kernels.nn.multihead import Multihead
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def gather(model: nn.Module, into: Module) -> Module:
-    """Copy the weights of a sharded model into a whole one, in every process.
+    """Copy the weights of a sharded model into a whole one, in every process; returns that one.
 
     A sharded model cannot be pruned, converted or gated: its parameters keep their sizes. So gather it, change the
     whole model as in one process, and shard that one:
@@ -37,9 +35,6 @@ def gather(model: nn.Module, into: Module) -> Module:
     Args:
         model: sharded by `fully_shard` or `parallelize_module`, or wrapped in `DistributedDataParallel`.
         into: a model of the same structure, gates included, that is not sharded; its weights are overwritten.
-
-    Returns:
-        `into`.
 
     Raises:
         ValueError: the models have other weights, or weights of other sizes; the message names them, and nothing is

@@ -6,7 +6,7 @@ Importing this package registers the attention function and the mask function wi
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from heads_kernels.heads.configs import NAME
+from heads_kernels.heads.interface import NAME
 from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.integrations.transformers.masks import prepare_mask
 from heads_kernels.integrations.transformers.models import from_pretrained, release, use

@@ -16,22 +16,19 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.configs import NAME
+from heads_kernels.heads.interface import NAME
 from heads_kernels.integrations.transformers.masks import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.statistics import AttentionStatistics
 
 
 class Biased(Replacement):
-    """A layer whose stock forward computes attention itself.
-
-    A tensor as mask comes from another attention function, which the config names: the stock forward then runs.
-    """
+    """A layer whose stock forward computes attention itself. A tensor as mask comes from another attention function,
+    which the config names: the stock forward then runs."""
 
     calls_operator = True
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
-        """Whether the mask is a tensor."""
         return self.is_reason("attention_mask", isinstance(given.get("attention_mask"), Tensor), "pass it as [B, S]")
 
     def is_reason(self, argument: str, holds: bool, instead: str) -> bool:
@@ -54,9 +51,7 @@ class Biased(Replacement):
 # ---------------------------------------------------------------------- T5: layers hand the bias of the first on
 class OwnRelativePositions(Replacement):
     """Attention with T5's biases, which looks them up in an embedding of its own: nothing of size `[H, T, S]` is made.
-
-    UMT5's stock forward takes no bias of another layer: it adds zeros in cross-attention, where it has no embedding.
-    """
+    UMT5's stock forward takes no bias of another layer: it adds zeros in cross-attention, where it has no embedding."""
 
     def compute_bias(
         self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
@@ -190,10 +185,8 @@ class Mpt(Biased):
 
 # ---------------------------------------------------------------------- Swin v2
 class Swinv2(Biased):
-    """Cosine attention with a scale per head and a relative position bias, `[windows or 1, H, T, T]`.
-
-    The model makes the mask of its shifted windows itself, with any attention function.
-    """
+    """Cosine attention with a scale per head and a relative position bias, `[windows or 1, H, T, T]`. The model makes
+    the mask of its shifted windows itself, with any attention function."""
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
         return False

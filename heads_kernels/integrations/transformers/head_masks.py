@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.configs import attention_function
-from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.heads.interface import attention_function, calls_interface
 
 
 @dataclass(eq=False)
@@ -70,7 +69,6 @@ def pass_state() -> PassState | None:
 
 
 def set_pass_state(state: PassState | None) -> None:
-    """Make this the pass in progress in this thread."""
     _THREAD.state = state
 
 
@@ -82,16 +80,13 @@ def requests_statistics(module: nn.Module) -> bool:
 
 
 def masks_among(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The head masks among arguments, by name."""
     return {n: e for n, e in arguments.items() if n.endswith("head_mask") and e is not None}
 
 
 def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | None:
-    """The head mask of the model's pass that reaches this attention module, or None.
-
-    It is taken from the `arguments` of the attention function, or else from the pass in progress. Masks that the model
-    does not use, or that a layer would lose when it runs again, are refused.
-    """
+    """The head mask of the model's pass that reaches this attention module, or None: from the `arguments` of the
+    attention function, or else from the pass in progress. Masks that the model does not use, or that a layer would lose
+    when it runs again, are refused."""
     masks = masks_among(arguments)
     place: HeadMaskPlace | None = getattr(module, PLACE, None)
     if place is None:

@@ -1,5 +1,4 @@
-"""The masks of transformers' mask functions as `hk.Mask`s, made without reading the values of tensors, and the biases
-that T5's layers hand on to each other.
+"""The masks of transformers' mask functions as `hk.Mask`s, and the biases that T5's layers hand on to each other.
 
 A forward pass has one mask, in the form of a flex attention mask, which models pass on unread. What intervals cannot
 express becomes a bool tensor; what is added to scores becomes the operator's `bias`. Padded query rows are computed,
@@ -53,8 +52,8 @@ class PreparedMask(BlockMask):
     """The mask of a forward pass, shared by all layers. Only `attention_forward` can read it.
 
     As a `BlockMask` it passes in transformers for a mask that is already prepared. Model code may read its shape, dtype
-    and device and pass it on. Any other use is refused: code that computes attention itself would add True and
-    False to its scores, which hides nothing.
+    and device and pass it on. Any other use is refused: code that computes attention itself would add True and False to
+    its scores, which hides nothing.
     """
 
     dtype = torch.bool
@@ -152,24 +151,15 @@ def prepare_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PreparedMask | None:
-    """The mask of a forward pass: a mask function of transformers (`AttentionMaskInterface`).
+    """The mask of a forward pass: a mask function of transformers (`AttentionMaskInterface`), with its arguments.
 
     What transformers' own functions express (causal, bidirectional, windows, chunks, packed sequences; padding on
     either side; a growing or sliding cache) becomes an `hk.Mask`. Of data on a device no values are read, so nothing
     waits for it, but where transformers itself has read them, to see that sequences are packed.
 
-    Args:
-        batch_size, q_length, kv_length: B, T and S.
-        q_offset, kv_offset: position of the first row, and of the first key: an int, or a tensor.
-        mask_function: True where a key is visible, of (batch, head, position of the row, position of the key).
-        attention_mask: bool `[B, positions]`, True = real key.
-        local_size: size of the window or chunk, in keys.
-        use_vmap: True where the caller wrote the function.
-
-    Returns:
-        A `PreparedMask`; None where a bidirectional pass has no padding. It holds the bool tensor of stock `sdpa_mask`
-        for functions that the caller wrote, and where an offset is a tensor (decoding with a static cache: T = 1, and
-        `[B, 1, 1, S]` has the shape of a key mask).
+    A `PreparedMask` holds the bool tensor of stock `sdpa_mask` for functions that the caller wrote (`use_vmap`), and
+    where an offset is a tensor (decoding with a static cache: T = 1, and `[B, 1, 1, S]` has the shape of a key mask).
+    None where a bidirectional pass has no padding.
     """
     align = _alignment(q_length, kv_length, q_offset, kv_offset)
     sides = "allow_is_bidirectional_skip" in kwargs  # passed for bidirectional masks only
@@ -240,8 +230,8 @@ def _has_blocks(
 ) -> bool:
     """Whether a key is visible to the row before it: in blocks of tokens that see one another.
 
-    It is asked of positions on the CPU, so that a window, which has no data, is known without waiting for the device.
-    Where values cannot be read, and of chunks, which have data, the device asserts that there are no blocks.
+    It is asked of positions on the CPU: a window is known without waiting for the device. Where values cannot be read,
+    and of chunks, which have data, the device asserts that there are no blocks.
     """
     unread = chunked or is_watched()
     batch, head, position, before = _neighbours(sizes, device if unread else "cpu")
@@ -269,10 +259,8 @@ def _real_keys(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor
 
 
 def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask | Tensor) -> Mask:
-    """The mask of whole sequences whose part is `attention_mask`; made once for a pass.
-
-    It has the same causal and window terms, and the padding of all parts.
-    """
+    """The mask of whole sequences whose part is `attention_mask`, with the same causal and window terms and the padding
+    of all parts; made once for a pass."""
     if not isinstance(attention_mask, PreparedMask) or isinstance(attention_mask.mask, Tensor):
         was = f"of {type(module).__name__} is a tensor of pairs, of which this process has a part"
         refuse("attention_mask", was, "pass a padding mask [B, T], or none")
@@ -299,9 +287,9 @@ def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask
 class RelativeBias:
     """The `position_bias` that layers hand on, in place of a tensor `[1, H, T, S]`.
 
-    It keeps the module that has the embedding rather than its values: a layer that is checkpointed runs again in the
-    backward pass, and has to look them up again for the embedding to get its gradient. The module's
-    `offset_table(T, S, start)` is the table of a call's `OffsetBias`.
+    It keeps the module that has the embedding: a layer that is checkpointed runs again in the backward pass, and has to
+    look its values up again for the embedding to get its gradient. The module's `offset_table(T, S, start)` is the
+    table of a call's `OffsetBias`.
     """
 
     def __init__(self, module: Any, start: int = 0) -> None:
@@ -311,10 +299,8 @@ class RelativeBias:
         self.call: tuple[Any, ...] | None = None  # the call that `found` is for, without gradients
 
     def offsets(self, kept_heads: Tensor | None, sizes: tuple[int, int], device: torch.device) -> OffsetBias | None:
-        """The bias of a call of sizes (T, S), of these heads or of all of them; None where nothing is added.
-
-        Without gradients it is computed once for all layers that this object is handed to.
-        """
+        """The bias of a call of sizes (T, S), of these heads or of all; None where nothing is added. Without gradients
+        it is computed once for all layers that this object is handed to."""
         if self.module is None or (kept_heads is not None and len(kept_heads) == 0):
             return None
         call = (*sizes, device)

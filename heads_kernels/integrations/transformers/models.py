@@ -11,21 +11,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import check_flag, refuse, refuse_type
-from heads_kernels.heads.configs import NAME, own_configs
-from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.heads.interface import NAME, calls_interface, own_configs
 from heads_kernels.heads.reshape import adds_bias_of_all_heads
 from heads_kernels.heads.saving import RECORD, number_heads, record_in_config, restore_shape
 from heads_kernels.integrations.transformers.head_masks import PLACE
 from heads_kernels.integrations.transformers.passes import BEFORE, PASS, watch
 from heads_kernels.integrations.transformers.support import check_model, configs_of, replace_forwards, restore_forward
-from heads_kernels.integrations.transformers.unpadding import CHECKED, UNPADDED, unpad_layers, unpaddable_layers
+from heads_kernels.integrations.transformers.unpadding import UNPADDED, unpad_layers, unpaddable_layers
 from heads_kernels.snapshot import kept_on_error
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def use(model: Model, *, unpad: bool = False) -> Model:
-    """Run the attention of a transformers model on `hk.gated_attention`, in place; `release` undoes it.
+    """Run the attention of a transformers model on `hk.gated_attention`, in place; returns it. `release` undoes it.
 
     All sub-configs get `attn_implementation="heads_kernels"`. Layers that gate their output run gate and attention as
     one op. `model(..., head_mask=...)` works again, and `decoder_head_mask=` and `cross_attn_head_mask=`:
@@ -43,9 +42,6 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             then give zeros for padding, and the same as before for real tokens. The first packed call of each layer is
             compared with a padded one. Under `torch.compile` the graph breaks around each layer, except where rows have
             one token, as in decoding. Call `use` again to switch it.
-
-    Returns:
-        The model itself.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`; the message names those that it contains. `unpad` is not a bool.
@@ -107,7 +103,7 @@ def release(model: Model) -> Model:
 def _unhook(model: nn.Module) -> None:
     """Undo `watch` and `unpad_layers`."""
     for module in model.modules():
-        for name in (PLACE, PASS, UNPADDED, CHECKED):
+        for name in (PLACE, PASS, UNPADDED):
             for handle in getattr(vars(module).pop(name, None), "handles", ()):
                 handle.remove()
 

@@ -151,7 +151,6 @@ class PackedCall:
         return terms, self.mask.padding[1:], self.keys and self.keys[1:]
 
     def argument(self, name: str, value: Any) -> Any:
-        """One argument, packed."""
         of_keys = _is_of_keys(name)
         if isinstance(value, PreparedMask):
             return self.mask.cross(self.keys) if of_keys and self.keys else self.mask
@@ -188,7 +187,6 @@ def without_cache(value: Any) -> Any:
 
 
 def _is_of_keys(name: str) -> bool:
-    """Whether an argument of a layer is of the encoder's states."""
     return name.startswith(("encoder_", "cross_"))
 
 
@@ -203,11 +201,8 @@ def has_tokens(value: Any) -> bool:
 
 # ---------------------------------------------------------------------- which calls are packed
 def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> PackedCall | str | None:
-    """How to pack a call of a layer.
-
-    None if it runs as it is, because there is no padding or padded rows are asked for. A string, the reason, if it runs
-    as it is although there may be padding.
-    """
+    """How to pack a call of a layer; None if it runs as it is, because there is no padding or padded rows are asked
+    for; a string, the reason, if it runs as it is although there may be padding."""
     masks = [value for name, value in arguments.items() if isinstance(value, PreparedMask) and not _is_of_keys(name)]
     pairs = arguments.get("attention_mask")
     if not masks and isinstance(pairs, Tensor) and pairs.dim() == 4 and pairs.shape[-1] > 1:
@@ -267,7 +262,6 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
 
 
 def _why_not(own: UnpaddedLayer, mask: PackedMask, keys: Padding | None, arguments: dict[str, Any]) -> str | None:
-    """Why a call cannot be packed."""
     B, T = mask.padding.packing.sizes
     terms = cast(Mask, mask.mask).terms
     counts = own.distances or any(isinstance(each, RelativeBias) for each in arguments.values())

@@ -12,31 +12,25 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.configs import NAME
-from heads_kernels.heads.layouts import calls_interface
+from heads_kernels.heads.interface import NAME, calls_interface
 from heads_kernels.integrations.transformers.head_masks import PLACE
 from heads_kernels.integrations.transformers.packed_check import differ, outputs_of, uncached
 from heads_kernels.integrations.transformers.support import family
 from heads_kernels.integrations.transformers.unpadding import UNPADDED
 from heads_kernels.nn.multihead import Context
 
-#: The attribute of attention modules that holds their `ContextParallel`, as in layers of `hk.nn`.
-CONTEXT: Final = "context"
-
 #: Tokens of a process in the trial of `split_attention`: enough for positions to matter.
 _TRIAL: Final = 8
 
 
-def split_attention(model: PreTrainedModel, context: Context) -> list[nn.Module]:
+def split_attention(model: PreTrainedModel, context: Context) -> list[Any]:
     """The attention modules of a model that `context` may be given to; checks the calls of the model from now on.
 
-    The model is tried, in evaluation mode: its outputs for parts must be those for whole sequences, else it is refused
-    and left as it was.
+    The model is tried: its outputs for parts must be those for whole sequences, else it is refused and left as it was.
     """
     attention = _attention(model)
     if context.mesh.ndim != 1 or any(map(is_sharded, model.parameters())):
@@ -48,7 +42,7 @@ def split_attention(model: PreTrainedModel, context: Context) -> list[nn.Module]
     return attention
 
 
-def _attention(model: PreTrainedModel) -> list[nn.Module]:
+def _attention(model: PreTrainedModel) -> list[Any]:
     """The attention modules of a model that may be given parts."""
     name = family(model)
     if model.config.is_encoder_decoder:
@@ -67,19 +61,19 @@ def _attention(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextmanager
-def _under(attention: list[nn.Module], context: Context | None) -> Iterator[None]:
+def _under(attention: list[Any], context: Context | None) -> Iterator[None]:
     """These modules under another context; afterwards each has the one that it had."""
-    before = [getattr(module, CONTEXT, None) for module in attention]
+    before = [getattr(module, "context", None) for module in attention]
     for module in attention:
-        setattr(module, CONTEXT, context)
+        module.context = context
     try:
         yield
     finally:
         for module, own in zip(attention, before, strict=True):
-            setattr(module, CONTEXT, own)
+            module.context = own
 
 
-def _try(model: PreTrainedModel, attention: list[nn.Module], context: Context) -> None:
+def _try(model: PreTrainedModel, attention: list[Any], context: Context) -> None:
     """Compare what a model gives for parts with what it gives for whole sequences, and refuse it if they differ."""
     mesh, device = context.mesh, model.device
     T = _TRIAL * mesh.size()
@@ -109,7 +103,7 @@ def _check_call(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Refuse what a model cannot compute from a part."""
     attention = [module for module in model.modules() if calls_interface(module)]
-    contexts: list[Context | None] = [getattr(module, CONTEXT, None) for module in attention]
+    contexts: list[Context | None] = [getattr(module, "context", None) for module in attention]
     context = next((each for each in contexts if each is not None), None)
     if context is None:
         return None

@@ -1,9 +1,8 @@
 """Hooks around models' forward passes that hand head masks and `output_attentions` to the attention layers.
 
-Models of transformers 5 ignore head masks, and many do not pass `output_attentions` on to their layers. The hooks
-store both in the `PassState` of the pass, where the attention function reads them, and check afterwards that they had
-an effect. Before a pass they check that the layers which have gates or get head masks run the attention function of
-this package.
+Models of transformers 5 ignore head masks, and many do not pass `output_attentions` on. The hooks store both in the
+`PassState` of the pass, where the attention function reads them, check before it that the layers which have gates or
+get masks run the attention function of this package, and afterwards that they had an effect.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse, refuse_type
-from heads_kernels.heads.configs import NAME
 from heads_kernels.heads.gating import refuse_ignored_gates
+from heads_kernels.heads.interface import NAME
 from heads_kernels.heads.layouts import at_path
 from heads_kernels.integrations.transformers.head_masks import (
     PLACE,
@@ -53,6 +52,8 @@ class Pass:
     takes_any: bool  # whether the model's forward takes arguments of any name
     parts: list[Pass] = field(default_factory=list)  # the hooks of the models that this one contains
     handles: list[Any] = field(default_factory=list)
+    unpadded: list[Any] = field(default_factory=list)  # the `UnpaddedLayer`s of its layers whose calls are packed
+    checked: int = 0  # the number of kinds of their calls in passes whose outputs were checked
 
 
 # ---------------------------------------------------------------------- hooks on and off

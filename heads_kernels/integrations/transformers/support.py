@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from heads_kernels.checks import refuse
-from heads_kernels.heads.layouts import calls_interface, class_calls_interface
+from heads_kernels.heads.interface import calls_interface, class_calls_interface
 from heads_kernels.integrations.transformers.biased import BIASED
 from heads_kernels.integrations.transformers.masks import computes_with_masks
 from heads_kernels.integrations.transformers.output_gated import OUTPUT_GATED
@@ -23,11 +23,9 @@ _REPLACED: Final[dict[str, type[Replacement]]] = {**OUTPUT_GATED, **BIASED}
 
 
 def replacement(kind: Any) -> type[Replacement] | None:
-    """What replaces the forward of a class; None where it stays.
-
-    A class that calls the attention function stays, where its forward has arguments that the repeated one does not
-    know, or where it is replaced only because other releases compute attention themselves.
-    """
+    """What replaces the forward of a class; None where it stays. A class that calls the attention function stays where
+    its forward has arguments that the repeated one does not know, or where it is replaced only because other releases
+    compute attention themselves."""
     stock = _unsharded(kind)
     found = _REPLACED.get(stock.__name__)
     if found is None or not stock.__module__.startswith("transformers."):
@@ -39,8 +37,8 @@ def replacement(kind: Any) -> type[Replacement] | None:
 def replace_forwards(model: nn.Module) -> None:
     """Replace forwards of a model's modules; with another attention function they run the stock forward.
 
-    A module gets a subclass of its class, which its copies, pickles and replicas of `nn.DataParallel` have too. If
-    somebody else replaced its forward, it keeps that one.
+    A module gets a subclass of its class, which its copies, pickles and replicas have too. If somebody else replaced
+    its forward, it keeps that one.
     """
     for module in model.modules():
         if "forward" in vars(module) or isinstance(module, Replacement):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -20,7 +18,7 @@ from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
-from heads_kernels.heads.layouts import calls_interface, stock_arguments
+from heads_kernels.heads.interface import calls_interface, stock_arguments
 from heads_kernels.integrations.transformers.biased import OwnRelativePositions, RelativePositions
 from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
@@ -31,29 +29,43 @@ from heads_kernels.integrations.transformers.packed_calls import (
     without_cache,
 )
 from heads_kernels.integrations.transformers.packed_check import Arguments, check_outputs, check_packed, filling
+from heads_kernels.integrations.transformers.passes import PASS, Pass
 from heads_kernels.integrations.transformers.support import family, replacement
 
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
 UNPADDED: Final = "_heads_kernels_unpadded"
-#: The attribute of every model with such layers that holds its `CheckedModel`.
-CHECKED: Final = "_heads_kernels_checked"
 #: Arguments of a model that have its tokens, a row for each example.
 _TOKENS: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 
 
-@dataclass(eq=False)
-class CheckedModel:
-    """A model whose outputs are checked after its first packed pass of each kind."""
-
-    layers: list[UnpaddedLayer]  # whose calls are packed
-    handles: list[Any]  # of the hook
-    checked: int = 0  # the number of kinds of calls of the layers in passes that were checked
-
-
 # ---------------------------------------------------------------------- hooks on and off
 def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The layers of a model that a padding mask reaches, by name; a model without any is refused."""
-    layers = dict(_layers(model))
+    """The layers of a model that a padding mask reaches, by name: modules in lists that take hidden states and have
+    attention, those that transformers checkpoints, or the inmost ones. A model without any is refused."""
+    # Its module imports `PreTrainedModel`, at whose import this module is imported.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = {
+        f"{name}.{number}": layer
+        for name, modules in model.named_modules()
+        if isinstance(modules, nn.ModuleList)
+        for number, layer in modules.named_children()
+        if any(calls_interface(each) or replacement(type(each)) for each in layer.modules())
+        and _names(layer)[:1] == ("hidden_states",)
+    }
+    layers: dict[str, nn.Module] = {}
+    for name, layer in found.items():
+        owner = inmost_model(model, name)
+        if "attention_mask" not in inspect.signature(owner.forward).parameters:
+            continue  # images have no padding
+        if any(hasattr(module, "expert_capacity") for module in layer.modules()):
+            continue  # which tokens an expert drops depends on the row
+        outside = [each for each in found if name.startswith(f"{each}.")]
+        inside = [each for each in found if each.startswith(f"{name}.")]
+        if any(isinstance(found[each], GradientCheckpointingLayer) for each in outside):
+            continue
+        if isinstance(layer, GradientCheckpointingLayer) or not inside:
+            layers[name] = layer
     if not layers:
         was = f"is True for a {family(model)}, none of whose layers takes a mask of padded tokens"
         refuse("unpad", was, "call use(model) without it")
@@ -81,36 +93,10 @@ def unpad_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     for part in model.modules():
         inside = [vars(each)[UNPADDED] for each in part.modules() if UNPADDED in vars(each)]
         if inside and isinstance(part, PreTrainedModel):
+            watched: Pass = vars(part)[PASS]
+            watched.unpadded = inside
             # Before the hooks of `passes`, which end the pass that hands head masks on.
-            handle = part.register_forward_hook(_check, with_kwargs=True, prepend=True)
-            setattr(part, CHECKED, CheckedModel(inside, [handle]))
-
-
-def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Modules in lists that take hidden states and have attention: those that transformers checkpoints, or inmost."""
-    # Its module imports `PreTrainedModel`, at whose import this module is imported.
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    found = {
-        f"{name}.{number}": layer
-        for name, modules in model.named_modules()
-        if isinstance(modules, nn.ModuleList)
-        for number, layer in modules.named_children()
-        if any(calls_interface(each) or replacement(type(each)) for each in layer.modules())
-        and _names(layer)[:1] == ("hidden_states",)
-    }
-    for name, layer in found.items():
-        owner = inmost_model(model, name)
-        if "attention_mask" not in inspect.signature(owner.forward).parameters:
-            continue  # images have no padding
-        if any(hasattr(module, "expert_capacity") for module in layer.modules()):
-            continue  # which tokens an expert drops depends on the row
-        outside = [each for each in found if name.startswith(f"{each}.")]
-        inside = [each for each in found if each.startswith(f"{name}.")]
-        if any(isinstance(found[each], GradientCheckpointingLayer) for each in outside):
-            continue
-        if isinstance(layer, GradientCheckpointingLayer) or not inside:
-            yield name, layer
+            watched.handles.append(part.register_forward_hook(_check, with_kwargs=True, prepend=True))
 
 
 def _names(layer: Any) -> tuple[str, ...]:
@@ -191,8 +177,8 @@ def _check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _checked(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    own: CheckedModel = getattr(model, CHECKED)
-    probed = sum(len(layer.probed) for layer in own.layers)
+    own: Pass = getattr(model, PASS)
+    probed = sum(len(layer.probed) for layer in own.unpadded)
     if probed == own.checked or filling.get() is not None:
         return
     own.checked = probed
