@@ -80,6 +80,13 @@ def check_size(argument: str, size: object, least: int = 1) -> int:
     return size
 
 
+def check_rows(rows: object) -> None:
+    """Check that `rows` is a slice of neighbours."""
+    if isinstance(rows, slice) and rows.step in (None, 1) and {type(rows.start), type(rows.stop)} <= {int, type(None)}:
+        return
+    refuse("rows", f"is {rows!r}", "pass a slice of ints without a step", TypeError)
+
+
 def check_choice(argument: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         refuse(argument, f"is {value!r}", f"use one of {', '.join(map(repr, choices))}")

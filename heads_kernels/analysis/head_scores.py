@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from heads_kernels.checks import check_size, is_int, refuse
+from heads_kernels.checks import as_int, check_size, refuse
 from heads_kernels.heads.layers import AttentionLayer
 
 #: Characters of a layer's name that are shown. Heuristic.
@@ -75,14 +75,15 @@ class HeadScores:
         check_size("keep_at_least", keep_at_least, 0)
         left = {name: len(scores) - keep_at_least for name, scores in zip(self.layers, self.scores, strict=True)}
         most = sum(max(0, number) for number in left.values())
-        if not is_int(count) or not 0 <= count <= most:
+        number = as_int(count)
+        if number is None or not 0 <= number <= most:
             kept = f" ({keep_at_least} stay in each layer)" if keep_at_least else ""
             refuse("count", f"is {count!r}", f"pass an int from 0 to {most}{kept}")
         chosen: dict[str, list[int]] = {}
         for name, head in self.ranked():
-            if count and left[name] > 0:
+            if number and left[name] > 0:
                 chosen.setdefault(name, []).append(head)
-                count, left[name] = count - 1, left[name] - 1
+                number, left[name] = number - 1, left[name] - 1
         return {name: sorted(chosen[name]) for name in self.layers if name in chosen}
 
     def spearman(self, other: HeadScores) -> float:

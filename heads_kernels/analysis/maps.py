@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.observe import reading, run
-from heads_kernels.checks import check_size, refuse
+from heads_kernels.checks import check_rows, check_size, refuse
 from heads_kernels.heads.layers import AttentionLayer, HeadsByLayer, attention_layers, heads_of_layers
 from heads_kernels.nn.attention_call import AttentionCall
 
@@ -67,8 +67,9 @@ def maps(
     chosen = {layer.index: tuple(numbers) for layer, numbers in asked if numbers}
     if example is not None:
         check_size("example", example, 0)
-    if not isinstance(rows, slice) or rows.step not in (None, 1):
-        refuse("rows", f"is {rows!r}", "pass a slice without a step", TypeError)
+    check_rows(rows)
+    if isinstance(batch, list) and batch and all(isinstance(each, Mapping) for each in batch):
+        refuse("batch", f"is a list of {len(batch)} batches", "pass one of them", TypeError)
     found: list[HeadMaps] = []
 
     def look(layer: AttentionLayer, call: AttentionCall) -> None:

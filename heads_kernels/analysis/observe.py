@@ -51,10 +51,12 @@ def observe(
     `AttentionCall.of(hk.gated_attention, query, key, value, mask)`.
 
     Raises:
-        ValueError: a layer does not exist, or has an observer that was set by hand; the attention function of a
-            transformers model is not this package's, now or in a forward pass; in the forward pass, a layer ran without
-            calling its observer.
+        TypeError, ValueError: a layer does not exist, or has an observer that was set by hand; the attention function
+            of a transformers model is not this package's, now or in a forward pass; in the forward pass, a layer ran
+            without calling its observer.
     """
+    if not callable(observer):
+        refuse_type("observer", observer, "pass a function of an AttentionLayer and its AttentionCall")
     chosen = choose_layers(attention_layers(model), layers)
 
     def see(layer: AttentionLayer, call: AttentionCall) -> None:

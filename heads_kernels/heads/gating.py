@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import refuse, refuse_type
+from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_fully_sharded, is_sharded
 from heads_kernels.heads.interface import NAME, attention_function, names_attention_function
 from heads_kernels.heads.layers import (
@@ -48,8 +48,10 @@ def gate(model: nn.Module, make: Callable[[int], HeadGate], layers: Iterable[int
             through quantised projections; the model is sharded by `fully_shard`; the attention function of a
             transformers model ignores gates; `make` does not return a new `HeadGate` of that many heads each time.
     """
-    if isinstance(make, nn.Module) or not callable(make):
-        refuse_type("make", make, "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate")
+    is_other_class = isinstance(make, type) and not issubclass(make, HeadGate)
+    if isinstance(make, nn.Module) or is_other_class or not callable(make):
+        was = f"is the class {make.__name__}" if isinstance(make, type) else f"is a {type(make).__name__}"
+        refuse("make", was, "pass hk.nn.HardConcrete, or a function from a number of heads to a HeadGate", TypeError)
     chosen = choose_layers(attention_layers(model), layers)
     _check_reads_gates(model, chosen)
     if is_fully_sharded(model):

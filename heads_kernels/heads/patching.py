@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from heads_kernels.checks import refuse, refuse_type
+from heads_kernels.checks import check_rows, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers, find_layer, heads_of_layers
 from heads_kernels.heads.observers import observed
 from heads_kernels.nn.attention_call import AttentionCall
@@ -42,7 +42,7 @@ def patch(model: nn.Module, heads: ReplacementsByLayer, rows: slice | Tensor | N
         heads: `{layer: {head: replacement}}`, layers by index or name, heads by their current number. A replacement is
             a tensor that broadcasts to `[B, T, Dv]`, such as the output of another run (`outputs`); "mean", the mean of
             the head's own output over the real rows of the batch; or "zero".
-        rows: the rows that are replaced: a slice, or a bool tensor `[T]` or `[B, T]`. Default all.
+        rows: the rows that are replaced: a slice without a step, or a bool tensor `[T]` or `[B, T]`. Default all.
 
     Raises:
         TypeError, ValueError: a layer or head does not exist; a replacement does not fit the output; the attention
@@ -50,7 +50,9 @@ def patch(model: nn.Module, heads: ReplacementsByLayer, rows: slice | Tensor | N
             calling its observer or changing the outputs of its heads, or did not run.
     """
     is_flags = isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() in (1, 2)
-    if rows is not None and not isinstance(rows, slice) and not is_flags:
+    if isinstance(rows, slice):
+        check_rows(rows)
+    elif rows is not None and not is_flags:
         refuse_type("rows", rows, "pass a slice, or a bool tensor [T] or [B, T]")
     there = attention_layers(model)
     _check_computed_once(model)
@@ -165,7 +167,8 @@ def _inside(rows: slice | Tensor, B: int, T: int, device: torch.device) -> Tenso
 
 
 def _check_replacement(name: str, replacement: Any) -> None:
-    was = f"is {replacement!r}"
+    is_short = isinstance(replacement, (str, int, float))
+    was = f"is {replacement!r}" if is_short else f"is a {type(replacement).__name__}"
     fits = isinstance(replacement, str) and replacement in ("mean", "zero")
     if isinstance(replacement, Tensor):
         was = f"is a tensor of {replacement.dtype} with {replacement.dim()} dimensions"

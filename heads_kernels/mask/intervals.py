@@ -71,7 +71,7 @@ class Intervals(NamedTuple):
         """The same with copies of tensors from `torch.inference_mode`, which autograd cannot save for a backward."""
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return self
-        return self._make(
+        return Intervals._make(
             field.clone() if isinstance(field, Tensor) and field.is_inference() else field for field in self
         )
 

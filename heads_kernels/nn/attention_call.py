@@ -14,7 +14,7 @@ from torch import Tensor
 from heads_kernels.backends import select
 from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.checks import check_excluded, check_heads, check_row_weights, refuse
+from heads_kernels.checks import check_excluded, check_heads, check_row_weights, check_rows, refuse
 from heads_kernels.ops import eager, scores
 from heads_kernels.ops.statistics import AttentionStatistics, measure
 from heads_kernels.parse import parse
@@ -185,9 +185,8 @@ class AttentionCall:
             rows: a slice of the query rows, without a step; default all.
             heads: numbers of query heads; default all. Others are not computed.
         """
-        start, stop, step = rows.indices(self.call.T)
-        if step != 1:
-            refuse("rows", f"is {rows}", "pass a slice without a step")
+        check_rows(rows)
+        start, stop, _ = rows.indices(self.call.T)
         call = scores.of_rows(self.call, start, stop)
         if heads is not None:
             there = f"the call has heads 0 to {self.call.H - 1}"

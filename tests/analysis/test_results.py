@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def test_the_lowest_heads() -> None:
         (2, 2, {"layer0": [1, 3]}),
     ):
         assert SOME.lowest(count, keep_at_least=keep) == expected
-    assert scores([1.0, 2.0], [0.0]).lowest(1, keep_at_least=1) == {"layer0": [0]}
+    assert scores([1.0, 2.0], [0.0]).lowest(np.int64(1), keep_at_least=1) == {"layer0": [0]}
 
 
 def test_rank_correlation() -> None:
@@ -249,8 +250,10 @@ def test_bad_maps() -> None:
         ({"example": 3}, "example is 3; .* 0 to 2"),
         ({"example": -1}, "example is -1"),
         ({"heads": {0: [9]}}, "heads of layer 0 .* head 9"),
-        ({"rows": 3}, TypeError, "rows is 3; pass a slice"),
-        of=partial(hk.analysis.maps, model, tiny_models.batch(model)),
+        ({"rows": 3}, TypeError, "rows is 3; pass a slice of ints"),
+        ({"rows": slice(1.0, 2)}, TypeError, r"rows is slice\(1.0, 2, None\)"),
+        ({"batch": [tiny_models.batch(model)]}, TypeError, "batch is a list of 1 batches"),
+        of=partial(hk.analysis.maps, model, batch=tiny_models.batch(model)),
         unchanged=[model],
     )
     batch = HeadMaps("a", "encoder", (0,), torch.ones(1, 1, 2, 2))

@@ -92,6 +92,7 @@ def test_bad_input() -> None:
         (lambda: gate(plain, learned, 0), TypeError, "pass a list of layers"),
         (lambda: gate(plain, learned, "layers.0"), TypeError, "pass a list of layers"),
         *((lambda make=make: gate(plain, make), TypeError, r"make is a \w+; pass hk.nn") for make in (one, 4, None)),
+        (lambda: gate(plain, nn.Linear), TypeError, "make is the class Linear; pass hk.nn"),
         (lambda: gate(plain, lambda H: nn.Linear(H, H)), TypeError, "make returned a Linear"),
         (lambda: gate(plain, lambda H: learned(H - 1)), "make returned 3 gates for layer 0"),
         (lambda: gate(plain, lambda _: one), "returned the same gate for layer 1 .* as for layer 0"),

@@ -242,6 +242,8 @@ def test_what_is_refused(own: Any) -> None:
         (([0],), TypeError, "heads is a list"),
         (({0: {0: torch.ones(5)}},), r".*head 0 is replaced by a tensor of shape \[5\]"),
         (({0: zero}, [0, 1]), TypeError, "rows is a list"),
+        (({0: zero}, slice(None, None, -1)), TypeError, r"rows is slice\(None, None, -1\); pass a slice of ints"),
+        (({0: {0: [0.0] * 16}},), TypeError, r"heads\[0\]\[0\] is a list"),
         (({0: zero}, torch.ones(4, dtype=torch.bool)), r"rows has shape \[4\]"),
         of=partial(patched, model, run),
         unchanged=[model],
