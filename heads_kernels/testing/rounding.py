@@ -42,7 +42,7 @@ _ARITHMETIC: Final = {
 }  # fmt: skip
 _SUMS: Final = {"sum", "sum_to_size"}
 _UNIT: Final = torch.finfo(torch.float32).eps / 2
-_SMALLEST: Final = torch.finfo(torch.float32).smallest_normal
+_LARGEST_SUBNORMAL: Final = torch.finfo(torch.float32).smallest_normal * (1 - torch.finfo(torch.float32).eps)
 #: Times bits of a number: the upper bits of the product are as random as those of its error (Knuth, 6.4).
 _HASH: Final = -1640531535
 
@@ -138,11 +138,14 @@ class Rounding(TorchFunctionMode):
         return result
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        found = (self.scale * tensor).to(dtype).to(tensor.dtype)
+        # In place after the first step: more large new tensors would take longer than the arithmetic.
+        found = self.scale * tensor
+        if dtype != tensor.dtype:
+            found.copy_(found.to(dtype))
         # By a tensor: PyTorch divides by a Python number on CUDA by multiplying with its reciprocal, and numbers
         # that are rounded already would change.
         found.div_(found.new_full((), self.scale))
-        return found.masked_fill_(found.abs() < _SMALLEST, 0.0)
+        return torch.hardshrink(found, _LARGEST_SUBNORMAL, out=found)
 
     def _operand(self, tensor: Tensor) -> Tensor:
         """Rounded, unless it is an argument of the call; results of arithmetic are float32 already."""
