@@ -126,7 +126,7 @@ class Rounding(TorchFunctionMode):
         name, options = function.__name__.strip("_"), kwargs or {}
         if name == "matmul":
             a, b = map(self._operand, args)
-            return self.summed(a @ b, a.abs().float() @ b.abs().float())
+            return self.summed(a @ b, a.float().abs() @ b.float().abs())
         result = function(*args, **options)
         if name in _ARITHMETIC and self._is_computed(result):
             return self.rounded(result, torch.float32)
@@ -134,7 +134,7 @@ class Rounding(TorchFunctionMode):
             largest = args[0].amax(-1)
             return self.summed(result, (largest.abs() + (result - largest).abs()).nan_to_num(0.0, 0.0).float())
         if name in _SUMS and self._is_computed(result):
-            return self.summed(result, function(args[0].abs().float(), *args[1:], **options))
+            return self.summed(result, function(args[0].float().abs(), *args[1:], **options))
         return result
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
