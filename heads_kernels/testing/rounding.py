@@ -126,6 +126,8 @@ class Rounding(TorchFunctionMode):
         name, options = function.__name__.strip("_"), kwargs or {}
         if name == "matmul":
             a, b = map(self._operand, args)
+            if not b.any():  # exact: so `formula.product` finds that there is no NaN
+                return a @ b
             return self.summed(a @ b, a.float().abs() @ b.float().abs())
         result = function(*args, **options)
         if name in _ARITHMETIC and self._is_computed(result):
