@@ -42,7 +42,7 @@ _ARITHMETIC: Final = {
 }  # fmt: skip
 _SUMS: Final = {"sum", "sum_to_size"}
 _UNIT: Final = torch.finfo(torch.float32).eps / 2
-_SMALLEST: Final = torch.finfo(torch.float32).smallest_normal
+_LARGEST_SUBNORMAL: Final = torch.finfo(torch.float32).smallest_normal * (1 - torch.finfo(torch.float32).eps)
 #: Times bits of a number: the upper bits of the product are as random as those of its error (Knuth, 6.4).
 _HASH: Final = -1640531535
 
@@ -124,7 +124,9 @@ class Rounding(TorchFunctionMode):
         name, options = function.__name__.strip("_"), kwargs or {}
         if name == "matmul":
             a, b = map(self._operand, args)
-            return self.summed(a @ b, a.abs().float() @ b.abs().float())
+            if not b.any():  # exact: so `formula.product` finds that there is no NaN
+                return a @ b
+            return self.summed(a @ b, a.float().abs() @ b.float().abs())
         result = function(*args, **options)
         if name in _ARITHMETIC and self._is_computed(result):
             return self.rounded(result, torch.float32)
@@ -132,15 +134,18 @@ class Rounding(TorchFunctionMode):
             largest = args[0].amax(-1)
             return self.summed(result, (largest.abs() + (result - largest).abs()).nan_to_num(0.0, 0.0).float())
         if name in _SUMS and self._is_computed(result):
-            return self.summed(result, function(args[0].abs().float(), *args[1:], **options))
+            return self.summed(result, function(args[0].float().abs(), *args[1:], **options))
         return result
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        found = (self.scale * tensor).to(dtype).to(tensor.dtype)
+        # In place after the first step: more large new tensors would take longer than the arithmetic.
+        found = self.scale * tensor
+        if dtype != tensor.dtype:
+            found.copy_(found.to(dtype))
         # By a tensor: PyTorch divides by a Python number on CUDA by multiplying with its reciprocal, and numbers
         # that are rounded already would change.
         found.div_(found.new_full((), self.scale))
-        return found.masked_fill_(found.abs() < _SMALLEST, 0.0)
+        return torch.hardshrink(found, _LARGEST_SUBNORMAL, out=found)
 
     def _operand(self, tensor: Tensor) -> Tensor:
         """Rounded, unless it is an argument of the call; results of arithmetic are float32 already."""

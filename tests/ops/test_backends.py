@@ -42,20 +42,12 @@ def simulated(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backends, name, True)
 
 
-Serving = Callable[..., None]
-
-
-@pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
-    """A function that makes the named backends serve every call, and the others none."""
-
-    def serve(*names: str) -> None:
-        for row in backends.BACKENDS:
-            refusal = [] if row.name in names else ["a test refuses it"]
-            # Rows are frozen.
-            monkeypatch.setitem(vars(row), "unsupported", lambda _, words=refusal: words)
-
-    return serve
+def serving(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """From here on the named backends serve every call, and the others none."""
+    for row in backends.BACKENDS:
+        refusal = [] if row.name in names else ["a test refuses it"]
+        # Rows are frozen.
+        monkeypatch.setitem(vars(row), "unsupported", lambda _, words=refusal: words)
 
 
 BACKENDS = {"triton": backends.triton, "cuda": backends.cuda}
@@ -206,9 +198,9 @@ def test_triton_without_a_compiler(two_gpus: mock.Mock) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float32_prefers_tensor_cores(dtype: torch.dtype, serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_prefers_tensor_cores(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the variable names another order."""
-    serving("triton", "cuda", "eager")
+    serving(monkeypatch, "triton", "cuda", "eager")
     problem = on_gpu(0, dtype)
     choice = backends.choose(problem)
     first, second = ("cuda", "triton") if dtype == torch.float32 else ("triton", "cuda")
@@ -219,8 +211,8 @@ def test_float32_prefers_tensor_cores(dtype: torch.dtype, serving: Serving, monk
     assert backends.select(problem) == "triton"
 
 
-def test_the_order_of_the_variable(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    serving("cuda", "triton", "eager")
+def test_the_order_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving(monkeypatch, "cuda", "triton", "eager")
     monkeypatch.setattr(backends, "_NAMED", backends._read("cpu, cuda,cuda,eager"))
     problem = gated()
     choice = backends.choose(problem)

@@ -19,8 +19,7 @@ import heads_kernels as hk
 from benchmarks.static import cuda_resources
 from benchmarks.static.cuda_resources import Kernel
 from csrc import build
-
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import ROOT
 
 pytestmark = pytest.mark.check
 

@@ -157,12 +157,16 @@ def fragment(tile: str, depth: int, matrix: npt.NDArray[Any]) -> Words:
     return elements.view(np.uint32).reshape(32, -1)
 
 
+def narrowed(T: str, x: Floats) -> npt.NDArray[np.uint16]:
+    if T == "bf16":
+        return torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy()
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).view(np.uint16)
+
+
 def rounded(T: str, values: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
     """Elements of fragments: for bf16 and fp16 of 16 bits, for tf32 floats with a short fraction."""
-    if T == "fp16":
-        return values.astype(np.float16).view(np.uint16)
-    words = bits(values)
-    return (words >> 16).astype(np.uint16) if T == "bf16" else words & np.uint32(0xFFFFE000)
+    return bits(values) & np.uint32(0xFFFFE000) if T == "tf32" else narrowed(T, values.astype(np.float32))
 
 
 def numbers(T: str, elements: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -287,13 +291,6 @@ def to_be_narrowed(T: str) -> Floats:
     around = [half, ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(1e9))]
     values = np.concatenate([*around, np.array([65536, 1e30, 2**-26, 2**-30], np.float32)])
     return np.concatenate([values, -values, floats(SPECIAL)])
-
-
-def narrowed(T: str, x: Floats) -> npt.NDArray[np.uint16]:
-    if T == "bf16":
-        return torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy()
-    with np.errstate(over="ignore"):
-        return x.astype(np.float16).view(np.uint16)
 
 
 @pytest.mark.parametrize("T", ["bf16", "fp16"])

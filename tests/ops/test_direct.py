@@ -4,7 +4,8 @@ acts on ops."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,25 +25,30 @@ from tests.ops.calls import OPERATORS, B, D, Dv, H, S, T, tensors
 pytestmark = pytest.mark.skipif(backends.CPU_MISSING != "", reason=backends.CPU_MISSING)
 
 NAME = "heads_kernels::attention"
+ON_GPUS = ("triton", "cuda")
+BACKENDS = ("cpu", *ON_GPUS)
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """For every pass the way that it took, "direct" or "op"."""
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """For every pass the way that it took, "direct" or "op"; calls of a test with a `backend` run on it."""
     taken: list[str] = []
 
-    def watch(name: str) -> None:
+    def watch(name: str, ways: Callable[[Any], list[str]]) -> None:
         function = getattr(direct, name)
 
         def watched(*arguments: Any) -> Any:
             found = function(*arguments)
-            taken.append("op" if found is None else "direct")
+            taken.extend(ways(found))
             return found
 
         monkeypatch.setattr(direct, name, watched)
 
-    watch("attend")
-    watch("backward")
+    for name in ("attend", "backward"):  # of the CPU
+        watch(name, lambda found: [] if found is None else ["direct"])
+    watch("runs_without_op", lambda found: ["direct" if found else "op"])
+    if "backend" in request.fixturenames:
+        monkeypatch.setattr(backends, "_NAMED", backends._read(request.getfixturevalue("backend")))
     return taken
 
 
@@ -89,20 +95,24 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("case", CALLS)
-@pytest.mark.parametrize("operator", [*OPERATORS, "entmax_attention"])
-def test_same_bits_as_the_op(operator: str, case: str, dtype: torch.dtype, ways: list[str]) -> None:
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ROWS = [
+    *product((*OPERATORS, "entmax_attention"), CALLS, DTYPES, ("cpu",)),
+    *(("gated_attention", "gate", torch.float32, name) for name in ON_GPUS),
+]
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "dtype", "backend"), [row for row in ROWS if row[:2] != ("entmax_attention", "sinks")]
+)
+def test_same_bits_as_the_op(operator: str, name: str, dtype: torch.dtype, backend: str, ways: list[str]) -> None:
     """Of the output, and of the gradients of all tensors."""
-    if operator == "entmax_attention" and "sinks" in CALLS[case]:
-        pytest.skip("entmax has no sinks")
-    arguments = tensors("gated_attention" if "entmax" in operator else operator, dtype=dtype)
     given = {
         name: value.detach().requires_grad_()
-        for name, value in {**arguments, **CALLS[case]}.items()
+        for name, value in {**tensors(operator, dtype=dtype), **CALLS[name]}.items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-    options = {name: value for name, value in CALLS[case].items() if name not in given}
+    options = {each: value for each, value in CALLS[name].items() if each not in given}
 
     def run() -> list[Tensor]:
         out = getattr(hk, operator)(**given, **options)
@@ -116,28 +126,26 @@ def test_same_bits_as_the_op(operator: str, case: str, dtype: torch.dtype, ways:
     assert names.count(f"{NAME}_backward") == 1
 
 
-#: Query, key and value, and the way of their passes.
-VIEWS: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "tokens first": (lambda: torch.randn(B, T, 3, H, D).permute(2, 0, 3, 1, 4), "direct"),
-    "overlapping rows": (lambda: torch.randn(999).as_strided((3, B, H, T, D), (99, 20, 9, 1, 1)), "direct"),
-    "width 1": (lambda: torch.randn(3, B, T, H, 1).transpose(2, 3), "direct"),
-    "one batch for all": (lambda: torch.randn(3, 1, H, T, D).expand(3, B, H, T, D), "direct"),
-    "no batch": (lambda: torch.randn(3, H, T, D), "direct"),
-    "sign that is not in memory": (lambda: torch._neg_view(torch.randn(3, B, H, T, D)), "op"),
+#: Query, key and value.
+VIEWS: dict[str, Callable[[], Tensor]] = {
+    "tokens first": lambda: torch.randn(B, T, 3, H, D).permute(2, 0, 3, 1, 4),
+    "overlapping rows": lambda: torch.randn(999).as_strided((3, B, H, T, D), (99, 20, 9, 1, 1)),
+    "width 1": lambda: torch.randn(3, B, T, H, 1).transpose(2, 3),
+    "one batch for all": lambda: torch.randn(3, 1, H, T, D).expand(3, B, H, T, D),
+    "no batch": lambda: torch.randn(3, H, T, D),
 }
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_memory_order_is_that_of_the_op(view: str, ways: list[str]) -> None:
-    make, way = VIEWS[view]
-    operands = [each.requires_grad_() for each in make().unbind()]
+    operands = [each.requires_grad_() for each in VIEWS[view]().unbind()]
 
     def run() -> list[Tensor]:
         out = hk.gated_attention(*operands)
         return [out, *torch.autograd.grad(out.sum(), operands)]
 
     assert_same_as_op(run)
-    assert ways[0] == way
+    assert ways[0] == "direct"
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -167,12 +175,16 @@ def test_backward_passes_see_the_modes_that_are_active_then() -> None:
     assert query.grad is not None
 
 
-def test_a_gradient_whose_sign_is_not_in_memory_is_read() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_signs_that_are_not_in_memory_are_read(backend: str, ways: list[str]) -> None:
     query, key, value = operands()
     query.requires_grad_()
     dout = torch.randn(B, H, T, Dv)
-    (expected,) = torch.autograd.grad(attend(query, key, value), query, -dout)
-    (grad,) = torch.autograd.grad(attend(query, key, value), query, torch._neg_view(dout))
+    out = attend(query, key, value)
+    assert torch.equal(attend(torch._neg_view(-query.detach()), key, value), out)
+    assert ways == ["direct", "op"]
+    (expected,) = torch.autograd.grad(out, query, dout)
+    (grad,) = torch.autograd.grad(attend(query, key, value), query, torch._neg_view(-dout))
     assert torch.equal(grad, expected)
 
 
@@ -271,58 +283,12 @@ ACTING: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("acting", ACTING)
-def test_what_acts_on_ops_sees_the_op(acting: str, ways: list[str]) -> None:
-    torch.compiler.reset()
-    with contextlib.suppress(RuntimeError, SystemError, ValueError):
-        ACTING[acting]()
-    assert "direct" not in ways
-
-
-# ---------------------------------------------------------------------- backends of GPUs
-@pytest.fixture
-def on_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each pass ran without an op; calls run on `backend`."""
-    taken: list[bool] = []
-    function = direct.runs_without_op
-
-    def watched(*arguments: Any) -> bool:
-        taken.append(function(*arguments))
-        return taken[-1]
-
-    monkeypatch.setattr(direct, "runs_without_op", watched)
-    monkeypatch.setattr(backends, "_NAMED", backends._read(backend))
-    return taken
-
-
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_same_bits_as_the_op_on_gpus(backend: str, on_gpu: list[bool]) -> None:
-    query, key, value = (operand.requires_grad_() for operand in operands())
-    gate = torch.tensor([0.0, 2.0, -1.0, 0.5])[:H].requires_grad_()
-
-    def run() -> list[Tensor]:
-        out = hk.gated_attention(query, key, value, gate=gate)
-        return [out, *torch.autograd.grad(out.sum(), (query, key, value, gate))]
-
-    assert {NAME, f"{NAME}_backward"} <= set(assert_same_as_op(run))
-    assert on_gpu == [True, True, False, False]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-@pytest.mark.parametrize("acting", ACTING)
-def test_what_acts_on_ops_sees_the_op_on_gpus(acting: str, backend: str, on_gpu: list[bool]) -> None:
+def test_what_acts_on_ops_sees_the_op(acting: str, backend: str, ways: list[str]) -> None:
     torch.compiler.reset()
     attend(*operands())
     with contextlib.suppress(RuntimeError, SystemError, ValueError):
         ACTING[acting]()
-    assert on_gpu.pop(0)
-    assert not any(on_gpu)
-
-
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
-def test_a_sign_that_is_not_in_memory_is_read_on_gpus(backend: str, on_gpu: list[bool]) -> None:
-    query, key, value = operands()
-    out = hk.gated_attention(torch._neg_view(query), key, value)
-    assert torch.equal(out, hk.gated_attention(-query, key, value))
-    assert on_gpu == [False, True]
+    assert ways.pop(0) == "direct"
+    assert "direct" not in ways

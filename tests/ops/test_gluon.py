@@ -206,49 +206,44 @@ def chosen(
         return triton_backend.specialized_backward(call, gradients, inputs.dout) is not None
 
 
-def test_which_calls_the_forward_kernel_serves() -> None:
-    """On sm_90, in 16 bits, where descriptors can describe every tensor and no term is missing."""
-    assert chosen("forward")
-    more: Any = {"is_causal": True, "gate": "BHTD", "sinks": True, "softcap": 30.0}
-    assert chosen("forward", dtype=torch.float16, **more)
-    for width in (40, 96, 128, 200, 256):
-        assert chosen("forward", D=width, Dv=width)
-    assert chosen("forward", mask=masks.dense_blocks, T=600)
-    for kind in ("sm_100", "sm_80", "other"):
-        assert not chosen("forward", kind)
-    assert not chosen("forward", dtype=torch.float32)
-    refused: tuple[dict[str, Any], ...] = (
-        {"T": 16}, {"S": 511}, {"D": 32, "Dv": 32}, {"Dv": 128}, {"D": 100, "Dv": 100}, {"dropout_p": 0.1},
-        {"bias": "HTS"}, {"offsets": 9}, {"layout": "sliced"},
-        {"mask": masks.fixed(Mask(window=(70, 0), first_keys=4))},
-    )  # fmt: skip
-    for changes in refused:
-        assert not chosen("forward", **changes), changes
-    more |= {"content_bias": True, "mixing": "ragged", "Hv": 1}
-    for Ds, Dv in itertools.product((40, 200, 256, 384, 512), (40, 64, 128)):
-        assert chosen("forward", Ds=Ds, Dv=Dv, **more)
-    for changes in ({"Ds": 520}, {"Ds": 32}, {"Ds": 100}, {"Dv": 32}, {"Dv": 136}, *refused[-5:]):
-        assert not chosen("forward", **{"Ds": 256} | changes), changes
-    with mock.patch.object(triton_backend, "_HAS_GLUON", False):
-        assert not chosen("forward")
+_TERMS: Any = {"is_causal": True, "gate": "BHTD", "sinks": True, "softcap": 30.0}
+_OF_SHARED: Any = {**_TERMS, "content_bias": True, "mixing": "ragged", "Hv": 1}
+_MISSING: Any = (
+    {"dropout_p": 0.1}, {"bias": "HTS"}, {"offsets": 9}, {"layout": "sliced"},
+    {"mask": masks.fixed(Mask(window=(70, 0), first_keys=4))},
+)  # fmt: skip
+#: By kernel, what it needs of Triton, and calls that it serves: on sm_90, in 16 bits, where descriptors can describe
+#: every tensor and no term is missing; backward where all gradients are asked for, without dense masks and wide heads.
+SERVED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "forward": ("_HAS_GLUON", (
+        {}, {"dtype": torch.float16, **_TERMS}, {"mask": masks.dense_blocks, "T": 600},
+        *({"D": width, "Dv": width} for width in (40, 96, 128, 200, 256)),
+        *({"Ds": Ds, "Dv": Dv, **_OF_SHARED} for Ds in (40, 200, 256, 384, 512) for Dv in (40, 64, 128)),
+    )),
+    "backward": ("HAS_ADDING_COPIES", ({}, _TERMS, {"D": 96, "Dv": 128, "mask": masks.holes})),
+}  # fmt: skip
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "forward": (
+        *({"kind": kind} for kind in ("sm_100", "sm_80", "other")), {"dtype": torch.float32},
+        {"T": 16}, {"S": 511}, {"D": 32, "Dv": 32}, {"Dv": 128}, {"D": 100, "Dv": 100}, *_MISSING,
+        *({"Ds": 256} | each for each in ({"Ds": 520}, {"Ds": 32}, {"Ds": 100}, {"Dv": 32}, {"Dv": 136}, *_MISSING)),
+    ),
+    "backward": (
+        {"Ds": 64}, {"kind": "sm_100"}, {"asked_for": 2}, {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256},
+        {"D": 72, "Dv": 72, "softcap": 30.0}, {"bias": "HTS"}, {"mask": masks.dense_blocks, "T": 600},
+    ),
+}  # fmt: skip
 
 
-def test_which_calls_the_backward_kernel_serves() -> None:
-    """Those of the forward kernel, but for dense masks and wide heads, where all gradients are asked for."""
-    assert chosen("backward")
-    assert chosen("backward", is_causal=True, gate="BHTD", sinks=True, softcap=30.0)
-    assert chosen("backward", D=96, Dv=128, mask=masks.holes)
-    assert not chosen("backward", Ds=64)
-    assert not chosen("backward", "sm_100")
-    assert not chosen("backward", asked_for=2)
-    refused: tuple[dict[str, Any], ...] = (
-        {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256}, {"D": 72, "Dv": 72, "softcap": 30.0}, {"bias": "HTS"},
-        {"mask": masks.dense_blocks, "T": 600},
-    )  # fmt: skip
-    for changes in refused:
-        assert not chosen("backward", **changes), changes
-    with mock.patch.object(triton_backend, "HAS_ADDING_COPIES", False):
-        assert not chosen("backward")
+@pytest.mark.parametrize("kernel", SERVED)
+def test_which_calls_a_kernel_serves(kernel: str) -> None:
+    needed, served = SERVED[kernel]
+    for changes in served:
+        assert chosen(kernel, **changes), changes
+    for changes in REFUSED[kernel]:
+        assert not chosen(kernel, **changes), changes
+    with mock.patch.object(triton_backend, needed, False):
+        assert not chosen(kernel)
 
 
 def test_places() -> None:

@@ -62,8 +62,7 @@ def run_forward(
     return results
 
 
-def run_collaborative(module: ModuleType, order: str, poisoned: bool = True, key_stages: int = 2) -> Results:
-    return run_forward(module, order, poisoned, COLLABORATIVE, key_stages)
+run_collaborative = partial(run_forward, case=COLLABORATIVE)
 
 
 def run_backward(module: ModuleType, order: str, D: int = 64) -> Gradients:

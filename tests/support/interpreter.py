@@ -25,8 +25,7 @@ def correct() -> None:
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
     tl.block_type.__init__ = _checked_once(tl.block_type.__init__)
     tl.tensor.__init__ = _with_shape_of_type(tl.tensor.__init__)
-    interpreter._patch_attr = _patch_attribute
-    # Looks for int32 overflow, which these sizes cannot have, at two fifths of the time.
+    # Looks for int32 overflow, which these sizes cannot have, at a sixth of the time.
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter.GridExecutor.__call__ = _without_warnings(interpreter.GridExecutor.__call__)
@@ -125,17 +124,6 @@ def _with_shape_of_type(initialize: Callable[..., None]) -> Callable[..., None]:
         known[sizes] = {"shape": value.shape, "numel": value.numel}
 
     return call
-
-
-def _patch_attribute(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """A function of `triton.language` gets its `_semantic`, without a copy of its arguments."""
-    semantic = interpreter.TritonSemantic(builder)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = semantic
-        return member(*args, **kwargs)
-
-    scope.set_attr(place, name, call)
 
 
 def _without_warnings(execute: Callable[..., Any]) -> Callable[..., Any]:
