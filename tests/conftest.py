@@ -13,8 +13,6 @@ in the emulator, and on other backends one of four of float16's; the rest has th
 mark `tiny`: tiny cases in float32.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """What a mask means, pair by pair; tensors of masks, and one mask with every kind of term."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Intervals of a mask: computed once, waiting for no device, compiled and exported."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`Mask` against the meaning of its arguments, pair by pair (`oracle`)."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

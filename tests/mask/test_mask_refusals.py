@@ -1,7 +1,5 @@
 """Arguments of `Mask` that do not fit raise before anything runs, with the argument's name and what it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

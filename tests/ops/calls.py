@@ -3,8 +3,6 @@
 Tensors are made on PyTorch's default device, which `pytest --device` sets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -5,8 +5,6 @@ A part of `python -m benchmarks.static.ahead_of_time`, in processes where kernel
 this process: other tests keep the other cores busy.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

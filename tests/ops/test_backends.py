@@ -1,7 +1,5 @@
 """What the GPU backends say that they cannot serve; refusals of the other backends are in test_bad_input."""
 
-from __future__ import annotations
-
 import contextlib
 import runpy
 import sys

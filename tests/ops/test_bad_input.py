@@ -1,8 +1,6 @@
 """Bad input raises before anything runs, and so do sizes that int32 can't hold; the message names the argument, its
 value and what would work. Also: what a backend refuses, and unusual calls that are served."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

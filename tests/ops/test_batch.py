@@ -1,7 +1,5 @@
 """Leading batch dimensions: none, several, broadcast; every argument that has them follows."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What csrc/bindings/ and the ops refuse: whoever calls them reads and writes no memory that is not there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

@@ -4,8 +4,6 @@ Operators and backends come from the tables, cases from `heads_kernels.testing`:
 them is tested here without an edit.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import nullcontext

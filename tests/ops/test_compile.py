@@ -1,7 +1,5 @@
 """The operators under torch.compile and torch.export."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

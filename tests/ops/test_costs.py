@@ -1,8 +1,6 @@
 """What a call costs: FLOPs by closed formulas, by PyTorch's own counter and without what masks and gates leave out;
 and memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The ops of `libheads_kernels.so` in a process without the package: the same schemas, results and refusals."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

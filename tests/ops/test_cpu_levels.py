@@ -1,7 +1,5 @@
 """What every instruction-set level of the CPU kernels keeps, above all those that multiply pairs of bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ CuTe is NVIDIA's own description of the instructions: fragments of `mma`, rows o
 nvcc: its headers come from PyPI's nvidia-cutlass, and those of CUDA that they include from nvidia-cuda-cccl and Triton.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Sizes of blocks that the CUDA kernels choose by the shared memory of a GPU; the emulator stands for several."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any

@@ -4,8 +4,6 @@ One tiny kernel each (csrc/selftest/wrapper_checks.cu), by the emulator under al
 build with HEADS_KERNELS_CUDA_CHECKS=1. Words of 32 bits go in and come out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

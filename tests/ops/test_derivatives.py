@@ -1,8 +1,6 @@
 """Gradients of each operand without the others, and of calls with sizes of 0 and 1. Derivatives beyond the first,
 forward mode and `torch.func`: the eager backend has them, by plain operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

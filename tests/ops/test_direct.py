@@ -1,8 +1,6 @@
 """Calls that go straight to the extension: which do, that they give what the op gives, and that nothing is skipped that
 acts on ops."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from itertools import product

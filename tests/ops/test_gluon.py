@@ -4,8 +4,6 @@ In Triton's interpreter their launches go to `tests/support/gluon_emulator.py`, 
 tiles are those of GPUs, except where several are wanted of a short call. With `--device cuda` the GPU runs them.
 """
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Iterator

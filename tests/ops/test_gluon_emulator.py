@@ -1,7 +1,5 @@
 """The emulator of Gluon says what is wrong: the kernels with a fault in them, in every order of their partitions."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """What only a GPU shows: real sizes, graphs, streams. `--device cuda` runs the other tests of operators there too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

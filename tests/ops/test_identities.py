@@ -1,7 +1,5 @@
 """Identities that tie features together: two ways to say the same thing give the same numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys of a short query that are split over programs: what the combined parts give, and how many splits there are."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """What Triton is asked for when a kernel is launched, beside its arguments, how the kernels of a step are compiled, and
 how many programs share its work."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

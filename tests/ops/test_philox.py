@@ -1,7 +1,5 @@
 """Dropout masks: the generator's published answers, every element's index, and the share kept."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

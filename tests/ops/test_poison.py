@@ -4,8 +4,6 @@ NaN stands around every input, in everything that a mask hides, in closed heads 
 that the allocator hands out for results.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -3,8 +3,6 @@
 Every example is a case as the named ones are, and held to the same rule.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

@@ -1,8 +1,6 @@
 """What a score is made of: biases, tables of offsets, caps and sinks, by identities and against PyTorch's own; those of
 any finite size, by a call with small ones that has the same result."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Statistics of attention rows: the named cases, brute force, and what is particular to them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The instruments themselves: cases, the accuracy rule, timers, memory, poison."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The operators inside PyTorch: checks of ops and gradients, autocast, FLOPs, compile, export."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,8 +1,6 @@
 """Triton's tiles: the lists of full and partial ones, against the mask itself; those of the support of entmax; full
 ones through tensor descriptors; those of GPUs, where the interpreter has smaller ones for all other tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -4,8 +4,6 @@ A BLAS library adds up in an order of its own, which depends on the processor, t
 memory is aligned. So what it computed is equal in no bits, and how far it may be off follows from the dtype.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

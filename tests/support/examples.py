@@ -1,7 +1,5 @@
 """The scripts of examples/ as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ It runs kernels on CPU tensors in NumPy, one program after another, in processes
 with TRITON_INTERPRET=1. It shows wrong numbers and wrong addresses; races it cannot show.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

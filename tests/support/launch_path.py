@@ -8,8 +8,6 @@ exit status is 1, with the reasons, if an argument did not arrive, if a kernel w
 that miscompiles, or if the kernels of a step were not compiled together. TRITON_LIBCUDA_PATH names LIBRARY's folder.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import struct

@@ -1,7 +1,5 @@
 """All that a model is, for tests that nothing of it changed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

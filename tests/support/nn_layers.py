@@ -1,7 +1,5 @@
 """Attention modules for tests, with biases that are not 0 and sharp attention, and their formula in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -3,8 +3,6 @@
 The `[T, S]` matrix is stored and nothing is skipped; hidden values must be finite.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

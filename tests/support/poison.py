@@ -1,7 +1,5 @@
 """Memory that must not be read: NaN in hidden elements, and in memory allocated next."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Processes that test functions run in, each a rank of one `torch.distributed` group over gloo."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import multiprocessing

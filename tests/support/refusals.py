@@ -1,7 +1,5 @@
 """What is refused by name: tables of calls and of the words in their errors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import partial

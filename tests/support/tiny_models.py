@@ -1,7 +1,5 @@
 """A tiny random model of every family of transformers that the package is tested with, and a padded batch for it."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
