@@ -306,13 +306,10 @@ inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real toke
   const Normalisation<Real> norm(reference, sum, outputs.keep_scale, head.terms, i);
   for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * norm.factor);
   if (outputs.attended) write_row(outputs.attended, i, head.Dv, row);
-  if (gate.elementwise) {
-    gate.elements(head.b, head.h, i, head.Dv, scratch);
-    for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * load(scratch + w));
-  } else if (gate && token == Real(0)) {
+  if (gate && !gate.elementwise && token == Real(0)) {
     std::fill_n(row, head.Dv, Real(0));  // as in a tile of such rows, which is not computed
   } else if (gate) {
-    for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * token);
+    gate.apply(head.b, head.h, i, head.Dv, token, row, scratch);
   }
   write_row(outputs.out, i, head.Dv, row);
   if (outputs.lse)  // rounded once: every probability of the backward pass reads it

@@ -61,13 +61,6 @@ struct StatisticsTile : QueryTile<Real, Real> {
 template <typename Real>
 struct RowShares {
   std::vector<Real> reference, share;  // [B, H, T]; empty if `received` is not requested
-
-  void set(const Tensor& weights, const Head<Real>& head, int64_t i, int64_t row, Real top, double part) {
-    const int64_t at = head.b * weights.stride[0] + head.h * weights.stride[1] + i * weights.stride[2];
-    const Real weight = static_cast<const Real*>(weights.data)[at];
-    reference[row] = top;
-    share[row] = weight == Real(0) ? Real(0) : static_cast<Real>(weight * part);
-  }
 };
 
 template <typename Real>
@@ -96,11 +89,11 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
         sees ? static_cast<Real>((rest * sum - tile.energy[m]) * share / total) : Real(0);
     params.argmax[row + m] = found ? tile.best_key[m] : -1;
     if (params.received) {
-      const int64_t i = tile.visible.first + m;
-      if (sees)
-        rows.set(params.row_weights, tile.head, i, row + m, reference, share / total);
-      else
-        rows.reference[row + m] = rows.share[row + m] = 0;
+      const int64_t i = tile.visible.first + m, *stride = params.row_weights.stride;
+      const int64_t at = tile.head.b * stride[0] + tile.head.h * stride[1] + i * stride[2];
+      const Real weight = sees ? static_cast<const Real*>(params.row_weights.data)[at] : Real(0);
+      rows.reference[row + m] = sees ? reference : Real(0);
+      rows.share[row + m] = weight == Real(0) ? Real(0) : static_cast<Real>(weight * (share / total));
     }
   }
 }

@@ -193,7 +193,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
   Real* dout_rows = staging(tile.dout_rows, scratch.more_rows);
   gather_rows(gradients.dout, visible, head.Dv, dout_rows);
   gather_rows(gradients.attended, visible, head.Dv, scratch.rows);
-  alignas(64) Real tokens[BLOCK_M];
+  alignas(64) Real tokens[BLOCK_M] = {};
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
   for (int m = 0; m < BLOCK_M; ++m) {
     const int64_t i = visible.first + m;
@@ -211,13 +211,7 @@ inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<
       static_cast<Real*>(gradients.dsinks)[i] = head.terms.sink(i) == kHidden<Real> ? Real(0) : dlse;
     if (gradients.dgate && there) store_gate_row(gradients.dgate, gate.elementwise, i, head.Dv, dout, attended);
     if (!sees) continue;
-    if (gate.elementwise) {
-      Real* values = scratch.row;
-      gate.elements(head.b, head.h, i, head.Dv, values);
-      for (int64_t w = 0; w < padded; w += kLanes<Real>) store<Real>(dout + w, load(dout + w) * load(values + w));
-    } else if (gate) {
-      for (int64_t w = 0; w < padded; w += kLanes<Real>) store<Real>(dout + w, load(dout + w) * tokens[m]);
-    }
+    if (gate) gate.apply(head.b, head.h, i, head.Dv, tokens[m], dout, scratch.row);
     // The sink's probability times (0 - delta), before rounding.
     if (gradients.dsinks)
       static_cast<Real*>(gradients.dsinks)[i] =

@@ -93,25 +93,9 @@ class DecodeTask {
     const Rows& values() const { return rows->head->value; }
   };
 
-  // Which keys some row sees, and every row, one bit each.
-  struct Seen {
-    uint64_t some, every;
-  };
-
   const Attention<Real, Operand>& op_;
   const int64_t rows_;                       // of the heads that share a key head
   const int64_t query_stride_, out_stride_;  // whole loads
-
-  // Of `keys` keys of a word from n on.
-  static Seen seen_by(const Row* rows, int64_t count, int64_t n, int64_t keys) {
-    Seen seen{0, ~uint64_t{0}};
-    for (int64_t r = 0; r < count; ++r) {
-      const uint64_t bits = rows[r].seen[n / kWord] >> n % kWord;
-      seen.some |= bits, seen.every &= bits;
-    }
-    seen.some &= ~uint64_t{0} >> (kWord - keys);
-    return seen;
-  }
 
   // The scaled queries of rows, as operands. Skipped features are 0, since a load may reach past the end of a chunk.
   void load_queries(const Row* rows, int64_t count, Real* queries) const {
@@ -255,7 +239,12 @@ class DecodeTask {
   // `finite` is scratch [kWord][Dv].
   void add_block_of_values(const Values& source, int64_t begin, int64_t n, int64_t count, int64_t ahead,
                            Number* finite) const {
-    const auto [some, every] = seen_by(source.rows, source.count, n, count);
+    uint64_t some = 0, every = ~uint64_t{0};  // which keys some row sees, and every row, one bit each
+    for (int64_t r = 0; r < source.count; ++r) {
+      const uint64_t bits = source.rows[r].seen[n / kWord] >> n % kWord;
+      some |= bits, every &= bits;
+    }
+    some &= ~uint64_t{0} >> (kWord - count);
     if (!some) return;
     const Rows& values = source.values();
     begin += n;

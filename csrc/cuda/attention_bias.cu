@@ -28,17 +28,16 @@ struct BiasGradient {
 
   static_assert(SumTile::kBytes <= 4 * Rows64::kBytes);
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<Rows64> rows = memory.tiles<Rows64>(2), keys = memory.tiles<Rows64>(2);
-    Terms terms = Terms(memory);
-    Buffer<QueryRows<kBiasTile>> query_rows = memory.take<QueryRows<kBiasTile>>();
-    Buffer<float> content_bias = memory.take<float>(kBiasTile);
+  struct Memory : SharedMemory {
+    Ring<Rows64> rows = tiles<Rows64>(2), keys = tiles<Rows64>(2);
+    Terms terms = Terms(*this);
+    Buffer<QueryRows<kBiasTile>> query_rows = take<QueryRows<kBiasTile>>();
+    Buffer<float> content_bias = take<float>(kBiasTile);
     Features features;
 
-    constexpr explicit Memory(int64_t Ds) : features(memory, Ds) {}
+    constexpr explicit Memory(int64_t Ds) : features(*this, Ds) {}
   };
-  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).memory.bytes(); }
+  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).bytes(); }
 
   // Sizes of the call, and in tiles.
   struct Sizes {
@@ -81,7 +80,6 @@ struct BiasGradient {
     const int64_t shares = heads * inners * (size[0] == 1 ? n.B / inner : 1);
     const int64_t count = ceil_div(shares, p.splits), stop = (split + 1) * count;
     Scores sums;
-    sums.clear();
     for (int64_t i = split * count; i < stop && i < shares; ++i) {
       const int64_t b1 = size[0] == 1 ? i / heads / inners : own_outer;
       const int64_t b2 = size[1] == 1 ? i / heads % inners : own_inner;
@@ -113,7 +111,6 @@ struct BiasGradient {
     const int64_t pair = block_index() / blocks;
     const Head at = {static_cast<int>(pair / n.H), static_cast<int>(pair % n.H), n.T_rows, n.S};
     Scores sums;
-    sums.clear();
     if (opens(p, at, on_chip)) {
       for (int row = max_of(0, -first); row < min_of(n.row_tiles, n.key_tiles - first); ++row)
         add_tile(p, n, on_chip, at, row * kBiasTile, (first + row) * kBiasTile, sums);
@@ -201,8 +198,6 @@ struct BiasGradient {
         copy_features<kThreads>(on_chip.keys[stage], keys, first_key, slice);
       }
     };
-    scores.clear();
-    dp.clear();
     each_step(steps, copy, [&](int step, int stage) {
       const bool is_score = step < of_scores;
       const Rows64 rows = on_chip.rows[stage], keys = on_chip.keys[stage];
@@ -216,14 +211,10 @@ struct BiasGradient {
   }
 
   // Writes the sums of all warps to shared memory, over tiles that are not read any more.
-  HK_DEVICE static SumTile put(const Memory& on_chip, const Scores& sums) {
+  HK_DEVICE static SumTile put(const Memory& on_chip, Scores& sums) {
     const SumTile tile = {reinterpret_cast<float*>(on_chip.rows[0].data)};
     sync_block();
-    HK_UNROLL
-    for (int n = 0; n < kBiasTile / 8; ++n) {
-      HK_UNROLL
-      for (int e = 0; e < 4; ++e) *tile.at(warp() * 16 + row_of(0, e), column_of(n, e)) = sums.c[0][n][e];
-    }
+    sums.each([&](float& sum, int m, int n, int e) { *tile.at(warp() * 16 + row_of(m, e), column_of(n, e)) = sum; });
     sync_block();
     return tile;
   }

@@ -95,20 +95,19 @@ struct StatisticsTile {
   using Scores = Accumulator<1, kBlock>;
   using Terms = ScoreTile<true, kLayout, kBlock, kBlock>;
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<Operand> rows = memory.tiles<Operand>(2), keys = memory.tiles<Operand>(2);
-    Terms terms = Terms(memory);
-    Buffer<Range> ranges = memory.take<Range>(kBlock);
-    Buffer<float> content_bias = memory.take<float>(kBlock);
-    Buffer<bool> excluded = memory.take<bool>(kBlock);
-    Buffer<float> reference = memory.take<float>(kBlock), share = memory.take<float>(kBlock);
-    Buffer<int> scratch = memory.take<int>(kWarps * 4);
+  struct Memory : SharedMemory {
+    Ring<Operand> rows = tiles<Operand>(2), keys = tiles<Operand>(2);
+    Terms terms = Terms(*this);
+    Buffer<Range> ranges = take<Range>(kBlock);
+    Buffer<float> content_bias = take<float>(kBlock);
+    Buffer<bool> excluded = take<bool>(kBlock);
+    Buffer<float> reference = take<float>(kBlock), share = take<float>(kBlock);
+    Buffer<int> scratch = take<int>(kWarps * 4);
     Features features;
 
-    constexpr explicit Memory(int64_t Ds) : features(memory, Ds) {}
+    constexpr explicit Memory(int64_t Ds) : features(*this, Ds) {}
   };
-  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).memory.bytes(); }
+  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).bytes(); }
 
   // The scores of a tile of rows and a tile of keys, before any mask.
   HK_DEVICE static void score(const Params& p, const Memory& on_chip, const Head& at, int first_row, int first_key,
@@ -168,7 +167,6 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
     for (int i = from(0); i < list.count(); i = from(i + 1)) {
       const int first_key = list[i] * kBlock;
       Scores scores;
-      scores.clear();
       sync_block();  // no thread reads what belongs to the tile before
       bool hides = on_chip.terms.template stage<kThreads>(p, head, first_row, first_key);
       if (thread_index() < kBlock) {
@@ -187,13 +185,12 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
       statistics.step(scores, first_key, on_chip.excluded);
     }
     statistics.sum_lanes();
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + warp_row + row_of(0, 2 * half);
+    each_row<1>([&](int, int half, int own) {
+      const int row = first_row + warp_row + own;
       const int64_t index = (int64_t{at.b} * at.H + at.h) * T_rows + row;
       if (row < T_rows && lane() % 4 == 0)
         store(p, statistics, half, sink_of(p, at.h), index, row_weight(p, at.b, at.h, row));
-    }
+    });
   }
 
  private:
@@ -263,7 +260,6 @@ struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
     for (int i = from(0); i < list.count(); i = from(i + 1)) {
       const int first_row = list[i] * kBlock;
       Scores scores;
-      scores.clear();
       sync_block();  // no thread reads what belongs to the tile before
       bool hides = on_chip.terms.template stage<kThreads>(p, head, first_row, first_key);
       if (thread_index() < kBlock) {
@@ -290,13 +286,12 @@ struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
       received[0] += sum[0];
       received[1] += sum[1];
     }
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    each_row<1>([&](int, int half, int row) {
       const float total = sum_of_row(received[half]);
-      const int key = first_key + warp() * 16 + row_of(0, 2 * half);
+      const int key = first_key + warp() * 16 + row;
       if (key < S && lane() % 4 == 0)
         static_cast<float*>(p.received.data)[(int64_t{at.b} * H + at.head) * S + key] = total;
-    }
+    });
   }
 };
 

@@ -54,25 +54,24 @@ struct CollaborativeForward {
     }
   };
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<KeyTile> key = memory.tiles<KeyTile>(2);
-    Ring<ValueTile> value = memory.tiles<ValueTile>(2);
-    Buffer<Range> ranges = memory.take<Range>(kBlockM);
-    Buffer<float> bias = memory.take<float>(kBlockN);
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Buffer<bool> bad = memory.take<bool>(kBlockN);
-    Buffer<Sources> sources = memory.take<Sources>();
-    Buffer<BlockCoord> at = memory.take<BlockCoord>();
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<KeyTile> key = tiles<KeyTile>(2);
+    Ring<ValueTile> value = tiles<ValueTile>(2);
+    Buffer<Range> ranges = take<Range>(kBlockM);
+    Buffer<float> bias = take<float>(kBlockN);
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Buffer<bool> bad = take<bool>(kBlockN);
+    Buffer<Sources> sources = take<Sources>();
+    Buffer<BlockCoord> at = take<BlockCoord>();
+    Terms terms = Terms(*this);
     Features features;
     Ring<QueryTile> query;  // of each step, or of a stage
 
     constexpr Memory(int64_t Ds, bool keeps_query)
-        : features(memory, Ds), query(memory.tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
+        : features(*this, Ds), query(tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
   };
   static constexpr int shared_bytes(int64_t Ds, bool keeps_query) {
-    return std::max(Memory(Ds, keeps_query).memory.bytes(), Output::shared_bytes());
+    return std::max(Memory(Ds, keeps_query).bytes(), Output::shared_bytes());
   }
 
   HK_DEVICE static void run(const Params& p) {
@@ -132,8 +131,6 @@ struct CollaborativeForward {
 
     Accumulator<kGroups, kWidth> attended;
     Accumulator<kGroups, kBlockN> scores;
-    attended.clear();
-    scores.clear();
     OnlineSoftmax<kGroups, kTerms> softmax;
     const auto use = [&](const Step& step, bool hides) {
       multiply_rows(scores, query_at(step), warp_row, key[step.stage], features.width(step));

@@ -58,26 +58,25 @@ struct CollaborativeQueries {
     Rows<T> query, key, value;
   };
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<KeyTile> key = memory.tiles<KeyTile>(2);
-    Ring<SliceTile> slice = memory.tiles<SliceTile>(2);
-    Ring<ValueTile> value = memory.tiles<ValueTile>(2);
-    Ring<DoutTile> dout = memory.tiles<DoutTile>();
-    Buffer<QueryRows<kBlockM>> query_rows = memory.take<QueryRows<kBlockM>>();
-    Buffer<float> sums = memory.take<float>(Sizes::kWarps * kSlice);
-    Buffer<float> bias = memory.take<float>(kBlockN);
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Buffer<Sources> sources = memory.take<Sources>();
-    Buffer<BlockCoord> at = memory.take<BlockCoord>();
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<KeyTile> key = tiles<KeyTile>(2);
+    Ring<SliceTile> slice = tiles<SliceTile>(2);
+    Ring<ValueTile> value = tiles<ValueTile>(2);
+    Ring<DoutTile> dout = tiles<DoutTile>();
+    Buffer<QueryRows<kBlockM>> query_rows = take<QueryRows<kBlockM>>();
+    Buffer<float> sums = take<float>(Sizes::kWarps * kSlice);
+    Buffer<float> bias = take<float>(kBlockN);
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Buffer<Sources> sources = take<Sources>();
+    Buffer<BlockCoord> at = take<BlockCoord>();
+    Terms terms = Terms(*this);
     Features features;
     Ring<QueryTile> query;  // of each step, or of a stage
 
     constexpr Memory(int64_t Ds, bool keeps_query)
-        : features(memory, Ds), query(memory.tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
+        : features(*this, Ds), query(tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
   };
-  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) { return Memory(Ds, keeps_query).memory.bytes(); }
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) { return Memory(Ds, keeps_query).bytes(); }
 
   HK_DEVICE static void run(const Params& p) {
     Memory on_chip(p.query.size[2], p.keeps_query);
@@ -93,7 +92,6 @@ struct CollaborativeQueries {
       Slice slice = features.slice<kSlice>(at.column, p.dmixing.rank > 0 && p.closed_grad);
       if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) slice.used = 0;
       Sum dmixed;
-      dmixed.clear();
       if (slice.used) add_tiles(p, list, on_chip, slice, at, h, dmixed);
       if (p.dquery && (slice.used || h == at.first_head))
         add_dquery(p, features.factors(), at, h == at.first_head, dmixed);
@@ -146,7 +144,6 @@ struct CollaborativeQueries {
     }
     copy_rows<kThreads>(on_chip.dout[0], rows_of<T>(p.dattended, at.b, h), at.first_row());
     Scores scores;
-    scores.clear();
     const auto use = [&](const Step& step, bool hides) {
       multiply_rows(scores, query_at(step), warp() * kGroups * 16, on_chip.key[step.stage], features.width(step));
       if (!features.ends(step)) return;
@@ -180,7 +177,6 @@ struct CollaborativeQueries {
     // 0 * nan is nan: keys that a row does not see must not reach its sum.
     if (partial) clean<kThreads>(key);
     Scores dscores;
-    dscores.clear();
     multiply_rows(dscores, on_chip.dout[0], warp_row, on_chip.value[half]);
     const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at.b, h), query_rows.range + warp_row, partial,
                                                       terms, hides, at.b, h, at.first_row() + warp_row, first_key);

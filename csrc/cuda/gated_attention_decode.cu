@@ -27,23 +27,21 @@ struct GatedDecode {
   using SumTile = Tile<float, kBlockM, kWidth>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<QueryTile> query = memory.tiles<QueryTile>();
-    Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
-    Buffer<Range> ranges = memory.take<Range>(kBlockM);
-    Buffer<HeadRow> head_rows = memory.take<HeadRow>(kBlockM);
-    Buffer<int> scratch = memory.take<int>(kWarps * 4);
-    Buffer<bool> bad = memory.take<bool>(kBlockN);
+  struct Memory : SharedMemory {
+    Ring<QueryTile> query = tiles<QueryTile>();
+    Ring<KeyTile> key = tiles<KeyTile>(), value = tiles<KeyTile>();
+    Buffer<Range> ranges = take<Range>(kBlockM);
+    Buffer<HeadRow> head_rows = take<HeadRow>(kBlockM);
+    Buffer<int> scratch = take<int>(kWarps * 4);
+    Buffer<bool> bad = take<bool>(kBlockN);
   };
   // Used at the end.
-  struct SumMemory {
-    SharedMemory memory;
-    Ring<SumTile> acc = memory.tiles<SumTile>(kWarps);
-    Buffer<float> row_max = memory.take<float>(kWarps * kBlockM);
-    Buffer<float> row_sum = memory.take<float>(kWarps * kBlockM);
+  struct SumMemory : SharedMemory {
+    Ring<SumTile> acc = tiles<SumTile>(kWarps);
+    Buffer<float> row_max = take<float>(kWarps * kBlockM);
+    Buffer<float> row_sum = take<float>(kWarps * kBlockM);
   };
-  static constexpr int shared_bytes() { return std::max(Memory().memory.bytes(), SumMemory().memory.bytes()); }
+  static constexpr int shared_bytes() { return std::max(Memory().bytes(), SumMemory().bytes()); }
 
   // The rows of a block, from `first` of the `count` ones of the heads from `first_head`, each of which has `length`.
   struct RowsOfGroup {
@@ -89,7 +87,6 @@ struct GatedDecode {
     const float scale = static_cast<float>(p.scale), scale_log2 = softmax_scale(p.scale, kTerms);
     const int own = warp() * kOwn;  // of the keys of a tile
     Accumulator<1, kWidth> attended;
-    attended.clear();
     OnlineSoftmax<1, kTerms> softmax;
 
     const auto from = [&](int index) {
@@ -113,7 +110,6 @@ struct GatedDecode {
       bool hides = false;
       if constexpr (kTerms) hides = add_terms(p, rows, S, first_key + own, head_rows, addends);
       Accumulator<1, kOwn> scores;
-      scores.clear();
       multiply_rows(scores, query, 0, OwnKeys{key.at(own, 0)});
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
       wait_copies<0>();
@@ -180,7 +176,6 @@ struct GatedDecode {
   HK_DEVICE static bool add_terms(const Params& p, const RowsOfGroup& rows, int S, int first_key,
                                   const HeadRow* head_rows, Accumulator<1, kOwn>& addends) {
     bool hides = false;
-    addends.clear();
     if (!p.mask.dense && !p.terms.bias && !p.terms.offset_bias) return false;
     addends.each([&](float& addend, int m, int n, int e) {
       const int row = row_of(m, e), key = first_key + column_of(n, e);
@@ -194,23 +189,18 @@ struct GatedDecode {
 
   // Adds up the sums of the warps and stores them as those of one split. All threads of the block take part; the shared
   // memory is overwritten.
-  HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows,
-                              const Accumulator<1, kWidth>& attended, const OnlineSoftmax<1, kTerms>& softmax) {
+  HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows, Accumulator<1, kWidth>& attended,
+                              const OnlineSoftmax<1, kTerms>& softmax) {
     sync_block();
     const SumMemory memory;
     float *const row_max = memory.row_max, *const row_sum = memory.row_sum;
-    HK_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      const int row = row_of(0, e);
-      HK_UNROLL
-      for (int n = 0; n < kWidth / 8; ++n) *memory.acc[warp()].at(row, column_of(n, e)) = attended.c[0][n][e];
-    }
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int index = warp() * kBlockM + row_of(0, 2 * half);
-      row_max[index] = softmax.row_max[0][half];
-      row_sum[index] = sum_of_row(softmax.row_sum[0][half]);
-    }
+    attended.each(
+        [&](float& value, int m, int n, int e) { *memory.acc[warp()].at(row_of(m, e), column_of(n, e)) = value; });
+    each_row<1>([&](int m, int half, int row) {
+      const int index = warp() * kBlockM + row;
+      row_max[index] = softmax.row_max[m][half];
+      row_sum[index] = sum_of_row(softmax.row_sum[m][half]);
+    });
     sync_block();
     const int width = static_cast<int>(p.out.size[3]);
     HK_ROLLED

@@ -36,17 +36,16 @@ struct GatedForward {
     int first_row;
   };
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<QueryTile> query = memory.tiles<QueryTile>();
-    Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
-    Buffer<Range> ranges = memory.take<Range>(kBlockM);
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Buffer<bool> bad = memory.take<bool>(kBlockN);
-    Buffer<Work> work = memory.take<Work>();
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<QueryTile> query = tiles<QueryTile>();
+    Ring<KeyTile> key = tiles<KeyTile>(), value = tiles<KeyTile>();
+    Buffer<Range> ranges = take<Range>(kBlockM);
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Buffer<bool> bad = take<bool>(kBlockN);
+    Buffer<Work> work = take<Work>();
+    Terms terms = Terms(*this);
   };
-  static constexpr int shared_bytes() { return std::max(Memory().memory.bytes(), Output::shared_bytes()); }
+  static constexpr int shared_bytes() { return std::max(Memory().bytes(), Output::shared_bytes()); }
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
@@ -77,7 +76,6 @@ struct GatedForward {
     const float scale_log2 = softmax_scale(p.scale, kTerms);
     const int warp_row = warp() * kGroups * 16;
     Accumulator<kGroups, kWidth> attended;
-    attended.clear();
     OnlineSoftmax<kGroups, kTerms> softmax;
 
     const auto from = [&](int index) { return Terms::shown_from(index, list, work.first_row, p, work.head); };
@@ -96,7 +94,6 @@ struct GatedForward {
       commit_copies();
       bool hides = terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
       Accumulator<kGroups, kBlockN> scores;
-      scores.clear();
       multiply_rows(scores, query, warp_row, key);
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
       wait_copies<0>();

@@ -35,17 +35,16 @@ struct GatedKeys {
   using Scores = Accumulator<kGroups, kOwnRows>;
   using Sum = Accumulator<kGroups, kOwnColumns>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kKeysFirst, kBlockM, kBlockN>;
-  struct Memory {
-    SharedMemory memory;
-    Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
-    Ring<RowTile> query = memory.tiles<RowTile>(2), dout = memory.tiles<RowTile>(2);
-    Ring<WeightTile> weights = memory.tiles<WeightTile>(kWide ? 1 : 0);
-    Buffer<QueryRows<kBlockM>> rows = memory.take<QueryRows<kBlockM>>();
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<KeyTile> key = tiles<KeyTile>(), value = tiles<KeyTile>();
+    Ring<RowTile> query = tiles<RowTile>(2), dout = tiles<RowTile>(2);
+    Ring<WeightTile> weights = tiles<WeightTile>(kWide ? 1 : 0);
+    Buffer<QueryRows<kBlockM>> rows = take<QueryRows<kBlockM>>();
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Terms terms = Terms(*this);
   };
   static constexpr int shared_bytes() {
-    return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kOwnColumns>::kBytes);
+    return std::max(Memory().bytes(), Sizes::kWarps * GradientPart<kGroups, kOwnColumns>::kBytes);
   }
 
   // A tile of query rows: `index` in the list of tiles, of head h.
@@ -98,8 +97,6 @@ struct GatedKeys {
     };
 
     Sum dkey, dvalue;
-    dkey.clear();
-    dvalue.clear();
     Step step = open_from(first_head);
     if constexpr (kTerms) step = shown_from(step);
     copy_rows<kThreads>(key, rows_of<T>(p.key, b, hk), first_key);
@@ -155,8 +152,6 @@ struct GatedKeys {
     const TileRows<kLayout, kBlockM> row = {rows, own_row};
     const bool wants_dkey = kSums != Sums::kValue && p.dkey;
     Scores probabilities, dscores;
-    probabilities.clear();
-    dscores.clear();
     multiply_rows(probabilities, key, warp_row, OwnRows{query.at(own_row, 0)});
     const LeftOut<kLayout, kGroups, kOwnRows> left_out(p, visible, rows.range + own_row, partial, terms, hides, b, h,
                                                        first_row + own_row, first_key + warp_row);

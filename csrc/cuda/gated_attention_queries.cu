@@ -24,16 +24,15 @@ struct GatedQueries {
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using Scores = Accumulator<kGroups, kBlockN>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
-  struct Memory {
-    SharedMemory memory;
-    Ring<RowTile> query = memory.tiles<RowTile>(), dout = memory.tiles<RowTile>();
-    Ring<KeyTile> key = memory.tiles<KeyTile>(2), value = memory.tiles<KeyTile>(2);
-    Buffer<QueryRows<kBlockM>> rows = memory.take<QueryRows<kBlockM>>();
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<RowTile> query = tiles<RowTile>(), dout = tiles<RowTile>();
+    Ring<KeyTile> key = tiles<KeyTile>(2), value = tiles<KeyTile>(2);
+    Buffer<QueryRows<kBlockM>> rows = take<QueryRows<kBlockM>>();
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Terms terms = Terms(*this);
   };
   static constexpr int shared_bytes() {
-    return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
+    return std::max(Memory().bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
   }
   static constexpr int least_blocks() { return blocks_by_memory(shared_bytes()) <= 2 ? 1 : 0; }
 
@@ -75,7 +74,6 @@ struct GatedQueries {
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
     const TileRows<kLayout, kBlockM> row = {rows, warp_row};
     Accumulator<kGroups, kWidth> dquery;
-    dquery.clear();
     for (int stage = 0, next; i < list.count(); stage ^= 1, i = next) {
       next = from(i + 1);
       const int first_key = list[i] * kBlockN;
@@ -86,8 +84,6 @@ struct GatedQueries {
       hides = sync_block_any<kTerms>(hides);
       const bool partial = !list.is_full(i) || hides;
       Scores scores, dscores;
-      scores.clear();
-      dscores.clear();
       multiply_rows(scores, query, warp_row, key[stage]);
       multiply_rows(dscores, dout, warp_row, value[stage]);
       // 0 * nan is nan: keys that a row does not see must not reach its sum.

@@ -43,16 +43,6 @@ HK_DEVICE void each_column(F&& f) {
   for (int i = 0; i < kColumns / 4; ++i) f(i / 2 * 8 + i % 2, column_of(i / 2, i % 2));
 }
 
-// Calls f(m, half, row) for every row that a lane holds of a tile.
-template <int kGroups, typename F>
-HK_DEVICE void each_row(F&& f) {
-  HK_UNROLL
-  for (int m = 0; m < kGroups; ++m) {
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) f(m, half, row_of(m, 2 * half));
-  }
-}
-
 // Adds pairs that are hidden; `ranges` are those of the tile's query rows, `first_key` its first key. The first
 // front_of(row) keys do not have to be in the range of a row.
 template <ScoreLayout kLayout, int kGroups, int kColumns, typename FrontOf>
@@ -223,9 +213,8 @@ HK_DEVICE void poison(Accumulator<kGroups, kWidth>& attended, const Pairs<kGroup
       for (int e = 0; e < 4; ++e)
         if (!hidden.holds(m, n, e) && bad[column_of(n, e)]) addend[m][e / 2] = NAN;
     }
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) addend[m][half] = sum_of_row(addend[m][half]);
   }
+  each_row<kGroups>([&](int m, int half, int) { addend[m][half] = sum_of_row(addend[m][half]); });
   attended.each([&](float& value, int m, int, int e) { value += addend[m][e / 2]; });
 }
 
