@@ -166,7 +166,7 @@ struct BiasGradient {
     const LeftOut<kLayout, 1, kBiasTile> left_out(p, visible, rows.range + warp_row, partial || hides, on_chip.terms,
                                                   hides, at.b, at.h, first_row + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.content_bias[column_of(n, e)]; });
-    centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
+    centre(dscores, row, left_out);
     on_chip.terms.to_scores(p, scores);
     dscores.each([&](float& value, int m, int n, int e) {
       value *= rows.template probability<true>(scores.c[m][n][e], kLog2e, row(m, n, e));

@@ -174,15 +174,13 @@ struct CollaborativeForward {
 
 template <typename T>
 void Kernels<T>::collaborative_attention_forward(const ForwardTask& p, const LaunchTarget& target) {
-  with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
-    with_value_width<T, terms>(p.value.size[3], [&](auto width) {
-      using Kernel = CollaborativeForward<T, width, terms>;
-      static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
-      const int64_t B = p.query.size[0], T_rows = p.query.size[1], Ds = p.query.size[2];
-      const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
-      launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM) * p.splits.count,
-                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
-    });
+  with_value_width<T>(p.value.size[3], has_terms(p) || p.terms.sinks, [&](auto width, auto terms) {
+    using Kernel = CollaborativeForward<T, width, terms>;
+    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+    const int64_t B = p.query.size[0], T_rows = p.query.size[1], Ds = p.query.size[2];
+    const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
+    launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM) * p.splits.count,
+                   Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
   });
 }
 

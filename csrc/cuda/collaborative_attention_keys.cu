@@ -198,7 +198,6 @@ struct CollaborativeKeys {
     const bool wants_dscores = p.dkey.rank > 0 || p.dcontent_bias.rank > 0;
     if (partial) leave_out_non_finite<kThreads>(query_rows, query, dout);
 
-    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
     const TileRows<kLayout, kBlockM> row = {query_rows, 0};
     const ContentBias content_bias(p.content_bias, at.b, h);
@@ -210,7 +209,7 @@ struct CollaborativeKeys {
                                                       hides, at.b, h, first_row, first_key);
     const auto to_dp = [&] {
       multiply_rows(dscores, on_chip.value[0], warp_row, dout);
-      centre(dscores, row, left_out, keep_scale);
+      centre(dscores, row, left_out);
     };
     if (kTerms && wants_dscores) to_dp();  // includes the slope of the scores
     terms.to_scores(p, probabilities, &dscores);
@@ -218,7 +217,7 @@ struct CollaborativeKeys {
     left_out.hide(probabilities);
     if (p.dvalue.rank > 0 && at.is_first_slice()) {
       Scores weights = probabilities;
-      gate_and_drop(weights, row, left_out, keep_scale);
+      gate_and_drop(weights, row, left_out);
       multiply_weights(sums.dvalue, weights, dout);
     }
     if (wants_dscores) {
@@ -242,16 +241,14 @@ struct CollaborativeKeys {
 
 template <typename T>
 void Kernels<T>::collaborative_attention_keys(const KeysParams& p, const LaunchTarget& target) {
-  with_terms(has_terms(p), [&](auto terms) {
-    with_value_width<T, terms>(p.value.size[3], [&](auto width) {
-      using Kernel = CollaborativeKeys<T, width, terms>;
-      static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
-      const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
-      const int64_t slices = p.dkey ? ceil_div(Ds, Kernel::kSlice) : 1;
-      const bool keeps_key = keeps_rows<Kernel>(Ds, target.device);
-      launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key), {p, keeps_key},
-                     target);
-    });
+  with_value_width<T>(p.value.size[3], has_terms(p), [&](auto width, auto terms) {
+    using Kernel = CollaborativeKeys<T, width, terms>;
+    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+    const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
+    const int64_t slices = p.dkey ? ceil_div(Ds, Kernel::kSlice) : 1;
+    const bool keeps_key = keeps_rows<Kernel>(Ds, target.device);
+    launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key), {p, keeps_key},
+                   target);
   });
 }
 

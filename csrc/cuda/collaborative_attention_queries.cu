@@ -181,7 +181,7 @@ struct CollaborativeQueries {
     const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at.b, h), query_rows.range + warp_row, partial,
                                                       terms, hides, at.b, h, at.first_row() + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
-    centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
+    centre(dscores, row, left_out);
     terms.to_scores(p, scores, &dscores);
     to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
     to_dscores(dscores, scores, left_out);
@@ -251,15 +251,13 @@ struct CollaborativeQueries {
 
 template <typename T>
 void Kernels<T>::collaborative_attention_queries(const QueriesParams& p, const LaunchTarget& target) {
-  with_terms(has_terms(p), [&](auto there) {
-    with_value_width<T, there>(p.value.size[3], [&](auto width) {
-      using Kernel = CollaborativeQueries<T, width, there>;
-      static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
-      const int64_t tiles = ceil_div(p.query.size[1], Kernel::kBlockM), Ds = p.query.size[2];
-      const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
-      launch<Kernel>(p.query.size[0] * tiles * ceil_div(Ds, Kernel::kSlice) * p.splits,
-                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
-    });
+  with_value_width<T>(p.value.size[3], has_terms(p), [&](auto width, auto terms) {
+    using Kernel = CollaborativeQueries<T, width, terms>;
+    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+    const int64_t tiles = ceil_div(p.query.size[1], Kernel::kBlockM), Ds = p.query.size[2];
+    const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
+    launch<Kernel>(p.query.size[0] * tiles * ceil_div(Ds, Kernel::kSlice) * p.splits,
+                   Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
   });
 }
 

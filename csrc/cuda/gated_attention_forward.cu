@@ -134,14 +134,12 @@ void Kernels<T>::gated_attention_forward(const ForwardTask& p, const LaunchTarge
     const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
     launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, kBytes, p, target);
   };
-  with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
-    with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
-      if constexpr (kHasSmall<T, width, terms>) {
-        constexpr int kBytes = GatedForward<T, width, terms, false>::shared_bytes();
-        if (!two_blocks_fit(kBytes, target.device)) return run(width, terms, std::true_type{});
-      }
-      run(width, terms, std::false_type{});
-    });
+  with_width<T>(p.query.size[3], p.value.size[3], has_terms(p) || p.terms.sinks, [&](auto width, auto terms) {
+    if constexpr (kHasSmall<T, width, terms>) {
+      constexpr int kBytes = GatedForward<T, width, terms, false>::shared_bytes();
+      if (!two_blocks_fit(kBytes, target.device)) return run(width, terms, std::true_type{});
+    }
+    run(width, terms, std::false_type{});
   });
 }
 

@@ -147,7 +147,6 @@ struct GatedKeys {
     const QueryRows<kBlockM>& rows = *memory.rows;
     const Terms& terms = memory.terms;
     const int warp_row = own_key(), own_row = warp() % kAcross * kOwnRows;
-    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
     const TileRows<kLayout, kBlockM> row = {rows, own_row};
     const bool wants_dkey = kSums != Sums::kValue && p.dkey;
@@ -157,7 +156,7 @@ struct GatedKeys {
                                                        first_row + own_row, first_key + warp_row);
     const auto to_dp = [&] {
       multiply_rows(dscores, value, warp_row, OwnRows{dout.at(own_row, 0)});
-      centre(dscores, row, left_out, keep_scale);
+      centre(dscores, row, left_out);
     };
     if (kTerms && wants_dkey) to_dp();  // includes the slope of the scores
     terms.to_scores(p, probabilities, &dscores);
@@ -165,7 +164,7 @@ struct GatedKeys {
     left_out.hide(probabilities);
     if (kSums != Sums::kKey && p.dvalue) {
       Scores weights = probabilities;
-      gate_and_drop(weights, row, left_out, keep_scale);
+      gate_and_drop(weights, row, left_out);
       add_product(dvalue, weights, dout, memory);
     }
     if (wants_dkey) {
@@ -207,20 +206,18 @@ void Kernels<T>::gated_attention_keys(const KeysParams& p, const LaunchTarget& t
     const int64_t tiles = ceil_div(p.key.size[2], Kernel::kBlockN);
     launch<Kernel>(p.key.size[0] * p.key.size[1] * tiles * p.splits, kBytes, p, target);
   };
-  with_terms(has_terms(p), [&](auto terms) {
-    with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
-      constexpr auto both = std::integral_constant<Sums, Sums::kBoth>{};
-      if constexpr (kHasWideKeys<T, width, terms>) {
-        if (runs_wide_keys(target.device)) return run(width, terms, both, std::true_type{});
-      }
-      constexpr auto wide = std::false_type{};
-      if constexpr (width <= 128) {
-        run(width, terms, both, wide);
-      } else {
-        if (p.dkey) run(width, terms, std::integral_constant<Sums, Sums::kKey>{}, wide);
-        if (p.dvalue) run(width, terms, std::integral_constant<Sums, Sums::kValue>{}, wide);
-      }
-    });
+  with_width<T>(p.query.size[3], p.value.size[3], has_terms(p), [&](auto width, auto terms) {
+    constexpr auto both = std::integral_constant<Sums, Sums::kBoth>{};
+    if constexpr (kHasWideKeys<T, width, terms>) {
+      if (runs_wide_keys(target.device)) return run(width, terms, both, std::true_type{});
+    }
+    constexpr auto wide = std::false_type{};
+    if constexpr (width <= 128) {
+      run(width, terms, both, wide);
+    } else {
+      if (p.dkey) run(width, terms, std::integral_constant<Sums, Sums::kKey>{}, wide);
+      if (p.dvalue) run(width, terms, std::integral_constant<Sums, Sums::kValue>{}, wide);
+    }
   });
 }
 

@@ -34,7 +34,6 @@ struct GatedQueries {
   static constexpr int shared_bytes() {
     return std::max(Memory().bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
   }
-  static constexpr int least_blocks() { return blocks_by_memory(shared_bytes()) <= 2 ? 1 : 0; }
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
@@ -70,7 +69,6 @@ struct GatedQueries {
     commit_copies();
     const int warp_row = warp() * kGroups * 16;
     const float scale = static_cast<float>(p.scale);
-    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
     const TileRows<kLayout, kBlockM> row = {rows, warp_row};
     Accumulator<kGroups, kWidth> dquery;
@@ -90,7 +88,7 @@ struct GatedQueries {
       if (partial) clean<kThreads>(key[stage]);
       const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, rows.range + warp_row, partial, terms, hides, b, h,
                                                         first_row + warp_row, first_key);
-      centre(dscores, row, left_out, keep_scale);
+      centre(dscores, row, left_out);
       terms.to_scores(p, scores, &dscores);
       to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
       to_dscores(dscores, scores, left_out);
@@ -107,14 +105,13 @@ struct GatedQueries {
 
 template <typename T>
 void Kernels<T>::gated_attention_queries(const QueriesParams& p, const LaunchTarget& target) {
-  with_terms(has_terms(p), [&](auto there) {
-    with_width<T, there>(p.query.size[3], p.value.size[3], [&](auto width) {
-      using Kernel = GatedQueries<T, width, there>;
-      constexpr int kBytes = Kernel::shared_bytes();
-      static_assert(kBytes <= kLeastShared);
-      const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, kBytes, p, target);
-    });
+  with_width<T>(p.query.size[3], p.value.size[3], has_terms(p), [&](auto width, auto terms) {
+    using Kernel = GatedQueries<T, width, terms>;
+    constexpr int kBytes = Kernel::shared_bytes();
+    static_assert(kBytes <= kLeastShared);
+    constexpr int kLeastBlocks = blocks_by_memory(kBytes) <= 2 ? 1 : 0;
+    const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
+    launch<Kernel, kLeastBlocks>(p.query.size[0] * p.query.size[1] * tiles, kBytes, p, target);
   });
 }
 

@@ -178,11 +178,12 @@ HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Set& set, float 
 template <ScoreLayout kLayout, int kGroups, int kColumns>
 class LeftOut {
  public:
-  // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones.
+  // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones. A tile whose terms hide
+  // pairs is `partial` too.
   template <typename Terms>
   HK_DEVICE LeftOut(const AttentionParams& p, const Visible& visible, const Range* ranges, bool partial,
                     const Terms& terms, bool hides, int b, int h, int first_row, int first_key)
-      : partial_(partial || hides), drops_(p.dropout.active) {
+      : partial_(partial), drops_(p.dropout.active), keep_scale_(static_cast<float>(p.dropout.keep_scale)) {
     if (partial_) add_hidden<kLayout>(hidden_, visible, ranges, first_key);
     if (hides) terms.add_hidden(hidden_);
     if (drops_) dropped_.template draw<kLayout>(p.dropout, b, h, first_row, first_key);
@@ -194,9 +195,11 @@ class LeftOut {
   HK_DEVICE void drop(Accumulator<kGroups, kColumns>& tile) const {
     if (drops_) fill(tile, dropped_, 0.0f);
   }
+  HK_DEVICE float keep_scale() const { return keep_scale_; }
 
  private:
   bool partial_, drops_;
+  float keep_scale_;
   Pairs<kGroups, kColumns> hidden_;
   Dropped<kGroups, kColumns> dropped_;
 };

@@ -79,7 +79,7 @@ struct TensorCore {
   // Of rows [kDepth from k, 16 columns from n].
   template <typename Tile>
   HK_DEVICE static void load_transposed(Right& right, const Tile& tile, int k, int n) {
-    load_matrices_transposed(right.b, tile.at(k + lane() % 8 + lane() / 8 % 2 * 8, n + lane() / 16 * 8));
+    load_matrices<true>(right.b, tile.at(k + lane() % 8 + lane() / 8 % 2 * 8, n + lane() / 16 * 8));
   }
 
   // Registers as the products take them.
@@ -161,14 +161,14 @@ struct TensorCore<float> {
 template <typename T, int kRows, int kColumns>
 HK_DEVICE void load(Left& left, const Tile<T, kRows, kColumns>& tile, int row, int k) {
   constexpr int kHalf = TensorCore<T>::kDepth / 2;
-  load_matrices(left.a, tile.at(row + lane() % 16, k + lane() / 16 * kHalf));
+  load_matrices<false>(left.a, tile.at(row + lane() % 16, k + lane() / 16 * kHalf));
 }
 
 // 16 columns from n, each a row of the tile, a depth of features from k.
 template <typename T, int kRows, int kColumns>
 HK_DEVICE void load(Right& right, const Tile<T, kRows, kColumns>& tile, int n, int k) {
   constexpr int kHalf = TensorCore<T>::kDepth / 2;
-  load_matrices(right.b, tile.at(n + lane() % 8 + lane() / 16 * 8, k + lane() / 8 % 2 * kHalf));
+  load_matrices<false>(right.b, tile.at(n + lane() % 8 + lane() / 16 * 8, k + lane() / 8 % 2 * kHalf));
 }
 
 // Left operands of one depth, a group of 16 rows each.
