@@ -163,7 +163,6 @@ struct Call {
 
   ForwardParams forward(bool save) {
     ForwardParams p{in.params(threads), {}, {}, {}};
-    p.closed_grad = in.closed_grad;
     p.out = make_like("out", in.dout.tensor);
     if (save && !in.gated.empty()) p.attended = make_like("attended", in.dout.tensor);
     if (save && in.alpha.tensor) p.lse = make("lse", in.compute, {2, in.B, in.H, in.T});
@@ -175,7 +174,6 @@ struct Call {
   void backward(const ForwardParams& saved) {
     BackwardParams p;
     static_cast<AttentionParams&>(p) = in.params(threads);
-    p.closed_grad = in.closed_grad;
     p.dout = in.dout.tensor;
     p.attended = in.gated.empty() ? saved.out : saved.attended;
     p.lse = saved.lse;

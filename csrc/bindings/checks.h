@@ -165,10 +165,10 @@ struct Sizes {
     require(p.query.rank == rank, "query");
     require(p.key.rank == rank, "key");
     B = p.query.size[0];
-    H = shared ? p.mixing.size[0] : p.query.size[1];
-    T = p.query.size[rank - 2];
+    H = p.heads();
+    T = p.rows();
+    S = p.keys();
     D = p.query.size[rank - 1];
-    S = p.key.size[rank - 2];
     const int64_t Hk = shared ? 1 : p.key.size[1];
     require(p.key.size[0] == B && p.key.size[rank - 1] == D && (Hk == 0 ? H == 0 : H % Hk == 0), "key");
     require(p.query.dtype == p.key.dtype, "key");
@@ -296,6 +296,7 @@ inline Sizes set_call(AttentionParams& p, const CallArguments& call, bool has_va
   p.mixing = floating(call.mixing, "mixing");
   p.content_bias = floating(call.content_bias, "content_bias");
   p.scale = call.scale;
+  p.closed_grad = call.closed_grad;
   const Sizes n(p);
   if (has_value) set_value(p, call.value, n);
   set_gate(p, call, n);

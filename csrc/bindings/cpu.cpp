@@ -12,8 +12,8 @@ int checked_threads(int threads) {
 }
 
 // The parameters of a pass of attention.
-Sizes set_attention(hk::AttentionParams& params, const CallArguments& call) {
-  const Sizes n = set_call(params, call);
+Sizes set_attention(hk::AttentionParams& params, const py::tuple& call) {
+  const Sizes n = set_call(params, read_call(call, dlpack::kCpu));
   check_alpha(params.alpha);
   require(params.gate || params.activation == hk::Activation::kIdentity, "gate_activation", "comes without gate");
   return n;
@@ -27,9 +27,7 @@ void run(hk::ForwardParams& params, int threads) {
 // `results` is (out, attended, lse).
 void attention_forward(const py::tuple& call, const py::tuple& results, int threads) {
   hk::ForwardParams params;
-  const CallArguments arguments = read_call(call, dlpack::kCpu);
-  const Sizes n = set_attention(params, arguments);
-  params.closed_grad = arguments.closed_grad;
+  const Sizes n = set_attention(params, call);
   set_outputs(params, n, results, dlpack::kCpu);
   run(params, threads);
 }
@@ -99,10 +97,8 @@ bool requires_grad(const py::tuple& tuple) {
 py::object attend(const py::tuple& call, bool recording, int threads) {
   if (!are_plain(call)) return py::none();
   hk::ForwardParams params;
-  const CallArguments arguments = read_call(call, dlpack::kCpu);
-  const Sizes n = set_attention(params, arguments);
+  const Sizes n = set_attention(params, call);
   if (!n.B || !n.H || !n.T || !params.value.size[3]) return py::none();
-  params.closed_grad = arguments.closed_grad;
   const py::object out = empty_heads(params, n, call);
   params.out = needed(given(out, dlpack::kCpu, "out"), "out");
   if (!recording || !requires_grad(call)) {
@@ -121,9 +117,7 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
 // The parameters of a backward pass, but for its gradients. `saved` is (dout, attended, lse, dlse), of which dlse may
 // be None.
 Sizes set_backward(hk::BackwardParams& params, const py::tuple& call, const py::tuple& saved) {
-  const CallArguments arguments = read_call(call, dlpack::kCpu);
-  const Sizes n = set_attention(params, arguments);
-  params.closed_grad = arguments.closed_grad;
+  const Sizes n = set_attention(params, call);
   set_saved(params, saved, dlpack::kCpu);
   const int64_t Dv = params.value.size[3];
   require(is(params.dout, {n.B, n.H, n.T, Dv}), "dout");

@@ -51,7 +51,7 @@ void store_closed_heads(const ForwardParams& params, const Attention<Real, Opera
 template <typename Real, typename Operand>
 void attention_forward(const ForwardParams& params) {
   const Attention<Real, Operand> op(params);
-  if (few_rows(params) && !params.alpha) return decode(params, op);
+  if (params.rows() <= kFewRows && !params.alpha) return decode(params, op);
   const int64_t tile_bytes = buffer_bytes<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
   store_closed_heads(params, op);

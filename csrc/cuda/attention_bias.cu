@@ -45,9 +45,9 @@ struct BiasGradient {
 
     HK_DEVICE explicit Sizes(const BiasParams& p)
         : B(static_cast<int>(p.query.size[0])),
-          H(static_cast<int>(p.mixing.rank > 0 ? p.mixing.size[0] : p.query.size[1])),
-          T_rows(static_cast<int>(p.query.size[p.query.rank - 2])),
-          S(static_cast<int>(p.key.size[p.key.rank - 2])),
+          H(static_cast<int>(p.heads())),
+          T_rows(static_cast<int>(p.rows())),
+          S(static_cast<int>(p.keys())),
           row_tiles(ceil_div(T_rows, kBiasTile)),
           key_tiles(ceil_div(S, kBiasTile)) {}
   };
@@ -141,7 +141,7 @@ struct BiasGradient {
   // Adds the dscores of a tile.
   HK_DEVICE static void add_tile(const Params& p, const Sizes& n, Memory& on_chip, const Head& at, int first_row,
                                  int first_key, Scores& sums) {
-    if (p.dense_cells.data && Terms::shown(p, at, first_row, first_key) == kHidden) return;
+    if (p.mask.dense_cells && Terms::shown(p, at, first_row, first_key) == kHidden) return;
     const Visible visible(p.mask, at.b, at.h, n.T_rows, n.S);
     QueryRows<kBiasTile>& rows = *on_chip.query_rows;
     sync_block();  // no thread reads the tile before any more
@@ -180,8 +180,7 @@ struct BiasGradient {
                                  Scores& scores, Scores& dp) {
     const Features& features = on_chip.features;
     const bool mixes = p.mixing.rank > 0;
-    const int heads = static_cast<int>(mixes ? p.mixing.size[0] : p.query.size[1]);
-    const int of_keys = at.h / (heads / static_cast<int>(p.value.size[1]));
+    const int of_keys = at.h / (static_cast<int>(p.heads()) / static_cast<int>(p.value.size[1]));
     const int of_scores = mixes ? features.steps() : ceil_div(static_cast<int>(p.query.size[3]), kStepWidth);
     const int steps = of_scores + ceil_div(static_cast<int>(p.value.size[3]), kStepWidth);
     const auto gathered = [&](int step) { return features.at(Step{0, step}); };
@@ -237,13 +236,11 @@ template <typename T>
 void Kernels<T>::attention_bias(const BiasParams& p, const LaunchTarget& target) {
   using Kernel = BiasGradient<T>;
   static_assert(Kernel::shared_bytes(kWidestShared) <= kLeastShared);
-  const int64_t H = p.mixing ? p.mixing.size[0] : p.query.size[1];
-  const int64_t row_tiles = ceil_div(p.query.size[p.query.rank - 2], kBiasTile);
-  const int64_t key_tiles = ceil_div(p.key.size[p.key.rank - 2], kBiasTile);
+  const int64_t row_tiles = ceil_div(p.rows(), kBiasTile), key_tiles = ceil_div(p.keys(), kBiasTile);
   const int64_t* const size = p.terms.bias.size;
   const int64_t blocks =
       p.dbias ? p.splits * size[0] * size[1] * size[2] * (size[3] == 1 ? 1 : row_tiles) * (size[4] == 1 ? 1 : key_tiles)
-      : row_tiles && key_tiles ? p.query.size[0] * H * (row_tiles + key_tiles - 1)
+      : row_tiles && key_tiles ? p.query.size[0] * p.heads() * (row_tiles + key_tiles - 1)
                                : 0;
   launch<Kernel>(blocks, Kernel::shared_bytes(p.mixing ? p.mixing.size[1] : 0), p, target);
 }

@@ -152,9 +152,8 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
   HK_DEVICE static void run(const Params& p) {
     Memory on_chip(p.mixing.size[1]);
     const bool mixes = p.mixing.rank > 0;
-    const int T_rows = static_cast<int>(p.query.size[p.query.rank - 2]);
-    const int S = static_cast<int>(p.key.size[p.key.rank - 2]);
-    const HeadTile at(mixes ? p.mixing.size[0] : p.query.size[1], ceil_div(T_rows, kBlock));
+    const int T_rows = static_cast<int>(p.rows()), S = static_cast<int>(p.keys());
+    const HeadTile at(p.heads(), ceil_div(T_rows, kBlock));
     const int first_row = at.tile * kBlock, warp_row = warp() * 16;
     const Head head = {at.b, at.h, T_rows, S};
     const Visible visible(p.mask, at.b, at.h, T_rows, S);
@@ -243,9 +242,8 @@ struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
   HK_DEVICE static void run(const Params& p) {
     Memory on_chip(p.mixing.size[1]);
     const bool mixes = p.mixing.rank > 0;
-    const int T_rows = static_cast<int>(p.query.size[p.query.rank - 2]);
-    const int S = static_cast<int>(p.key.size[p.key.rank - 2]);
-    const int H = static_cast<int>(mixes ? p.mixing.size[0] : p.query.size[1]);
+    const int T_rows = static_cast<int>(p.rows()), S = static_cast<int>(p.keys());
+    const int H = static_cast<int>(p.heads());
     const KeyHeadTile at(p.query.size[0], H, ceil_div(S, kBlock));
     const int first_key = at.tile * kBlock;
     const Head head = {at.b, at.head, T_rows, S};
@@ -299,13 +297,11 @@ template <typename T>
 void Kernels<T>::attention_statistics(const StatisticsPass& p, const LaunchTarget& target) {
   using Kernel = Statistics<T>;
   static_assert(Kernel::shared_bytes(kWidestShared) <= kLeastShared);
-  const int64_t H = p.mixing ? p.mixing.size[0] : p.query.size[1];
-  const int64_t tiles = ceil_div(p.query.size[p.query.rank - 2], Kernel::kBlock);
+  const int64_t heads = p.query.size[0] * p.heads();
   const int bytes = Kernel::shared_bytes(p.mixing ? p.mixing.size[1] : 0);
-  launch<Kernel>(p.query.size[0] * H * tiles, bytes, p, target);
+  launch<Kernel>(heads * ceil_div(p.rows(), Kernel::kBlock), bytes, p, target);
   if (!p.received) return;
-  const int64_t key_tiles = ceil_div(p.key.size[p.key.rank - 2], Kernel::kBlock);
-  launch<Received<T>>(p.query.size[0] * H * key_tiles, bytes, p, target);
+  launch<Received<T>>(heads * ceil_div(p.keys(), Kernel::kBlock), bytes, p, target);
 }
 
 HK_INSTANTIATE_KERNELS

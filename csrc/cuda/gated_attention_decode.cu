@@ -150,7 +150,7 @@ struct GatedDecode {
  private:
   // Whether the dense mask shows a pair of a tile of keys to one of the rows' heads.
   HK_DEVICE static bool shows(const Params& p, const RowsOfGroup& rows, int S, int first_key) {
-    if (!kTerms || !p.dense_cells.data) return true;
+    if (!kTerms || !p.mask.dense_cells) return true;
     const int last = min_of(rows.first + kBlockM, rows.count) - 1 - rows.first;
     for (int h = rows(0).h; h <= rows(last).h; ++h) {
       if (Terms::shown(p, {rows.b, h, rows.length, S}, 0, first_key) != kHidden) return true;

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "cuda/launch.h"
-#include "emulator/settings.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
