@@ -76,7 +76,7 @@ struct TileScratch {
         kept_scores(w.take<Real>(op.kept_tiles * BLOCK_N * BLOCK_M)),
         kept_maxima(w.take<Real>(op.kept_tiles * (BLOCK_N / kKeysPerMaximum) * BLOCK_M)),
         near(w.take<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>))),
-        kept(w.take_objects<KeySpan>(op.kept_tiles)),
+        kept(w.take<KeySpan>(op.kept_tiles)),
         key(w, op.D, tiles > 1),
         value(w, op.Dv, tiles > 1) {}
 };

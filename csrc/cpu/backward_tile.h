@@ -42,7 +42,7 @@ struct BackwardTile : QueryTile<Real, Operand> {
   static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
   // What the loop over the keys reads and writes of a tile whose rows are finite.
   static int64_t cached_bytes(const Attention<Real, Operand>& op) {
-    return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
+    return buffer_bytes<BackwardTile>(1) + QueryTile<Real, Operand>::bytes(op) +
            buffer_bytes<Operand>(row_stride<Operand>(op.D) * kRows) +
            buffer_bytes<Operand>(row_stride<Operand>(op.Dv) * kRows) +
            buffer_bytes<Real>(round_up(op.D, kLanes<Real>) * BLOCK_M);
@@ -98,7 +98,7 @@ struct BackwardScratch : TileScratch<Real, Operand> {
         slopes(w.take<Real>(BLOCK_N * BLOCK_M)),
         probs_packed(w.take<Operand>(this->kWeights)),
         dscores_packed(w.take<Operand>(this->kWeights)),
-        near_tiles(w.take_objects<NearTile<Real>>(op.kept_tiles)),
+        near_tiles(w.take<NearTile<Real>>(op.kept_tiles)),
         kept_slopes(w.take<Real>((op.params.terms.softcap != 0.0 ? op.kept_tiles : 0) * BLOCK_N * BLOCK_M)),
         near_keys(w, op.kept_tiles > 0 ? op.D : 0, false) {}
 };

@@ -106,7 +106,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
     const bool pairs = keys.dkey || keys.dvalue || keys.dcontent_bias || !dquery_features.empty();
     for (int64_t first = 0; first < this->T; first += tiles_together * BLOCK_M) {
       const size_t mark = workspace.mark();
-      auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(tiles_together);
+      auto* tiles = workspace.take<BackwardTile<Real, Operand>>(tiles_together);
       int64_t count = 0;
       for (int64_t row = first; row < std::min(this->T, first + tiles_together * BLOCK_M); row += BLOCK_M) {
         const VisibleRows<Real> visible(p.mask, b, h, row, this->T, this->S);

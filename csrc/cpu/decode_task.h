@@ -49,13 +49,13 @@ class DecodeTask {
   void run(int64_t b, int64_t first, int64_t heads, int64_t part, SumsOf sums_of, Workspace& workspace) const {
     const int64_t begin = part * kPart, size = std::min(op_.S - begin, kPart);
     const size_t mark = workspace.mark();
-    KeyHead* open = workspace.take_objects<KeyHead>(heads);
+    KeyHead* open = workspace.take<KeyHead>(heads);
     int64_t count = 0;
     for (int64_t hk = first; hk < first + heads; ++hk) {
       const PartSums<Real> sums = sums_of(hk);
       std::fill(sums.weights, sums.weights + rows_, Real(0));
-      Row* rows = workspace.take_objects<Row>(rows_);
-      Head<Real>* of_rows = workspace.take_objects<Head<Real>>(op_.heads_per_key);
+      Row* rows = workspace.take<Row>(rows_);
+      Head<Real>* of_rows = workspace.take<Head<Real>>(op_.heads_per_key);
       const int64_t found = find_rows(op_, b, hk, begin, begin + size, of_rows, rows);
       if (!found) continue;
       Real* queries = workspace.take<Real>(found * query_stride_);
@@ -192,7 +192,7 @@ class DecodeTask {
 
   // The sums of values, stored by slot.
   void add_values(const KeyHead* heads, int64_t heads_count, int64_t begin, int64_t size, Workspace& workspace) const {
-    Values* sources = workspace.take_objects<Values>(heads_count * rows_);
+    Values* sources = workspace.take<Values>(heads_count * rows_);
     int64_t count = 0;
     for (int64_t i = 0; i < heads_count; ++i) {
       const KeyHead& head = heads[i];

@@ -36,7 +36,7 @@ struct GatedAttentionBackward : Attention<Real, Operand> {
     Real* const dalpha = with_rows ? static_cast<Real*>(p.dalpha.data) : nullptr;
     const bool pairs = keys.dkey || keys.dvalue || keys.bias || with_dquery || centers || dalpha;
     const size_t mark = workspace.mark();
-    auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(items.size);
+    auto* tiles = workspace.take<BackwardTile<Real, Operand>>(items.size);
     int64_t count = 0;
     const Range places = items.tiles(item);
     for (int64_t i = places.begin; i < places.end; ++i) {

@@ -76,15 +76,8 @@ struct CollaborativeForward {
 
   HK_DEVICE static void run(const Params& p) {
     const Memory memory(p.query.size[2], p.keeps_query);
-    const Ring<KeyTile> key = memory.key;
-    const Ring<ValueTile> value = memory.value;
-    const Ring<QueryTile> query = memory.query;
-    Range* const ranges = memory.ranges;
-    float* const bias = memory.bias;
-    bool* const bad = memory.bad;
     Sources& rows = *memory.sources;
     BlockCoord& at = *memory.at;
-    const Terms& terms = memory.terms;
     Features features = memory.features;
 
     if (thread_index() == 0) {
@@ -99,7 +92,7 @@ struct CollaborativeForward {
       const int T_rows = static_cast<int>(p.query.size[1]);
       return Visible(p.mask, at.b, at.h, rows_taking_part(p, closed, T_rows), static_cast<int>(p.key.size[1]));
     };
-    for (int i = thread_index(); i < kBlockM; i += kThreads) ranges[i] = visible().range(at.first_row + i);
+    for (int i = thread_index(); i < kBlockM; i += kThreads) memory.ranges[i] = visible().range(at.first_row + i);
     const TileList list =
         tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, memory.scratch).share(at.split, p.splits.count);
     if (list.count()) features.set<kThreads>(p.mixing, at.h);
@@ -110,20 +103,20 @@ struct CollaborativeForward {
     const auto from = [&](int index) {
       return Terms::shown_from(index, list, at.first_row, p, head_of(p, at.b, at.h));
     };
-    const auto query_at = [&](const Step& step) { return query[p.keeps_query ? step.place : step.stage]; };
+    const auto query_at = [&](const Step& step) { return memory.query[p.keeps_query ? step.place : step.stage]; };
     const int first_tile = from(0);
     const auto copies_query = [&](const Step& step) { return !p.keeps_query || step.tile == first_tile; };
     const auto copy = [&](const Step& step) {
       const int first_key = list[step.tile] * kBlockN;
       if (copies_query(step)) copy_features<kThreads>(query_at(step), rows.query, at.first_row, features.at(step));
-      copy_features<kThreads>(key[step.stage], rows.key, first_key, features.at(step));
-      if (features.ends(step)) copy_rows<kThreads>(value[step.template half<kTerms>()], rows.value, first_key);
+      copy_features<kThreads>(memory.key[step.stage], rows.key, first_key, features.at(step));
+      if (features.ends(step)) copy_rows<kThreads>(memory.value[step.template half<kTerms>()], rows.value, first_key);
     };
     const auto mix = [&](const Step& step) {
       if (copies_query(step)) mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
     };
     const auto stage = [&](const Step& step) {
-      return terms.template stage<kThreads>(p, head_of(p, at.b, at.h), at.first_row, list[step.tile] * kBlockN);
+      return memory.terms.template stage<kThreads>(p, head_of(p, at.b, at.h), at.first_row, list[step.tile] * kBlockN);
     };
     const auto bias_of = [&](const Step& step) {
       return ContentBias(p.content_bias, at.b, at.h).at(list[step.tile] * kBlockN + thread_index());
@@ -133,21 +126,21 @@ struct CollaborativeForward {
     Accumulator<kGroups, kBlockN> scores;
     OnlineSoftmax<kGroups, kTerms> softmax;
     const auto use = [&](const Step& step, bool hides) {
-      multiply_rows(scores, query_at(step), warp_row, key[step.stage], features.width(step));
+      multiply_rows(scores, query_at(step), warp_row, memory.key[step.stage], features.width(step));
       if (!features.ends(step)) return;
       const int first_key = list[step.tile] * kBlockN;
-      const ValueTile tile_value = value[step.template half<kTerms>()];
+      const ValueTile tile_value = memory.value[step.template half<kTerms>()];
       if (p.content_bias.rank > 0) {
-        scores.each([&](float& score, int, int n, int e) { score += bias[column_of(n, e)]; });
+        scores.each([&](float& score, int, int n, int e) { score += memory.bias[column_of(n, e)]; });
       }
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
-      terms.to_scores(p, scores);
+      memory.terms.to_scores(p, scores);
       if (!list.is_full(step.tile) || hides) {
         Pairs<kGroups, kBlockN> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
-        if (hides) terms.add_hidden(hidden);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), memory.ranges + warp_row, first_key);
+        if (hides) memory.terms.add_hidden(hidden);
         fill(scores, hidden, -kInfinity);
-        if (clean<kThreads>(tile_value, bad)) poison(attended, hidden, bad);
+        if (clean<kThreads>(tile_value, memory.bad)) poison(attended, hidden, memory.bad);
       }
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
@@ -160,7 +153,7 @@ struct CollaborativeForward {
     };
     if (first_tile < list.count()) {
       each_tile_step<kTerms, kBlockN>(features, first_tile, list, from, copy, mix, stage, use, bias_of,
-                                      [&](float number) { bias[thread_index()] = number; });
+                                      [&](float number) { memory.bias[thread_index()] = number; });
     }
     if (p.stores == Stores::kSplits) {
       store_split(p, at.split, at.b, at.h, at.first_row + warp_row, visible().T(), attended, softmax);

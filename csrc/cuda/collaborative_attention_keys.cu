@@ -190,7 +190,6 @@ struct CollaborativeKeys {
                                  Sums& sums) {
     const SliceTile query = on_chip.slice[half];
     const DoutTile dout = on_chip.dout[half];
-    const Terms& terms = on_chip.terms;
     const QueryRows<kBlockM>& query_rows = *on_chip.query_rows;
     const int warp_row = warp() * kGroups * 16, first_key = at.first_key + warp_row;
     const int first_row = list[tile] * kBlockM;
@@ -205,14 +204,14 @@ struct CollaborativeKeys {
     each_row<kGroups>([&](int m, int half, int own) { bias[m][half] = content_bias.at(first_key + own); });
     probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
     Scores dscores;
-    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at.b, h), query_rows.range, partial, terms,
-                                                      hides, at.b, h, first_row, first_key);
+    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at.b, h), query_rows.range, partial,
+                                                      on_chip.terms, hides, at.b, h, first_row, first_key);
     const auto to_dp = [&] {
       multiply_rows(dscores, on_chip.value[0], warp_row, dout);
       centre(dscores, row, left_out);
     };
     if (kTerms && wants_dscores) to_dp();  // includes the slope of the scores
-    terms.to_scores(p, probabilities, &dscores);
+    on_chip.terms.to_scores(p, probabilities, &dscores);
     to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (p.dvalue.rank > 0 && at.is_first_slice()) {

@@ -168,7 +168,6 @@ struct CollaborativeQueries {
                                  Sum& dmixed) {
     const int half = step.template half<kTerms>();
     const SliceTile key = on_chip.slice[half];
-    const Terms& terms = on_chip.terms;
     const QueryRows<kBlockM>& query_rows = *on_chip.query_rows;
     const int warp_row = warp() * kGroups * 16, first_key = list[step.tile] * kBlockN;
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
@@ -179,10 +178,11 @@ struct CollaborativeQueries {
     Scores dscores;
     multiply_rows(dscores, on_chip.dout[0], warp_row, on_chip.value[half]);
     const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at.b, h), query_rows.range + warp_row, partial,
-                                                      terms, hides, at.b, h, at.first_row() + warp_row, first_key);
+                                                      on_chip.terms, hides, at.b, h, at.first_row() + warp_row,
+                                                      first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
     centre(dscores, row, left_out);
-    terms.to_scores(p, scores, &dscores);
+    on_chip.terms.to_scores(p, scores, &dscores);
     to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
     to_dscores(dscores, scores, left_out);
     multiply_weights(dmixed, dscores, key, [&](int n) { return slice.has(n); });

@@ -64,16 +64,13 @@ struct GatedDecode {
     const Memory memory;
     const QueryTile query = memory.query[0];
     const KeyTile key = memory.key[0], value = memory.value[0];
-    Range* const ranges = memory.ranges;
-    HeadRow* const head_rows = memory.head_rows;
-    bool* const bad = memory.bad;
 
     bool open = false;
     if (thread_index() < kBlockM) {
       const HeadRow row = rows(thread_index());
       open = rows.has(thread_index()) && !Gate(p.gate, p.activation).closes(b, row.h);
-      head_rows[thread_index()] = row;
-      ranges[thread_index()] = open ? Visible(p.mask, b, row.h, T_rows, S).range(row.i) : Range{0, 0};
+      memory.head_rows[thread_index()] = row;
+      memory.ranges[thread_index()] = open ? Visible(p.mask, b, row.h, T_rows, S).range(row.i) : Range{0, 0};
     }
     const Visible visible(p.mask, b, 0, T_rows, S);
     int front = 0;
@@ -81,7 +78,7 @@ struct GatedDecode {
       front = max_of(front, visible.front_of(h));
     const TileList list =
         tiles_of_ranges<kThreads, kBlockM, kBlockN>(
-            visible, [&](int) { return open; }, [&](int row) { return ranges[row]; }, front, memory.scratch)
+            visible, [&](int) { return open; }, [&](int row) { return memory.ranges[row]; }, front, memory.scratch)
             .share(at.split, p.splits.count);
     const Rows<T> keys = rows_of<T>(p.key, b, at.h), values = rows_of<T>(p.value, b, at.h);
     const float scale = static_cast<float>(p.scale), scale_log2 = softmax_scale(p.scale, kTerms);
@@ -108,7 +105,7 @@ struct GatedDecode {
       commit_copies();
       Accumulator<1, kOwn> addends;
       bool hides = false;
-      if constexpr (kTerms) hides = add_terms(p, rows, S, first_key + own, head_rows, addends);
+      if constexpr (kTerms) hides = add_terms(p, rows, S, first_key + own, memory.head_rows, addends);
       Accumulator<1, kOwn> scores;
       multiply_rows(scores, query, 0, OwnKeys{key.at(own, 0)});
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
@@ -123,8 +120,8 @@ struct GatedDecode {
       }
       if (!list.is_full(i) || hides) {
         Pairs<1, kOwn> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible, ranges, first_key + own, [&](int row) {
-          return ranges[row].empty() ? 0 : visible.front_of(head_rows[row].h);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible, memory.ranges, first_key + own, [&](int row) {
+          return memory.ranges[row].empty() ? 0 : visible.front_of(memory.head_rows[row].h);
         });
         if (hides) {
           addends.each([&](float& addend, int m, int n, int e) {
@@ -132,13 +129,13 @@ struct GatedDecode {
           });
         }
         fill(scores, hidden, -kInfinity);
-        if (clean<kThreads>(value, bad)) poison(attended, hidden, bad + own);
+        if (clean<kThreads>(value, memory.bad)) poison(attended, hidden, memory.bad + own);
       }
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
         Dropped<1, kOwn> dropped;
         dropped.template draw<ScoreLayout::kRowsFirst>(
-            p.dropout, b, [&](int row) { return head_rows[row]; }, first_key + own);
+            p.dropout, b, [&](int row) { return memory.head_rows[row]; }, first_key + own);
         fill(scores, dropped, 0.0f);
       }
       multiply_weights(attended, scores, OwnKeys{value.at(own, 0)});

@@ -61,13 +61,10 @@ struct GatedForward {
     const Memory memory;
     const QueryTile query = memory.query[0];
     const KeyTile key = memory.key[0], value = memory.value[0];
-    Range* const ranges = memory.ranges;
-    bool* const bad = memory.bad;
     Work& work = *memory.work;
-    const Terms& terms = memory.terms;
 
     HK_ROLLED
-    for (int i = thread_index(); i < kBlockM; i += kThreads) ranges[i] = visible(own).range(first_row + i);
+    for (int i = thread_index(); i < kBlockM; i += kThreads) memory.ranges[i] = visible(own).range(first_row + i);
     const TileList seen = tiles_seen<kThreads, kBlockM, kBlockN>(visible(own), first_row, memory.scratch);
     if (thread_index() == 0) work = {rows_of<T>(p.key, b, hk), rows_of<T>(p.value, b, hk), seen, own, first_row};
     sync_block();
@@ -92,7 +89,7 @@ struct GatedForward {
       sync_block();  // the keys have landed, and no thread reads the values before them
       copy_rows<kThreads>(value, work.value, first_key);
       commit_copies();
-      bool hides = terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
+      bool hides = memory.terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
       Accumulator<kGroups, kBlockN> scores;
       multiply_rows(scores, query, warp_row, key);
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
@@ -102,13 +99,13 @@ struct GatedForward {
       next_key = next < count ? list[next] * kBlockN : 0;
       if (next < count) copy_rows<kThreads>(key, work.key, next_key);
       commit_copies();
-      terms.to_scores(p, scores);
+      memory.terms.to_scores(p, scores);
       if (!list.is_full(i) || hides) {
         Pairs<kGroups, kBlockN> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(work.head), ranges + warp_row, first_key);
-        if (hides) terms.add_hidden(hidden);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(work.head), memory.ranges + warp_row, first_key);
+        if (hides) memory.terms.add_hidden(hidden);
         fill(scores, hidden, -kInfinity);
-        if (clean<kThreads>(value, bad)) poison(attended, hidden, bad);
+        if (clean<kThreads>(value, memory.bad)) poison(attended, hidden, memory.bad);
       }
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {

@@ -67,7 +67,6 @@ struct GatedKeys {
     const KeyTile key = memory.key[0], value = memory.value[0];
     const Ring<RowTile> query = memory.query, dout = memory.dout;
     QueryRows<kBlockM>& rows = *memory.rows;
-    const Terms& terms = memory.terms;
 
     // The list for all heads: if intervals differ by head, a block has one head.
     const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible(first_head), first_key, memory.scratch);
@@ -115,7 +114,7 @@ struct GatedKeys {
         if (thread_index() < kBlockM) next_row = row_of_tile(next);
       }
       commit_copies();
-      bool hides = terms.template stage<kThreads>(p, head_of(step.h), first_row, first_key);
+      bool hides = memory.terms.template stage<kThreads>(p, head_of(step.h), first_row, first_key);
       wait_copies<1>();
       hides = sync_block_any<kTerms>(hides);
       const bool partial = !list.is_full(step.index) || hides;
@@ -145,21 +144,20 @@ struct GatedKeys {
     using OwnRows = Tile<T, kOwnRows, kWidth>;
     const KeyTile key = memory.key[0], value = memory.value[0];
     const QueryRows<kBlockM>& rows = *memory.rows;
-    const Terms& terms = memory.terms;
     const int warp_row = own_key(), own_row = warp() % kAcross * kOwnRows;
     constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
     const TileRows<kLayout, kBlockM> row = {rows, own_row};
     const bool wants_dkey = kSums != Sums::kValue && p.dkey;
     Scores probabilities, dscores;
     multiply_rows(probabilities, key, warp_row, OwnRows{query.at(own_row, 0)});
-    const LeftOut<kLayout, kGroups, kOwnRows> left_out(p, visible, rows.range + own_row, partial, terms, hides, b, h,
-                                                       first_row + own_row, first_key + warp_row);
+    const LeftOut<kLayout, kGroups, kOwnRows> left_out(p, visible, rows.range + own_row, partial, memory.terms, hides,
+                                                       b, h, first_row + own_row, first_key + warp_row);
     const auto to_dp = [&] {
       multiply_rows(dscores, value, warp_row, OwnRows{dout.at(own_row, 0)});
       centre(dscores, row, left_out);
     };
     if (kTerms && wants_dkey) to_dp();  // includes the slope of the scores
-    terms.to_scores(p, probabilities, &dscores);
+    memory.terms.to_scores(p, probabilities, &dscores);
     to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (kSums != Sums::kKey && p.dvalue) {

@@ -47,7 +47,6 @@ struct GatedQueries {
     const RowTile query = memory.query[0], dout = memory.dout[0];
     const Ring<KeyTile> key = memory.key, value = memory.value;
     QueryRows<kBlockM>& rows = *memory.rows;
-    const Terms& terms = memory.terms;
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
@@ -77,7 +76,7 @@ struct GatedQueries {
       const int first_key = list[i] * kBlockN;
       if (next < list.count()) copy(next, stage ^ 1);
       commit_copies();
-      bool hides = terms.template stage<kThreads>(p, head, first_row, first_key);
+      bool hides = memory.terms.template stage<kThreads>(p, head, first_row, first_key);
       wait_copies<1>();
       hides = sync_block_any<kTerms>(hides);
       const bool partial = !list.is_full(i) || hides;
@@ -86,10 +85,10 @@ struct GatedQueries {
       multiply_rows(dscores, dout, warp_row, value[stage]);
       // 0 * nan is nan: keys that a row does not see must not reach its sum.
       if (partial) clean<kThreads>(key[stage]);
-      const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, rows.range + warp_row, partial, terms, hides, b, h,
-                                                        first_row + warp_row, first_key);
+      const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, rows.range + warp_row, partial, memory.terms, hides,
+                                                        b, h, first_row + warp_row, first_key);
       centre(dscores, row, left_out);
-      terms.to_scores(p, scores, &dscores);
+      memory.terms.to_scores(p, scores, &dscores);
       to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
       to_dscores(dscores, scores, left_out);
       multiply_weights(dquery, dscores, key[stage]);
