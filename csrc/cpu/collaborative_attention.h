@@ -94,7 +94,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
     Real* dvalue = p.dvalue ? own.dvalue : nullptr;
     if (dvalue && h % this->heads_per_value == 0) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
     std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
-    const HeadGradients gradients = head_gradients(*this, p, b, h, true);
+    const HeadGradients<Real> gradients = head_gradients(*this, p, b, h, true);
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias, {}};
     // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of them.
     Ranges dquery_features;

@@ -63,7 +63,7 @@ void attention_forward(const ForwardParams& params) {
     const Range places = items.tiles(item);
     for (int64_t i = places.begin; i < places.end; ++i) {
       const TilePlace at = items.place(i);
-      Outputs empty = outputs_of(op, params, at.b, at.h);
+      Outputs<Real> empty = outputs_of(op, params, at.b, at.h);
       if (op.gate.closed(at.b, at.h)) {
         empty.out = {};  // stored above
         store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,

@@ -45,7 +45,7 @@ struct GatedAttentionBackward : Attention<Real, Operand> {
       if (!with_rows && !visible.meets(range)) continue;
       if (with_dquery && !computes(at, visible))
         store_zeros<Real>(rows_at(p.dquery, at.b, at.h), at.first_row, visible.count, this->D);
-      const HeadGradients gradients = head_gradients(*this, p, at.b, at.h, with_rows);
+      const HeadGradients<Real> gradients = head_gradients(*this, p, at.b, at.h, with_rows);
       BackwardTile<Real, Operand>& tile =
           *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, at.b, at.h, visible);
       if (!prepare_tile(*this, gradients, tile, scratch) || !pairs) continue;
