@@ -121,8 +121,8 @@ struct CollaborativeKeys {
     }
   }
 
-  HK_DEVICE static int slices_of(const KeysParams& p) {
-    return p.dkey.rank > 0 ? ceil_div(static_cast<int>(p.key.size[2]), kSlice) : 1;
+  static constexpr int slices_of(const KeysParams& p) {
+    return p.dkey ? ceil_div(static_cast<int>(p.key.size[2]), kSlice) : 1;
   }
 
  private:
@@ -244,10 +244,9 @@ void Kernels<T>::collaborative_attention_keys(const KeysParams& p, const LaunchT
     using Kernel = CollaborativeKeys<T, width, terms>;
     static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
     const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
-    const int64_t slices = p.dkey ? ceil_div(Ds, Kernel::kSlice) : 1;
     const bool keeps_key = keeps_rows<Kernel>(Ds, target.device);
-    launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key), {p, keeps_key},
-                   target);
+    launch<Kernel>(p.key.size[0] * tiles * Kernel::slices_of(p) * p.splits, Kernel::shared_bytes(Ds, keeps_key),
+                   {p, keeps_key}, target);
   });
 }
 

@@ -154,12 +154,8 @@ struct CollaborativeQueries {
                                     [&](float number) { on_chip.bias[thread_index()] = number; });
     // Rows that see no key take part in no sum, even if keys of their tiles are not finite.
     dmixed.each([&](float& sum, int m, int, int e) {
-      if (is_blind(on_chip, row_of(m, e))) sum = 0.0f;
+      if (on_chip.query_rows->lse[warp() * kGroups * 16 + row_of(m, e)] == kInfinity) sum = 0.0f;
     });
-  }
-
-  HK_DEVICE static bool is_blind(const Memory& on_chip, int warp_row) {
-    return on_chip.query_rows->lse[warp() * kGroups * 16 + warp_row] == kInfinity;
   }
 
   // Adds one tile of keys, from its scores without the content bias.
