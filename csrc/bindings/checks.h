@@ -114,6 +114,16 @@ inline bool is_dense(const Tensor& t) {
   return true;
 }
 
+// A contiguous tensor of these sizes, without memory.
+inline Tensor dense(std::initializer_list<int64_t> sizes) {
+  Tensor t;
+  t.rank = static_cast<int>(sizes.size());
+  std::copy(sizes.begin(), sizes.end(), t.size);
+  int64_t step = 1;
+  for (int d = t.rank - 1; d >= 0; step *= std::max<int64_t>(1, t.size[d--])) t.stride[d] = step;
+  return t;
+}
+
 // Whether the last dimension is contiguous.
 inline bool has_rows(const Tensor& t) {
   const int last = t.rank - 1;
@@ -308,6 +318,18 @@ inline Sizes set_call(AttentionParams& p, const CallArguments& call, bool has_va
   require(!p.alpha || !p.terms.sinks, "sinks", "comes with alpha");
   n.check(p.alpha, {n.H}, "alpha");
   return n;
+}
+
+// A [B, H, T, Dv] without memory, in the memory order of the query, or of the value if the query is shared, like
+// `empty_heads` of ops/buffers.py.
+inline Tensor heads_like(const AttentionParams& p, const Sizes& n) {
+  const Tensor& like = p.mixing ? p.value : p.query;
+  Tensor t = dense({n.B, n.H, n.T, p.value.size[3]});
+  if (like.stride[1] < like.stride[2]) {  // tokens first
+    t.stride[1] = t.stride[2];
+    t.stride[2] *= std::max<int64_t>(1, n.H);
+  }
+  return t;
 }
 
 // Checks the numbers of an `alpha` in memory of the CPU.

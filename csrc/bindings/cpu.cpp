@@ -34,11 +34,10 @@ void attention_forward(const py::tuple& call, const py::tuple& results, int thre
 
 using Numbers = std::initializer_list<int64_t>;
 
-py::object tuple_of(Numbers numbers) {
-  py::object result = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  Py_ssize_t i = 0;
-  for (const int64_t number : numbers)
-    PyTuple_SET_ITEM(result.ptr(), i++, checked(PyLong_FromLongLong(number)).release().ptr());
+py::object tuple_of(const int64_t* numbers, int count) {
+  py::object result = checked(PyTuple_New(count));
+  for (int i = 0; i < count; ++i)
+    PyTuple_SET_ITEM(result.ptr(), i, checked(PyLong_FromLongLong(numbers[i])).release().ptr());
   return result;
 }
 
@@ -47,9 +46,10 @@ py::object empty_like(py::handle tensor) {
   return checked(PyObject_CallOneArg(Torch::get().empty_like.ptr(), tensor.ptr()));
 }
 
-// An empty tensor of this dtype, or null for that of the query, whose method makes it.
-py::object empty(py::handle query, const py::object& sizes, const py::object& strides, PyObject* dtype = nullptr) {
+// An empty tensor with these sizes and strides of this dtype, or null for that of the query, whose method makes it.
+py::object empty(py::handle query, const hk::Tensor& t, PyObject* dtype = nullptr) {
   const Torch& torch = Torch::get();
+  const py::object sizes = tuple_of(t.size, t.rank), strides = tuple_of(t.stride, t.rank);
   PyObject* const arguments[] = {query.ptr(), sizes.ptr(), strides.ptr(), dtype};
   return checked(PyObject_VectorcallMethod(torch.new_empty_strided.ptr(), arguments, 3,
                                            dtype ? torch.names_of_dtype.ptr() : nullptr));
@@ -57,27 +57,16 @@ py::object empty(py::handle query, const py::object& sizes, const py::object& st
 
 // An empty contiguous tensor in the compute dtype of the query.
 py::object empty_sums(py::handle query, const Sizes& n, Numbers sizes) {
-  const py::object strides = checked(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
-  int64_t stride = 1;
-  for (Py_ssize_t d = PyTuple_GET_SIZE(strides.ptr()) - 1; d >= 0; --d) {
-    PyTuple_SET_ITEM(strides.ptr(), d, checked(PyLong_FromLongLong(stride)).release().ptr());
-    stride *= std::max<int64_t>(1, sizes.begin()[d]);
-  }
-  const int compute = static_cast<int>(n.compute);
-  return empty(query, tuple_of(sizes), strides, Torch::get().dtypes[compute].ptr());
+  return empty(query, dense(sizes), Torch::get().dtypes[static_cast<int>(n.compute)].ptr());
 }
 
-// An empty [B, H, T, Dv] in the memory order of the query, or of the value if the query is shared, like `empty_heads`
-// of ops/buffers.py.
+// An empty `heads_like`.
 py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, const py::tuple& call) {
   const hk::Tensor& like = params.mixing ? params.value : params.query;
-  const bool tokens_first = like.stride[1] < like.stride[2];
-  const int64_t Dv = params.value.size[3];
-  const Numbers sizes = {n.B, n.H, n.T, Dv};
-  const Numbers strides = {n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv, tokens_first ? n.H * Dv : Dv, 1};
-  if (is(like, sizes) && std::equal(strides.begin(), strides.end(), like.stride))
+  const hk::Tensor t = heads_like(params, n);
+  if (std::equal(t.size, t.size + 4, like.size) && std::equal(t.stride, t.stride + 4, like.stride))
     return empty_like(call[params.mixing ? 2 : 0]);  // in half of the time
-  return empty(call[0], tuple_of(sizes), tuple_of(strides));
+  return empty(call[0], t);
 }
 
 // Whether every tensor of a tuple is plain.
