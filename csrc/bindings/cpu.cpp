@@ -103,8 +103,7 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
   return py::make_tuple(out, attended, lse);
 }
 
-// The parameters of a backward pass, but for its gradients. `saved` is (dout, attended, lse, dlse), of which dlse may
-// be None.
+// The parameters of a backward pass, but for its gradients.
 Sizes set_backward(hk::BackwardParams& params, const py::tuple& call, const py::tuple& saved) {
   const Sizes n = set_attention(params, call);
   set_saved(params, saved, dlpack::kCpu);
@@ -177,12 +176,13 @@ void attention_statistics(const py::tuple& call, const py::tuple& results, int t
 }
 
 // Returns the number of multiply-adds (`products`) or powers computed.
-int64_t run_peak(int64_t (*peak)(hk::DType, int64_t, int), py::handle dtype, int64_t steps, int threads) {
+template <auto kPeak>
+int64_t run_peak(py::handle dtype, int64_t steps, int threads) {
   const hk::DType of = dtype_of(dtype);
   require(steps >= 0, "steps", "is negative");
   checked_threads(threads);
   const py::gil_scoped_release release;
-  return peak(of, steps, threads);
+  return (hk::kernels().*kPeak)(of, steps, threads);
 }
 
 py::list available_levels() {
@@ -208,18 +208,9 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
   m.def("attention_statistics", &attention_statistics);
-  m.def(
-      "run_products",
-      [](py::handle dtype, int64_t steps, int threads) {
-        return run_peak(hk::kernels().products, dtype, steps, threads);
-      },
-      "Run `steps` of multiply-adds in registers per thread and return their number.");
-  m.def(
-      "run_powers",
-      [](py::handle dtype, int64_t steps, int threads) {
-        return run_peak(hk::kernels().powers, dtype, steps, threads);
-      },
-      "The same for powers of 2.");
+  m.def("run_products", &run_peak<&hk::Kernels::products>,
+        "Run `steps` of multiply-adds in registers per thread and return their number.");
+  m.def("run_powers", &run_peak<&hk::Kernels::powers>, "The same for powers of 2.");
   m.def("available_levels", &available_levels, "ISA levels that this processor supports, best first.");
   m.def("level", [] { return hk::kernels().name; }, "The ISA level in use.");
   m.def("use_level", &use_level, "Select an ISA level (for tests and benchmarks).");

@@ -162,7 +162,11 @@ int threads() {
   return static_cast<int>(count);
 }
 
-StableIValue owned(Output& output) { return reinterpret_cast<StableIValue>(output.handle.release()); }
+// The results of an op, which the caller owns.
+template <typename... Outputs>
+void give(StableIValue* stack, Outputs&... outputs) {
+  ((*stack++ = reinterpret_cast<StableIValue>(outputs.handle.release())), ...);
+}
 
 // ---------------------------------------------------------------------- ops
 const std::string kAttention = "attention(" + call_fields() +
@@ -187,9 +191,7 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   params.lse = output(lse.given, "lse");
   check_outputs(params, n);
   if (params.out) hk::kernels().attention_forward(params);
-  stack[0] = owned(out);
-  stack[1] = owned(attended);
-  stack[2] = owned(lse);
+  give(stack, out, attended, lse);
 }
 
 const std::string kStatistics = "attention_statistics(" + call_fields() +
@@ -214,12 +216,7 @@ void attention_statistics(StableIValue* stack, uint64_t, uint64_t) {
   params.received = output(received.given, "received");
   set_statistics(params, call, n, argmax.given);
   hk::kernels().attention_statistics(params);
-  stack[0] = owned(lse);
-  stack[1] = owned(max_score);
-  stack[2] = owned(max_prob);
-  stack[3] = owned(argmax);
-  stack[4] = owned(entropy);
-  stack[5] = owned(received);
+  give(stack, lse, max_score, max_prob, argmax, entropy, received);
 }
 
 // ---------------------------------------------------------------------- registration

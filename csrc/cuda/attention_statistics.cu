@@ -13,19 +13,10 @@ namespace hk::cuda {
 // Running statistics of the rows of a warp. A lane has the part of sums, and the best key, of the columns that it
 // holds.
 struct RowStatistics {
-  float row_max[2], row_sum[2];
-  float energy[2];  // sum of p * (score - row_max) in base 2
-  float best[2];    // the largest score of keys that are not excluded
-  int best_key[2];
-
-  HK_DEVICE RowStatistics() {
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      row_max[half] = best[half] = -kInfinity;
-      row_sum[half] = energy[half] = 0.0f;
-      best_key[half] = INT_MAX;
-    }
-  }
+  float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};
+  float energy[2] = {};                      // sum of p * (score - row_max) in base 2
+  float best[2] = {-kInfinity, -kInfinity};  // the largest score of keys that are not excluded
+  int best_key[2] = {INT_MAX, INT_MAX};
 
   // Adds the scores of a tile, hidden ones -inf. Tiles are not visited in the order of their keys.
   template <int kColumns>

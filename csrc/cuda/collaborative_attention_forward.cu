@@ -34,11 +34,6 @@ struct CollaborativeForward {
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
-  // The sources of copies. They are in shared memory, as BlockCoord is, where they take no registers between uses.
-  struct Sources {
-    Rows<T> query, key, value;
-  };
-
   // The work of a block.
   struct BlockCoord {
     int split, b, h, first_row;
@@ -61,7 +56,7 @@ struct CollaborativeForward {
     Buffer<float> bias = take<float>(kBlockN);
     Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
     Buffer<bool> bad = take<bool>(kBlockN);
-    Buffer<Sources> sources = take<Sources>();
+    Buffer<Sources<T>> sources = take<Sources<T>>();
     Buffer<BlockCoord> at = take<BlockCoord>();
     Terms terms = Terms(*this);
     Features features;
@@ -76,7 +71,7 @@ struct CollaborativeForward {
 
   HK_DEVICE static void run(const Params& p) {
     const Memory memory(p.query.size[2], p.keeps_query);
-    Sources& rows = *memory.sources;
+    Sources<T>& rows = *memory.sources;
     BlockCoord& at = *memory.at;
     Features features = memory.features;
 

@@ -74,6 +74,13 @@ HK_DEVICE int heads_per_value(const AttentionParams& p) {
   return Hv ? static_cast<int>(p.mixing.size[0]) / Hv : 1;
 }
 
+// The sources of copies of a block that owns query rows. They are in shared memory, as its BlockCoord is, where they
+// take no registers between uses.
+template <typename T>
+struct Sources {
+  Rows<T> query, key, value;
+};
+
 HK_DEVICE Head head_of(const AttentionParams& p, int b, int h) {
   return {b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};
 }
