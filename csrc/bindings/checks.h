@@ -340,8 +340,7 @@ inline void check_alpha(const Tensor& alpha) {
     if (given > 1 && given <= 2) continue;
     std::ostringstream words;
     words << "alpha has the value " << given
-          << "; pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax "
-             "(gated_attention)";
+          << "; pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax (gated_attention)";
     throw std::invalid_argument(words.str());
   }
 }

@@ -96,8 +96,6 @@ struct Output {
   }
 };
 
-Element compute_dtype(Element element) { return element == Element::kFloat64 ? Element::kFloat64 : Element::kFloat32; }
-
 // ---------------------------------------------------------------------- arguments
 // The arguments of an op, read one after the other; each becomes the reader's.
 class Arguments {
@@ -115,8 +113,8 @@ class Arguments {
     read(backend);
     if (backend != "cpu")
       throw std::invalid_argument("backend is '" + backend +
-                                  "', but this library has only 'cpu'; export the program with "
-                                  "tensors on the CPU and without backend=.");
+                                  "', but this library has only 'cpu'; export the program "
+                                  "with tensors on the CPU and without backend=.");
     auto tensor = tensors_.begin();
     result.each([&](const char* name, auto& field) {
       if constexpr (std::is_base_of_v<Given, std::decay_t<decltype(field)>>)
@@ -169,9 +167,8 @@ void give(StableIValue* stack, Outputs&... outputs) {
 }
 
 // ---------------------------------------------------------------------- ops
-const std::string kAttention = "attention(" + call_fields() +
-                               ", bool save, str backend) -> (Tensor out, Tensor attended, "
-                               "Tensor lse)";
+const std::string kAttention =
+    "attention(" + call_fields() + ", bool save, str backend) -> (Tensor out, Tensor attended, Tensor lse)";
 
 void attention(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
@@ -182,7 +179,7 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   check_alpha(params.alpha);
   params.threads = threads();
   require(params.value.size[3] > 0 || !save, "value", "has no columns");
-  const Element element = call.query.element, compute = compute_dtype(element);
+  const Element element = call.query.element, compute = static_cast<Element>(n.compute);
   const hk::Tensor heads = heads_like(params, n);
   Output out(heads, element), attended(save && params.gate ? heads : dense({0}), element);
   Output lse(!save ? dense({0}) : params.alpha ? dense({2, n.B, n.H, n.T}) : dense({n.B, n.H, n.T}), compute);
@@ -204,7 +201,7 @@ void attention_statistics(StableIValue* stack, uint64_t, uint64_t) {
   hk::StatisticsParams params;
   const Sizes n = set_call(params, call, false);
   params.threads = threads();
-  const Element compute = compute_dtype(call.query.element);
+  const Element compute = static_cast<Element>(n.compute);
   const hk::Tensor rows = dense({n.B, n.H, n.T});
   Output lse(rows, compute), max_score(rows, compute), max_prob(rows, compute), entropy(rows, compute);
   Output argmax(rows, Element::kInt64);
