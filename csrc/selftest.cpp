@@ -17,7 +17,6 @@
 #include "selftest/reference.h"
 
 #define HK_LEVEL emulated
-#define HK_EMULATE_TILES
 #include "selftest/pairs.h"
 
 namespace hk {
@@ -303,10 +302,7 @@ int main(int count, char** words) {
     for (std::string line; std::getline(lines, line);) cases.push_back(line);
   Tally tally;
   std::mt19937 random(1);
-  for (int n = 0; n < 300; ++n) {
-    tally.check("pairs", "rounding", hk::emulated::test_rounding(random));
-    tally.check("pairs", "product", hk::emulated::test_product(random));
-  }
+  for (int n = 0; n < 300; ++n) tally.check("pairs", "rounding", hk::emulated::test_rounding(random));
   for (const hk::Kernels* const* level = hk::available_levels(); *level; ++level) {
     const bool used = hk::use_level((*level)->name) && &hk::kernels() == *level;
     tally.check((*level)->name, "use_level", used ? "" : "another level is in use");
