@@ -251,7 +251,7 @@ def emulated_module(folder: Path, dtype: str = "") -> Path:
 
 
 def emulator_selftest(folder: Path, source: str = "emulator", headers: Sequence[Path] = ()) -> Path:
-    """A program of csrc/selftest/: "emulator", it without Python, or "cute", layouts of the CUDA kernels against CuTe's.
+    """A program of csrc/selftest/: "emulator" tests the emulator, "cute" the layouts of the kernels against CuTe's.
 
     `headers` are the folders of what "cute" includes: CuTe's headers and those of CUDA.
     """
