@@ -76,9 +76,12 @@ struct Gate {
 
   // Multiplies the row of a token, in whole vectors, by its elements, for which `scratch` is, or by its `value`.
   void apply(int64_t b, int64_t h, int64_t token, int64_t width, Real value, Real* row, Real* scratch) const {
-    if (elementwise) read(at(b, h, token), width, stride[3], scratch);
-    for (int64_t w = 0; w < width; w += kLanes<Real>)
-      store<Real>(row + w, load(row + w) * (elementwise ? load(scratch + w) : splat<Real>(value)));
+    if (elementwise) {
+      read(at(b, h, token), width, stride[3], scratch);
+      for (int64_t w = 0; w < width; w += kLanes<Real>) store<Real>(row + w, load(row + w) * load(scratch + w));
+    } else {
+      for (int64_t w = 0; w < width; w += kLanes<Real>) store<Real>(row + w, load(row + w) * value);
+    }
   }
 
  private:
