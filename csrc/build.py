@@ -250,21 +250,14 @@ def emulated_module(folder: Path, dtype: str = "") -> Path:
     return build(folder, "_cuda_emulated.so", [*units, bindings, *kernels], ["-shared"])
 
 
-def emulator_selftest(folder: Path) -> Path:
-    """The program csrc/selftest/emulator.cpp: the emulator without Python."""
-    compiler, units = emulator()
-    main = Unit("selftest", "csrc/selftest/emulator.cpp", compiler)
-    return build(folder, "selftest", [main, *units], [])
+def emulator_selftest(folder: Path, source: str = "emulator", headers: Sequence[Path] = ()) -> Path:
+    """A program of csrc/selftest/: "emulator" tests the emulator, "cute" the layouts of the kernels against CuTe's.
 
-
-def cute_selftest(folder: Path, headers: list[Path]) -> Path:
-    """The program csrc/selftest/cute.cpp: the layouts of the CUDA kernels against CuTe's.
-
-    `headers` are the folders of CuTe's headers and of those of CUDA, which it includes.
+    `headers` are the folders of what "cute" includes: CuTe's headers and those of CUDA.
     """
     compiler, units = emulator()
     includes = [word for path in headers for word in ("-isystem", str(path))]
-    main = Unit("selftest", "csrc/selftest/cute.cpp", [*compiler, *includes])
+    main = Unit("selftest", f"csrc/selftest/{source}.cpp", [*compiler, *includes])
     return build(folder, "selftest", [main, *units], [])
 
 

@@ -114,6 +114,16 @@ inline bool is_dense(const Tensor& t) {
   return true;
 }
 
+// A contiguous tensor of these sizes, without memory.
+inline Tensor dense(std::initializer_list<int64_t> sizes) {
+  Tensor t;
+  t.rank = static_cast<int>(sizes.size());
+  std::copy(sizes.begin(), sizes.end(), t.size);
+  int64_t step = 1;
+  for (int d = t.rank - 1; d >= 0; step *= std::max<int64_t>(1, t.size[d--])) t.stride[d] = step;
+  return t;
+}
+
 // Whether the last dimension is contiguous.
 inline bool has_rows(const Tensor& t) {
   const int last = t.rank - 1;
@@ -165,10 +175,10 @@ struct Sizes {
     require(p.query.rank == rank, "query");
     require(p.key.rank == rank, "key");
     B = p.query.size[0];
-    H = shared ? p.mixing.size[0] : p.query.size[1];
-    T = p.query.size[rank - 2];
+    H = p.heads();
+    T = p.rows();
+    S = p.keys();
     D = p.query.size[rank - 1];
-    S = p.key.size[rank - 2];
     const int64_t Hk = shared ? 1 : p.key.size[1];
     require(p.key.size[0] == B && p.key.size[rank - 1] == D && (Hk == 0 ? H == 0 : H % Hk == 0), "key");
     require(p.query.dtype == p.key.dtype, "key");
@@ -296,6 +306,7 @@ inline Sizes set_call(AttentionParams& p, const CallArguments& call, bool has_va
   p.mixing = floating(call.mixing, "mixing");
   p.content_bias = floating(call.content_bias, "content_bias");
   p.scale = call.scale;
+  p.closed_grad = call.closed_grad;
   const Sizes n(p);
   if (has_value) set_value(p, call.value, n);
   set_gate(p, call, n);
@@ -309,6 +320,18 @@ inline Sizes set_call(AttentionParams& p, const CallArguments& call, bool has_va
   return n;
 }
 
+// A [B, H, T, Dv] without memory, in the memory order of the query, or of the value if the query is shared, like
+// `empty_heads` of ops/buffers.py.
+inline Tensor heads_like(const AttentionParams& p, const Sizes& n) {
+  const Tensor& like = p.mixing ? p.value : p.query;
+  Tensor t = dense({n.B, n.H, n.T, p.value.size[3]});
+  if (like.stride[1] < like.stride[2]) {  // tokens first
+    t.stride[1] = t.stride[2];
+    t.stride[2] *= std::max<int64_t>(1, n.H);
+  }
+  return t;
+}
+
 // Checks the numbers of an `alpha` in memory of the CPU.
 inline void check_alpha(const Tensor& alpha) {
   for (int64_t h = 0; alpha && h < alpha.size[0]; ++h) {
@@ -317,8 +340,7 @@ inline void check_alpha(const Tensor& alpha) {
     if (given > 1 && given <= 2) continue;
     std::ostringstream words;
     words << "alpha has the value " << given
-          << "; pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax "
-             "(gated_attention)";
+          << "; pass values in (1, 2]: 2 is sparsemax, and towards 1 it is softmax (gated_attention)";
     throw std::invalid_argument(words.str());
   }
 }

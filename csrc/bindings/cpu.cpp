@@ -12,8 +12,8 @@ int checked_threads(int threads) {
 }
 
 // The parameters of a pass of attention.
-Sizes set_attention(hk::AttentionParams& params, const CallArguments& call) {
-  const Sizes n = set_call(params, call);
+Sizes set_attention(hk::AttentionParams& params, const py::tuple& call) {
+  const Sizes n = set_call(params, read_call(call, dlpack::kCpu));
   check_alpha(params.alpha);
   require(params.gate || params.activation == hk::Activation::kIdentity, "gate_activation", "comes without gate");
   return n;
@@ -27,20 +27,17 @@ void run(hk::ForwardParams& params, int threads) {
 // `results` is (out, attended, lse).
 void attention_forward(const py::tuple& call, const py::tuple& results, int threads) {
   hk::ForwardParams params;
-  const CallArguments arguments = read_call(call, dlpack::kCpu);
-  const Sizes n = set_attention(params, arguments);
-  params.closed_grad = arguments.closed_grad;
+  const Sizes n = set_attention(params, call);
   set_outputs(params, n, results, dlpack::kCpu);
   run(params, threads);
 }
 
 using Numbers = std::initializer_list<int64_t>;
 
-py::object tuple_of(Numbers numbers) {
-  py::object result = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  Py_ssize_t i = 0;
-  for (const int64_t number : numbers)
-    PyTuple_SET_ITEM(result.ptr(), i++, checked(PyLong_FromLongLong(number)).release().ptr());
+py::object tuple_of(const int64_t* numbers, int count) {
+  py::object result = checked(PyTuple_New(count));
+  for (int i = 0; i < count; ++i)
+    PyTuple_SET_ITEM(result.ptr(), i, checked(PyLong_FromLongLong(numbers[i])).release().ptr());
   return result;
 }
 
@@ -49,9 +46,10 @@ py::object empty_like(py::handle tensor) {
   return checked(PyObject_CallOneArg(Torch::get().empty_like.ptr(), tensor.ptr()));
 }
 
-// An empty tensor of this dtype, or null for that of the query, whose method makes it.
-py::object empty(py::handle query, const py::object& sizes, const py::object& strides, PyObject* dtype = nullptr) {
+// An empty tensor with these sizes and strides of this dtype, or null for that of the query, whose method makes it.
+py::object empty(py::handle query, const hk::Tensor& t, PyObject* dtype = nullptr) {
   const Torch& torch = Torch::get();
+  const py::object sizes = tuple_of(t.size, t.rank), strides = tuple_of(t.stride, t.rank);
   PyObject* const arguments[] = {query.ptr(), sizes.ptr(), strides.ptr(), dtype};
   return checked(PyObject_VectorcallMethod(torch.new_empty_strided.ptr(), arguments, 3,
                                            dtype ? torch.names_of_dtype.ptr() : nullptr));
@@ -59,27 +57,16 @@ py::object empty(py::handle query, const py::object& sizes, const py::object& st
 
 // An empty contiguous tensor in the compute dtype of the query.
 py::object empty_sums(py::handle query, const Sizes& n, Numbers sizes) {
-  const py::object strides = checked(PyTuple_New(static_cast<Py_ssize_t>(sizes.size())));
-  int64_t stride = 1;
-  for (Py_ssize_t d = PyTuple_GET_SIZE(strides.ptr()) - 1; d >= 0; --d) {
-    PyTuple_SET_ITEM(strides.ptr(), d, checked(PyLong_FromLongLong(stride)).release().ptr());
-    stride *= std::max<int64_t>(1, sizes.begin()[d]);
-  }
-  const int compute = static_cast<int>(n.compute);
-  return empty(query, tuple_of(sizes), strides, Torch::get().dtypes[compute].ptr());
+  return empty(query, dense(sizes), Torch::get().dtypes[static_cast<int>(n.compute)].ptr());
 }
 
-// An empty [B, H, T, Dv] in the memory order of the query, or of the value if the query is shared, like `empty_heads`
-// of ops/buffers.py.
+// An empty `heads_like`.
 py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, const py::tuple& call) {
   const hk::Tensor& like = params.mixing ? params.value : params.query;
-  const bool tokens_first = like.stride[1] < like.stride[2];
-  const int64_t Dv = params.value.size[3];
-  const Numbers sizes = {n.B, n.H, n.T, Dv};
-  const Numbers strides = {n.H * n.T * Dv, tokens_first ? Dv : n.T * Dv, tokens_first ? n.H * Dv : Dv, 1};
-  if (is(like, sizes) && std::equal(strides.begin(), strides.end(), like.stride))
+  const hk::Tensor t = heads_like(params, n);
+  if (std::equal(t.size, t.size + 4, like.size) && std::equal(t.stride, t.stride + 4, like.stride))
     return empty_like(call[params.mixing ? 2 : 0]);  // in half of the time
-  return empty(call[0], tuple_of(sizes), tuple_of(strides));
+  return empty(call[0], t);
 }
 
 // Whether every tensor of a tuple is plain.
@@ -99,10 +86,8 @@ bool requires_grad(const py::tuple& tuple) {
 py::object attend(const py::tuple& call, bool recording, int threads) {
   if (!are_plain(call)) return py::none();
   hk::ForwardParams params;
-  const CallArguments arguments = read_call(call, dlpack::kCpu);
-  const Sizes n = set_attention(params, arguments);
+  const Sizes n = set_attention(params, call);
   if (!n.B || !n.H || !n.T || !params.value.size[3]) return py::none();
-  params.closed_grad = arguments.closed_grad;
   const py::object out = empty_heads(params, n, call);
   params.out = needed(given(out, dlpack::kCpu, "out"), "out");
   if (!recording || !requires_grad(call)) {
@@ -118,12 +103,9 @@ py::object attend(const py::tuple& call, bool recording, int threads) {
   return py::make_tuple(out, attended, lse);
 }
 
-// The parameters of a backward pass, but for its gradients. `saved` is (dout, attended, lse, dlse), of which dlse may
-// be None.
+// The parameters of a backward pass, but for its gradients.
 Sizes set_backward(hk::BackwardParams& params, const py::tuple& call, const py::tuple& saved) {
-  const CallArguments arguments = read_call(call, dlpack::kCpu);
-  const Sizes n = set_attention(params, arguments);
-  params.closed_grad = arguments.closed_grad;
+  const Sizes n = set_attention(params, call);
   set_saved(params, saved, dlpack::kCpu);
   const int64_t Dv = params.value.size[3];
   require(is(params.dout, {n.B, n.H, n.T, Dv}), "dout");
@@ -194,12 +176,13 @@ void attention_statistics(const py::tuple& call, const py::tuple& results, int t
 }
 
 // Returns the number of multiply-adds (`products`) or powers computed.
-int64_t run_peak(int64_t (*peak)(hk::DType, int64_t, int), py::handle dtype, int64_t steps, int threads) {
+template <auto kPeak>
+int64_t run_peak(py::handle dtype, int64_t steps, int threads) {
   const hk::DType of = dtype_of(dtype);
   require(steps >= 0, "steps", "is negative");
   checked_threads(threads);
   const py::gil_scoped_release release;
-  return peak(of, steps, threads);
+  return (hk::kernels().*kPeak)(of, steps, threads);
 }
 
 py::list available_levels() {
@@ -225,18 +208,9 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("attention_forward", &attention_forward);
   m.def("attention_backward", &attention_backward);
   m.def("attention_statistics", &attention_statistics);
-  m.def(
-      "run_products",
-      [](py::handle dtype, int64_t steps, int threads) {
-        return run_peak(hk::kernels().products, dtype, steps, threads);
-      },
-      "Run `steps` of multiply-adds in registers per thread and return their number.");
-  m.def(
-      "run_powers",
-      [](py::handle dtype, int64_t steps, int threads) {
-        return run_peak(hk::kernels().powers, dtype, steps, threads);
-      },
-      "The same for powers of 2.");
+  m.def("run_products", &run_peak<&hk::Kernels::products>,
+        "Run `steps` of multiply-adds in registers per thread and return their number.");
+  m.def("run_powers", &run_peak<&hk::Kernels::powers>, "The same for powers of 2.");
   m.def("available_levels", &available_levels, "ISA levels that this processor supports, best first.");
   m.def("level", [] { return hk::kernels().name; }, "The ISA level in use.");
   m.def("use_level", &use_level, "Select an ISA level (for tests and benchmarks).");

@@ -9,7 +9,7 @@
 #include "cuda/kernels.h"
 
 #ifdef HK_EMULATED
-#include "emulator/settings.h"
+#include "emulator/block.h"
 #define HK_MODULE _cuda_emulated
 #else
 #define HK_MODULE _cuda
@@ -54,7 +54,7 @@ hk::Tensor cells_of(py::handle cells, dlpack::Device device) {
   return result.tensor;
 }
 
-Sizes set_single_call(hk::AttentionParams& params, const CallArguments& call, bool has_value = true) {
+Sizes set_single_call(hk::AttentionParams& params, const CallArguments& call, bool has_value) {
   const Sizes n = set_call(params, call, has_value);
   check_single(params.query, "query");
   check_single(params.gate, "gate");
@@ -67,26 +67,21 @@ Sizes set_single_call(hk::AttentionParams& params, const CallArguments& call, bo
   return n;
 }
 
-// The cells of a dense mask for a pass that skips what they hide.
-template <typename Params>
-void set_cells(Params& params, const Sizes& n, py::handle given, dlpack::Device device) {
-  if (!params.mask.dense) return;
+// The parameters of a pass that skips what the cells of a dense mask hide: every one but the first of the backward.
+Sizes set_tiled_call(hk::AttentionParams& params, const CallArguments& call, py::handle given, dlpack::Device device,
+                     bool has_value = true) {
+  const Sizes n = set_single_call(params, call, has_value);
+  hk::MaskParams& mask = params.mask;
+  if (!mask.dense) return n;
   const hk::Tensor cells = cells_of(given, device);
   const int64_t full[4] = {n.B, n.H, cells_along(n.T), cells_along(n.S)};
   require(cells.rank == 4, "dense_cells");
   for (int d = 0; d < 4; ++d) {
-    const bool broadcasts = params.mask.dense_stride[d] == 0;
+    const bool broadcasts = mask.dense_stride[d] == 0;
     require(cells.size[d] == full[d] || (cells.size[d] == 1 && broadcasts), "dense_cells");
-    params.dense_cells.stride[d] = cells.size[d] == 1 ? 0 : cells.stride[d];
+    mask.cell_stride[d] = cells.size[d] == 1 ? 0 : cells.stride[d];
   }
-  params.dense_cells.data = static_cast<const uint8_t*>(cells.data);
-}
-
-// The parameters of every pass but the first of the backward.
-template <typename Params>
-Sizes set_tiled_call(Params& params, const CallArguments& call, py::handle cells, dlpack::Device device) {
-  const Sizes n = set_single_call(params, call);
-  set_cells(params, n, cells, device);
+  mask.dense_cells = static_cast<const uint8_t*>(cells.data);
   return n;
 }
 
@@ -173,7 +168,7 @@ void attention_closed(const py::tuple& call, py::handle dout, py::handle dgate, 
 void attention_rows(const py::tuple& call, const py::tuple& read, const py::tuple& written, const Target& target) {
   cuda::RowsParams params;
   const dlpack::Device device = device_of(target);
-  const Sizes n = set_single_call(params, read_call(call, device));
+  const Sizes n = set_single_call(params, read_call(call, device), true);
   set_saved(params, read, device);
   Entries outputs(written, device, "written", 4);
   params.delta = outputs.needed("delta");
@@ -247,9 +242,7 @@ void attention_queries(const py::tuple& call, const py::tuple& read, const py::t
                        py::handle cells, const Target& target) {
   cuda::QueriesParams params;
   const dlpack::Device device = device_of(target);
-  const CallArguments arguments = read_call(call, device);
-  const Sizes n = set_gradient_call(params, arguments, read, splits, cells, device);
-  params.closed_grad = arguments.closed_grad;
+  const Sizes n = set_gradient_call(params, read_call(call, device), read, splits, cells, device);
   Entries written(gradients, device, "gradients", 2);
   params.dquery = written.output("dquery");
   params.dmixing = written.output("dmixing");
@@ -301,8 +294,7 @@ void attention_statistics(const py::tuple& call, const py::tuple& results, py::h
   cuda::StatisticsPass params;
   const dlpack::Device device = device_of(target);
   const CallArguments arguments = read_call(call, device);
-  const Sizes n = set_single_call(params, arguments, false);
-  set_cells(params, n, cells, device);
+  const Sizes n = set_tiled_call(params, arguments, cells, device, false);
   set_statistics(params, arguments, n, results, device);
   const hk::Tensor shares = floating(given(rows, device, "rows"), "rows");
   n.check(shares, {2, n.B, n.H, n.T}, "rows");

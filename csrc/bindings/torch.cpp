@@ -80,22 +80,14 @@ Given given(const Handle& handle, const char* name) {
   return result;
 }
 
-// A tensor of these sizes whose dimensions are in memory in this order, the last one contiguous.
+// A tensor with these sizes and strides.
 struct Output {
   Handle handle;
   Given given;
 
-  Output(std::initializer_list<int64_t> sizes, Element element, std::initializer_list<int> order = {}) {
-    hk::Tensor& t = given.tensor;
+  Output(const hk::Tensor& like, Element element) {
+    hk::Tensor& t = given.tensor = like;
     given.element = element;
-    t.rank = static_cast<int>(sizes.size());
-    std::copy(sizes.begin(), sizes.end(), t.size);
-    int64_t step = 1;
-    for (int i = t.rank - 1; i >= 0; --i) {
-      const int d = order.size() ? order.begin()[i] : i;
-      t.stride[d] = step;
-      step *= std::max<int64_t>(t.size[d], 1);
-    }
     AtenTensorHandle made;
     check(
         aoti_torch_empty_strided(t.rank, t.size, t.stride, number_of(element), aoti_torch_device_type_cpu(), 0, &made));
@@ -103,14 +95,6 @@ struct Output {
     check(torch_get_mutable_data_ptr(made, &t.data));
   }
 };
-
-Element compute_dtype(Element element) { return element == Element::kFloat64 ? Element::kFloat64 : Element::kFloat32; }
-
-// An output [B, H, T, Dv] in the memory order of `like`.
-Output heads_as(const Given& like, int64_t B, int64_t H, int64_t T, int64_t Dv) {
-  if (like.tensor.stride[1] < like.tensor.stride[2]) return {{B, H, T, Dv}, like.element, {0, 2, 1, 3}};
-  return {{B, H, T, Dv}, like.element};
-}
 
 // ---------------------------------------------------------------------- arguments
 // The arguments of an op, read one after the other; each becomes the reader's.
@@ -129,8 +113,8 @@ class Arguments {
     read(backend);
     if (backend != "cpu")
       throw std::invalid_argument("backend is '" + backend +
-                                  "', but this library has only 'cpu'; export the program with "
-                                  "tensors on the CPU and without backend=.");
+                                  "', but this library has only 'cpu'; export the program "
+                                  "with tensors on the CPU and without backend=.");
     auto tensor = tensors_.begin();
     result.each([&](const char* name, auto& field) {
       if constexpr (std::is_base_of_v<Given, std::decay_t<decltype(field)>>)
@@ -176,12 +160,15 @@ int threads() {
   return static_cast<int>(count);
 }
 
-StableIValue owned(Output& output) { return reinterpret_cast<StableIValue>(output.handle.release()); }
+// The results of an op, which the caller owns.
+template <typename... Outputs>
+void give(StableIValue* stack, Outputs&... outputs) {
+  ((*stack++ = reinterpret_cast<StableIValue>(outputs.handle.release())), ...);
+}
 
 // ---------------------------------------------------------------------- ops
-const std::string kAttention = "attention(" + call_fields() +
-                               ", bool save, str backend) -> (Tensor out, Tensor attended, "
-                               "Tensor lse)";
+const std::string kAttention =
+    "attention(" + call_fields() + ", bool save, str backend) -> (Tensor out, Tensor attended, Tensor lse)";
 
 void attention(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
@@ -191,23 +178,17 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   const Sizes n = set_call(params, call);
   check_alpha(params.alpha);
   params.threads = threads();
-  const int64_t Dv = params.value.size[3];
-  require(Dv > 0 || !save, "value", "has no columns");
-  const Given& like = params.mixing ? call.value : call.query;
-  const Element compute = compute_dtype(like.element);
-  Output out = heads_as(like, n.B, n.H, n.T, Dv);
-  Output attended = save && params.gate ? heads_as(like, n.B, n.H, n.T, Dv) : Output({0}, like.element);
-  Output lse = !save          ? Output({0}, compute)
-               : params.alpha ? Output({2, n.B, n.H, n.T}, compute)
-                              : Output({n.B, n.H, n.T}, compute);
+  require(params.value.size[3] > 0 || !save, "value", "has no columns");
+  const Element element = call.query.element, compute = static_cast<Element>(n.compute);
+  const hk::Tensor heads = heads_like(params, n);
+  Output out(heads, element), attended(save && params.gate ? heads : dense({0}), element);
+  Output lse(!save ? dense({0}) : params.alpha ? dense({2, n.B, n.H, n.T}) : dense({n.B, n.H, n.T}), compute);
   params.out = output(out.given, "out");
   params.attended = output(attended.given, "attended");
   params.lse = output(lse.given, "lse");
   check_outputs(params, n);
   if (params.out) hk::kernels().attention_forward(params);
-  stack[0] = owned(out);
-  stack[1] = owned(attended);
-  stack[2] = owned(lse);
+  give(stack, out, attended, lse);
 }
 
 const std::string kStatistics = "attention_statistics(" + call_fields() +
@@ -220,24 +201,19 @@ void attention_statistics(StableIValue* stack, uint64_t, uint64_t) {
   hk::StatisticsParams params;
   const Sizes n = set_call(params, call, false);
   params.threads = threads();
-  const Element compute = compute_dtype(call.query.element);
-  Output lse({n.B, n.H, n.T}, compute), max_score({n.B, n.H, n.T}, compute);
-  Output max_prob({n.B, n.H, n.T}, compute);
-  Output argmax({n.B, n.H, n.T}, Element::kInt64), entropy({n.B, n.H, n.T}, compute);
+  const Element compute = static_cast<Element>(n.compute);
+  const hk::Tensor rows = dense({n.B, n.H, n.T});
+  Output lse(rows, compute), max_score(rows, compute), max_prob(rows, compute), entropy(rows, compute);
+  Output argmax(rows, Element::kInt64);
   params.lse = floating(lse.given, "lse");
   params.max_score = floating(max_score.given, "max_score");
   params.max_prob = floating(max_prob.given, "max_prob");
   params.entropy = floating(entropy.given, "entropy");
-  Output received = call.row_weights ? Output({n.B, n.H, n.S}, compute) : Output({0}, compute);
+  Output received(call.row_weights ? dense({n.B, n.H, n.S}) : dense({0}), compute);
   params.received = output(received.given, "received");
   set_statistics(params, call, n, argmax.given);
   hk::kernels().attention_statistics(params);
-  stack[0] = owned(lse);
-  stack[1] = owned(max_score);
-  stack[2] = owned(max_prob);
-  stack[3] = owned(argmax);
-  stack[4] = owned(entropy);
-  stack[5] = owned(received);
+  give(stack, lse, max_score, max_prob, argmax, entropy, received);
 }
 
 // ---------------------------------------------------------------------- registration

@@ -52,6 +52,9 @@ struct MaskParams {
   int64_t first_stride = 0;              // elements between heads, 0 if shared
   int64_t visible_stride = 0;            // elements between batch entries, 0 if shared
   int64_t dense_stride[4] = {};
+  // CUDA kernels only: which pairs `dense` shows in cells of kCell x kCell pairs, a DenseCell each (cuda/kernels.h).
+  const uint8_t* dense_cells = nullptr;  // [B, H, cells of rows, cells of keys]
+  int64_t cell_stride[4] = {};           // 0 where it broadcasts
 
   // Whether intervals differ between heads.
   constexpr bool by_head() const { return interval_head_stride != 0 || first_stride != 0; }
@@ -89,7 +92,13 @@ struct AttentionParams {
   DropoutParams dropout;
   Number scale = 1.0;
   Activation activation = Activation::kIdentity;
+  bool closed_grad = true;  // false: entries of gate and mixing that are exactly 0 get gradient 0
   int threads = 1;
+
+  // The sizes H, T and S of either operator.
+  constexpr int64_t heads() const { return mixing ? mixing.size[0] : query.size[1]; }
+  constexpr int64_t rows() const { return query.size[query.rank - 2]; }
+  constexpr int64_t keys() const { return key.size[key.rank - 2]; }
 };
 
 struct ForwardParams : AttentionParams {
@@ -98,12 +107,10 @@ struct ForwardParams : AttentionParams {
   // [B, H, T] in the compute type; absent if not requested. Entmax: [2, B, H, T], the largest score of each row and the
   // distance of its threshold above it.
   Tensor lse;
-  bool closed_grad = true;  // whether the gate's gradient needs `attended` of closed rows
 };
 
 // Absent gradients are not computed.
 struct BackwardParams : AttentionParams {
-  bool closed_grad = true;
   Tensor dout, attended;        // [B, H, T, Dv]
   Tensor lse;                   // as of the forward pass
   Tensor dlse;                  // [B, H, T] in the compute type; absent: 0. Comes without a gate that closes heads

@@ -76,7 +76,7 @@ struct TileScratch {
         kept_scores(w.take<Real>(op.kept_tiles * BLOCK_N * BLOCK_M)),
         kept_maxima(w.take<Real>(op.kept_tiles * (BLOCK_N / kKeysPerMaximum) * BLOCK_M)),
         near(w.take<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>))),
-        kept(w.take_objects<KeySpan>(op.kept_tiles)),
+        kept(w.take<KeySpan>(op.kept_tiles)),
         key(w, op.D, tiles > 1),
         value(w, op.Dv, tiles > 1) {}
 };
@@ -246,17 +246,17 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
 }
 
 // The outputs of one head.
+template <typename Real>
 struct Outputs {
   Rows out;           // [T][Dv]
   Rows attended;      // [T][Dv], absent if not requested
-  void* lse;          // [T] in the compute type, null if not requested; entmax: the largest score
-  void* threshold;    // [T] of entmax, above the largest score; null for softmax
+  Real* lse;          // [T], null if not requested; entmax: the largest score
+  Real* threshold;    // [T] of entmax, above the largest score; null for softmax
   double keep_scale;  // of dropout
 };
 
-// The outputs of a head.
 template <typename Real, typename Operand>
-inline Outputs outputs_of(const Attention<Real, Operand>& op, const ForwardParams& p, int64_t b, int64_t h) {
+inline Outputs<Real> outputs_of(const Attention<Real, Operand>& op, const ForwardParams& p, int64_t b, int64_t h) {
   const int64_t row = (b * p.out.size[1] + h) * p.out.size[2];
   const int64_t rows = p.out.size[0] * p.out.size[1] * p.out.size[2];
   return {op.head_rows(p.out, b, h), op.head_rows(p.attended, b, h),
@@ -267,14 +267,13 @@ inline Outputs outputs_of(const Attention<Real, Operand>& op, const ForwardParam
 // Stores the results of query rows [first, first + count) that see no key: 0, and the sink as lse; absent outputs are
 // left out.
 template <typename Real>
-inline void store_empty_rows(const Outputs& outputs, const HeadTerms<Real>& terms, int64_t first, int64_t count,
+inline void store_empty_rows(const Outputs<Real>& outputs, const HeadTerms<Real>& terms, int64_t first, int64_t count,
                              int64_t Dv) {
   if (outputs.out) store_zeros<Real>(outputs.out, first, count, Dv);
   if (outputs.attended) store_zeros<Real>(outputs.attended, first, count, Dv);
   if (outputs.lse)
-    for (int64_t i = first; i < first + count; ++i)
-      static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(terms.sink(i));
-  if (outputs.threshold) std::fill_n(static_cast<Real*>(outputs.threshold) + first, count, Real(0));
+    for (int64_t i = first; i < first + count; ++i) outputs.lse[i] = static_cast<Real>(terms.sink(i));
+  if (outputs.threshold) std::fill_n(outputs.threshold + first, count, Real(0));
 }
 
 // The normalisation of a row whose weights, relative to `reference`, have this sum: the factor of the unnormalised
@@ -300,29 +299,26 @@ struct Normalisation {
 // Normalises, gates and stores row i of a head: `row` is its unnormalised output, `sum` the sum of its weights relative
 // to `reference`. `token` is its gate, unless that is elementwise. `row` and `scratch` are whole vectors.
 template <typename Real>
-inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real token, const Outputs& outputs, int64_t i,
-                       Real reference, Real sum, Real* row, Real* scratch) {
+inline void finish_row(const Head<Real>& head, const Gate<Real>& gate, Real token, const Outputs<Real>& outputs,
+                       int64_t i, Real reference, Real sum, Real* row, Real* scratch) {
   if (sum == Real(0)) return store_empty_rows(outputs, head.terms, i, 1, head.Dv);
   const Normalisation<Real> norm(reference, sum, outputs.keep_scale, head.terms, i);
   for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * norm.factor);
   if (outputs.attended) write_row(outputs.attended, i, head.Dv, row);
-  if (gate.elementwise) {
-    gate.elements(head.b, head.h, i, head.Dv, scratch);
-    for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * load(scratch + w));
-  } else if (gate && token == Real(0)) {
+  if (gate && !gate.elementwise && token == Real(0)) {
     std::fill_n(row, head.Dv, Real(0));  // as in a tile of such rows, which is not computed
   } else if (gate) {
-    for (int64_t w = 0; w < head.Dv; w += kLanes<Real>) store<Real>(row + w, load(row + w) * token);
+    gate.apply(head.b, head.h, i, head.Dv, token, row, scratch);
   }
   write_row(outputs.out, i, head.Dv, row);
   if (outputs.lse)  // rounded once: every probability of the backward pass reads it
-    static_cast<Real*>(outputs.lse)[i] = static_cast<Real>(norm.lse());
+    outputs.lse[i] = static_cast<Real>(norm.lse());
 }
 
 // Finishes the rows of a tile after `attend`.
 template <typename Real, typename Operand>
 inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& gate,
-                        const TileScratch<Real, Operand>& scratch, const Outputs& outputs) {
+                        const TileScratch<Real, Operand>& scratch, const Outputs<Real>& outputs) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
@@ -330,7 +326,7 @@ inline void finish_tile(const QueryTile<Real, Operand>& tile, const Gate<Real>& 
   alignas(64) Real tokens[BLOCK_M] = {};
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
   for (int m = 0; m < visible.count; ++m) {
-    if (outputs.threshold) static_cast<Real*>(outputs.threshold)[visible.first + m] = tile.threshold[m];
+    if (outputs.threshold) outputs.threshold[visible.first + m] = tile.threshold[m];
     finish_row(head, gate, tokens[m], outputs, visible.first + m, tile.softmax.reference[m],
                visible.sees(m) ? tile.softmax.sum[m] : Real(0), scratch.rows + m * stride, scratch.row);
   }

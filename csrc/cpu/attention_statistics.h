@@ -61,13 +61,6 @@ struct StatisticsTile : QueryTile<Real, Real> {
 template <typename Real>
 struct RowShares {
   std::vector<Real> reference, share;  // [B, H, T]; empty if `received` is not requested
-
-  void set(const Tensor& weights, const Head<Real>& head, int64_t i, int64_t row, Real top, double part) {
-    const int64_t at = head.b * weights.stride[0] + head.h * weights.stride[1] + i * weights.stride[2];
-    const Real weight = static_cast<const Real*>(weights.data)[at];
-    reference[row] = top;
-    share[row] = weight == Real(0) ? Real(0) : static_cast<Real>(weight * part);
-  }
 };
 
 template <typename Real>
@@ -96,11 +89,11 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
         sees ? static_cast<Real>((rest * sum - tile.energy[m]) * share / total) : Real(0);
     params.argmax[row + m] = found ? tile.best_key[m] : -1;
     if (params.received) {
-      const int64_t i = tile.visible.first + m;
-      if (sees)
-        rows.set(params.row_weights, tile.head, i, row + m, reference, share / total);
-      else
-        rows.reference[row + m] = rows.share[row + m] = 0;
+      const int64_t i = tile.visible.first + m, *stride = params.row_weights.stride;
+      const int64_t at = tile.head.b * stride[0] + tile.head.h * stride[1] + i * stride[2];
+      const Real weight = sees ? static_cast<const Real*>(params.row_weights.data)[at] : Real(0);
+      rows.reference[row + m] = sees ? reference : Real(0);
+      rows.share[row + m] = weight == Real(0) ? Real(0) : static_cast<Real>(weight * (share / total));
     }
   }
 }
@@ -134,7 +127,7 @@ struct SharesTile : QueryTile<Real, Real> {
 // keys are split.
 template <typename Real>
 void received_by_keys(const StatisticsParams& params, const Attention<Real, Real>& op, const RowShares<Real>& rows) {
-  const int64_t tile_bytes = buffer_bytes<char>(sizeof(SharesTile<Real>)) + QueryTile<Real, Real>::bytes(op);
+  const int64_t tile_bytes = buffer_bytes<SharesTile<Real>>(1) + QueryTile<Real, Real>::bytes(op);
   const int64_t size = std::min(tiles_in_cache(tile_bytes), std::max<int64_t>(1, op.query_tiles));
   const int64_t heads = op.B * op.H, windows = ceil_div(op.S, BLOCK_N);
   const int64_t wanted = ceil_div(kItemsPerThread * params.threads, heads);
@@ -149,7 +142,7 @@ void received_by_keys(const StatisticsParams& params, const Attention<Real, Real
     std::fill_n(sum, each, 0.0);
     const size_t mark = workspace.mark();
     for (int64_t first = 0; first < op.query_tiles; first += size, workspace.rewind(mark)) {
-      auto* tiles = workspace.take_objects<SharesTile<Real>>(size);
+      auto* tiles = workspace.take<SharesTile<Real>>(size);
       int64_t count = 0;
       for (int64_t i = first; i < std::min(op.query_tiles, first + size); ++i) {
         const VisibleRows<Real> visible(params.mask, b, h, i * BLOCK_M, op.T, op.S);
@@ -179,14 +172,14 @@ void attention_statistics(const StatisticsParams& params) {
     rows.reference.resize(op.B * op.H * op.T);
     rows.share.resize(op.B * op.H * op.T);
   }
-  const int64_t tile_bytes = buffer_bytes<char>(sizeof(StatisticsTile<Real>)) + QueryTile<Real, Real>::bytes(op);
+  const int64_t tile_bytes = buffer_bytes<StatisticsTile<Real>>(1) + QueryTile<Real, Real>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
   const int64_t bytes =
       items.size * tile_bytes + TileScratch<Real, Real>::bytes(op) + buffer_bytes<Real>(BLOCK_N * BLOCK_M);
   parallel_for(items.count(), params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
     TileScratch<Real, Real> scratch(workspace, op, items.size);
     Real* probabilities = workspace.take<Real>(BLOCK_N * BLOCK_M);
-    auto* tiles = workspace.take_objects<StatisticsTile<Real>>(items.size);
+    auto* tiles = workspace.take<StatisticsTile<Real>>(items.size);
     int64_t count = 0;
     const Range places = items.tiles(item);
     for (int64_t i = places.begin; i < places.end; ++i) {

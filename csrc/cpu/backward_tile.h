@@ -42,7 +42,7 @@ struct BackwardTile : QueryTile<Real, Operand> {
   static constexpr int64_t kRows = BLOCK_M / kNumbers<Operand>;
   // What the loop over the keys reads and writes of a tile whose rows are finite.
   static int64_t cached_bytes(const Attention<Real, Operand>& op) {
-    return buffer_bytes<char>(sizeof(BackwardTile)) + QueryTile<Real, Operand>::bytes(op) +
+    return buffer_bytes<BackwardTile>(1) + QueryTile<Real, Operand>::bytes(op) +
            buffer_bytes<Operand>(row_stride<Operand>(op.D) * kRows) +
            buffer_bytes<Operand>(row_stride<Operand>(op.Dv) * kRows) +
            buffer_bytes<Real>(round_up(op.D, kLanes<Real>) * BLOCK_M);
@@ -98,27 +98,28 @@ struct BackwardScratch : TileScratch<Real, Operand> {
         slopes(w.take<Real>(BLOCK_N * BLOCK_M)),
         probs_packed(w.take<Operand>(this->kWeights)),
         dscores_packed(w.take<Operand>(this->kWeights)),
-        near_tiles(w.take_objects<NearTile<Real>>(op.kept_tiles)),
+        near_tiles(w.take<NearTile<Real>>(op.kept_tiles)),
         kept_slopes(w.take<Real>((op.params.terms.softcap != 0.0 ? op.kept_tiles : 0) * BLOCK_N * BLOCK_M)),
         near_keys(w, op.kept_tiles > 0 ? op.D : 0, false) {}
 };
 
 // Inputs and gradients of one head in the backward pass, besides its `Head`.
+template <typename Real>
 struct HeadGradients {
   Rows dout;              // [T][Dv]
   Rows attended;          // [T][Dv]
-  const void* lse;        // [T] in the compute type; entmax: the largest score
-  const void* threshold;  // [T] of entmax, above the largest score; null for softmax
-  const void* dlse;       // [T] in the compute type; null: 0
-  const void* delta;      // [T] in the compute type; null: rowsum(dout * attended) - dlse
-  void* dgate;            // [T] or [T][Dv] in the compute type; null if not requested
-  void* dsinks;           // [T] in the compute type; null if not requested
+  const Real* lse;        // [T]; entmax: the largest score
+  const Real* threshold;  // [T] of entmax, above the largest score; null for softmax
+  const Real* dlse;       // [T]; null: 0
+  const Real* delta;      // [T]; null: rowsum(dout * attended) - dlse
+  Real* dgate;            // [T] or [T][Dv]; null if not requested
+  Real* dsinks;           // [T]; null if not requested
 };
 
 // The `HeadGradients` of head (b, h); dgate and dsinks are null unless `with_rows`.
 template <typename Real, typename Operand>
-inline HeadGradients head_gradients(const Attention<Real, Operand>& op, const BackwardParams& p, int64_t b, int64_t h,
-                                    bool with_rows) {
+inline HeadGradients<Real> head_gradients(const Attention<Real, Operand>& op, const BackwardParams& p, int64_t b,
+                                          int64_t h, bool with_rows) {
   const int64_t row = (b * op.H + h) * op.T, width = op.gate.elementwise ? op.Dv : 1;
   return {op.head_rows(p.dout, b, h),
           op.head_rows(p.attended, b, h),
@@ -156,15 +157,13 @@ inline Real dot(const Real* a, const Real* b, int64_t padded) {
 
 // Gradient rows of the gate: dout * attended, summed over the width unless the gate is elementwise.
 template <typename Real>
-inline void store_gate_row(void* dgate, bool elementwise, int64_t i, int64_t Dv, const Real* dout,
+inline void store_gate_row(Real* dgate, bool elementwise, int64_t i, int64_t Dv, const Real* dout,
                            const Real* attended) {
-  const int64_t padded = round_up(Dv, kLanes<Real>);
   if (!elementwise) {
-    static_cast<Real*>(dgate)[i] = attended ? dot(dout, attended, padded) : Real(0);
+    dgate[i] = attended ? dot(dout, attended, round_up(Dv, kLanes<Real>)) : Real(0);
     return;
   }
-  Real* row = static_cast<Real*>(dgate) + i * Dv;
-  for (int64_t w = 0; w < Dv; ++w) row[w] = attended ? dout[w] * attended[w] : Real(0);
+  for (int64_t w = 0; w < Dv; ++w) dgate[i * Dv + w] = attended ? dout[w] * attended[w] : Real(0);
 }
 
 // Whether a row sees a key. Its lse does not say so if it is the sink of the row.
@@ -186,44 +185,38 @@ inline bool sees_a_key(const HeadTerms<Real>& terms, const VisibleRows<Real>& vi
 // row with one key is 0 and not a rounding error.
 template <typename Real, typename Operand>
 inline void load_output_gradients(BackwardTile<Real, Operand>& tile, const Gate<Real>& gate,
-                                  const HeadGradients& gradients, BackwardScratch<Real, Operand>& scratch) {
+                                  const HeadGradients<Real>& gradients, BackwardScratch<Real, Operand>& scratch) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const int64_t padded = round_up(head.Dv, kLanes<Real>), stride = row_stride<Real>(head.Dv);
   Real* dout_rows = staging(tile.dout_rows, scratch.more_rows);
   gather_rows(gradients.dout, visible, head.Dv, dout_rows);
   gather_rows(gradients.attended, visible, head.Dv, scratch.rows);
-  alignas(64) Real tokens[BLOCK_M];
+  alignas(64) Real tokens[BLOCK_M] = {};
   if (gate && !gate.elementwise) gate.tokens(head.b, head.h, visible.first, visible.count, tokens);
   for (int m = 0; m < BLOCK_M; ++m) {
     const int64_t i = visible.first + m;
-    const Real lse = visible.sees(m) ? static_cast<const Real*>(gradients.lse)[i] : kHidden<Real>;
+    const Real lse = visible.sees(m) ? gradients.lse[i] : kHidden<Real>;
     const bool sees = lse != kHidden<Real> &&  // masks or bias may hide all its keys
                       (lse != static_cast<Real>(head.terms.sink(i)) || sees_a_key(head.terms, visible, m));
     tile.lse[m] = sees ? lse : -kHidden<Real>;
-    tile.threshold[m] = gradients.threshold && sees ? static_cast<const Real*>(gradients.threshold)[i] : Real(0);
+    tile.threshold[m] = gradients.threshold && sees ? gradients.threshold[i] : Real(0);
     const bool there = m < visible.count;
-    const Real dlse = gradients.dlse && there ? static_cast<const Real*>(gradients.dlse)[i] : Real(0);
+    const Real dlse = gradients.dlse && there ? gradients.dlse[i] : Real(0);
     tile.delta[m] = 0;
     Real* dout = dout_rows + m * stride;
     const Real* attended = sees ? scratch.rows + m * stride : nullptr;
     if (gradients.dsinks && there)  // the lse of a row that sees nothing is the sink
-      static_cast<Real*>(gradients.dsinks)[i] = head.terms.sink(i) == kHidden<Real> ? Real(0) : dlse;
+      gradients.dsinks[i] = head.terms.sink(i) == kHidden<Real> ? Real(0) : dlse;
     if (gradients.dgate && there) store_gate_row(gradients.dgate, gate.elementwise, i, head.Dv, dout, attended);
     if (!sees) continue;
-    if (gate.elementwise) {
-      Real* values = scratch.row;
-      gate.elements(head.b, head.h, i, head.Dv, values);
-      for (int64_t w = 0; w < padded; w += kLanes<Real>) store<Real>(dout + w, load(dout + w) * load(values + w));
-    } else if (gate) {
-      for (int64_t w = 0; w < padded; w += kLanes<Real>) store<Real>(dout + w, load(dout + w) * tokens[m]);
-    }
+    if (gate) gate.apply(head.b, head.h, i, head.Dv, tokens[m], dout, scratch.row);
     // The sink's probability times (0 - delta), before rounding.
     if (gradients.dsinks)
-      static_cast<Real*>(gradients.dsinks)[i] =
+      gradients.dsinks[i] =
           -static_cast<Real>(std::exp(head.terms.sink(i) - tile.lse[m])) * (dot(dout, attended, padded) - dlse);
     if (gate) round_row<Operand>(dout, padded);
-    tile.delta[m] = gradients.delta ? static_cast<const Real*>(gradients.delta)[i] : dot(dout, attended, padded) - dlse;
+    tile.delta[m] = gradients.delta ? gradients.delta[i] : dot(dout, attended, padded) - dlse;
   }
   pack_transposed(dout_rows, stride, visible.columns, padded, scratch.rows, tile.dout);
   tile.bad_douts.gather(dout_rows, visible.columns, padded, stride);
@@ -248,7 +241,7 @@ inline void store_dquery(const Rows& dquery, const BackwardTile<Real, Operand>& 
 // The gate's gradient rows of a closed head, whose output the forward pass did not compute.
 template <typename Real, typename Operand>
 inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams& dropout,
-                             const HeadGradients& gradients, BackwardScratch<Real, Operand>& scratch) {
+                             const HeadGradients<Real>& gradients, BackwardScratch<Real, Operand>& scratch) {
   const VisibleRows<Real>& visible = tile.visible;
   const int64_t Dv = tile.head.Dv, padded = round_up(Dv, kLanes<Real>);
   const int64_t stride = row_stride<Real>(Dv);
@@ -265,7 +258,7 @@ inline void closed_gate_rows(QueryTile<Real, Operand>& tile, const DropoutParams
       for (int64_t w = 0; w < padded; w += kLanes<Real>) store<Real>(row + w, load(row + w) * norm.factor);
       for (int64_t w = Dv; w < padded; ++w) row[w] = 0;
     }
-    store_gate_row<Real>(gradients.dgate, false, visible.first + m, Dv, dout_rows + m * stride, sees ? row : nullptr);
+    store_gate_row(gradients.dgate, false, visible.first + m, Dv, dout_rows + m * stride, sees ? row : nullptr);
   }
 }
 
@@ -295,17 +288,16 @@ inline void load_queries(BackwardTile<Real, Operand>& tile, const Rows& query, c
 // Prepares everything in a query tile except `query_rows`, and stores its rows of the gate's gradient; `pack` fills
 // `tile.query`. Returns false if the head or all rows are closed, or no row sees a key.
 template <typename Real, typename Operand, typename Pack>
-inline bool prepare_tile(const Attention<Real, Operand>& op, const HeadGradients& gradients,
+inline bool prepare_tile(const Attention<Real, Operand>& op, const HeadGradients<Real>& gradients,
                          BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch, Pack pack) {
   const Head<Real>& head = tile.head;
   const VisibleRows<Real>& visible = tile.visible;
   const bool closed = op.gate.closed(head.b, head.h);
   const bool skipped = closed || (op.skips_rows && op.gate.closed_rows(head.b, head.h, visible.first, visible.count));
-  if (skipped && gradients.dsinks)
-    std::fill_n(static_cast<Real*>(gradients.dsinks) + visible.first, visible.count, Real(0));
+  if (skipped && gradients.dsinks) std::fill_n(gradients.dsinks + visible.first, visible.count, Real(0));
   if (skipped && !gradients.dgate) return false;
   if (skipped && (op.skips_closed || !visible.any)) {
-    std::fill_n(static_cast<Real*>(gradients.dgate) + visible.first, visible.count, Real(0));
+    std::fill_n(gradients.dgate + visible.first, visible.count, Real(0));
     return false;
   }
   if (visible.any) pack();
@@ -319,7 +311,7 @@ inline bool prepare_tile(const Attention<Real, Operand>& op, const HeadGradients
 }
 
 template <typename Real, typename Operand>
-inline bool prepare_tile(const Attention<Real, Operand>& op, const HeadGradients& gradients,
+inline bool prepare_tile(const Attention<Real, Operand>& op, const HeadGradients<Real>& gradients,
                          BackwardTile<Real, Operand>& tile, BackwardScratch<Real, Operand>& scratch) {
   return prepare_tile(op, gradients, tile, scratch,
                       [&] { op.pack(tile.head.b, tile.head.h, tile.visible, scratch.rows, tile.query); });

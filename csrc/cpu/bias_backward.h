@@ -62,10 +62,10 @@ void bias_backward(const Attention<Real, Operand>& op, const BackwardParams& p) 
     const int64_t end = all_rows ? op.T : std::min(op.T, begin + tiles_together * BLOCK_M);
     const auto head_rows = [&](int64_t b, int64_t h, const BiasGradient<Real>& sums) {
       const KeyGradients<Real> keys{0, nullptr, nullptr, nullptr, sums};
-      const HeadGradients read = head_gradients(op, p, b, h, false);
+      const HeadGradients<Real> read = head_gradients(op, p, b, h, false);
       for (int64_t first = begin; first < end; first += tiles_together * BLOCK_M) {
         const size_t mark = workspace.mark();
-        auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(tiles_together);
+        auto* tiles = workspace.take<BackwardTile<Real, Operand>>(tiles_together);
         int64_t count = 0;
         const int64_t last = std::min(end, first + tiles_together * BLOCK_M);
         for (int64_t row = first; row < last; row += BLOCK_M) {

@@ -94,7 +94,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
     Real* dvalue = p.dvalue ? own.dvalue : nullptr;
     if (dvalue && h % this->heads_per_value == 0) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
     std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
-    const HeadGradients gradients = head_gradients(*this, p, b, h, true);
+    const HeadGradients<Real> gradients = head_gradients(*this, p, b, h, true);
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias, {}};
     // dS K: the head's own features are enough for dQ; the gradient of its zero chunks needs all of them.
     Ranges dquery_features;
@@ -106,7 +106,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
     const bool pairs = keys.dkey || keys.dvalue || keys.dcontent_bias || !dquery_features.empty();
     for (int64_t first = 0; first < this->T; first += tiles_together * BLOCK_M) {
       const size_t mark = workspace.mark();
-      auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(tiles_together);
+      auto* tiles = workspace.take<BackwardTile<Real, Operand>>(tiles_together);
       int64_t count = 0;
       for (int64_t row = first; row < std::min(this->T, first + tiles_together * BLOCK_M); row += BLOCK_M) {
         const VisibleRows<Real> visible(p.mask, b, h, row, this->T, this->S);

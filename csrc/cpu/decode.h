@@ -121,8 +121,6 @@ class Decoder {
 // computes 16 rows at the price of one.
 constexpr int64_t kFewRows = 10;
 
-inline bool few_rows(const AttentionParams& p) { return p.query.size[p.mixing ? 1 : 2] <= kFewRows; }
-
 template <typename Real, typename Operand>
 void decode(const ForwardParams& params, const Attention<Real, Operand>& op) {
   if constexpr (kNumbers<Operand> == 2) {

@@ -49,13 +49,13 @@ class DecodeTask {
   void run(int64_t b, int64_t first, int64_t heads, int64_t part, SumsOf sums_of, Workspace& workspace) const {
     const int64_t begin = part * kPart, size = std::min(op_.S - begin, kPart);
     const size_t mark = workspace.mark();
-    KeyHead* open = workspace.take_objects<KeyHead>(heads);
+    KeyHead* open = workspace.take<KeyHead>(heads);
     int64_t count = 0;
     for (int64_t hk = first; hk < first + heads; ++hk) {
       const PartSums<Real> sums = sums_of(hk);
       std::fill(sums.weights, sums.weights + rows_, Real(0));
-      Row* rows = workspace.take_objects<Row>(rows_);
-      Head<Real>* of_rows = workspace.take_objects<Head<Real>>(op_.heads_per_key);
+      Row* rows = workspace.take<Row>(rows_);
+      Head<Real>* of_rows = workspace.take<Head<Real>>(op_.heads_per_key);
       const int64_t found = find_rows(op_, b, hk, begin, begin + size, of_rows, rows);
       if (!found) continue;
       Real* queries = workspace.take<Real>(found * query_stride_);
@@ -93,25 +93,9 @@ class DecodeTask {
     const Rows& values() const { return rows->head->value; }
   };
 
-  // Which keys some row sees, and every row, one bit each.
-  struct Seen {
-    uint64_t some, every;
-  };
-
   const Attention<Real, Operand>& op_;
   const int64_t rows_;                       // of the heads that share a key head
   const int64_t query_stride_, out_stride_;  // whole loads
-
-  // Of `keys` keys of a word from n on.
-  static Seen seen_by(const Row* rows, int64_t count, int64_t n, int64_t keys) {
-    Seen seen{0, ~uint64_t{0}};
-    for (int64_t r = 0; r < count; ++r) {
-      const uint64_t bits = rows[r].seen[n / kWord] >> n % kWord;
-      seen.some |= bits, seen.every &= bits;
-    }
-    seen.some &= ~uint64_t{0} >> (kWord - keys);
-    return seen;
-  }
 
   // The scaled queries of rows, as operands. Skipped features are 0, since a load may reach past the end of a chunk.
   void load_queries(const Row* rows, int64_t count, Real* queries) const {
@@ -208,7 +192,7 @@ class DecodeTask {
 
   // The sums of values, stored by slot.
   void add_values(const KeyHead* heads, int64_t heads_count, int64_t begin, int64_t size, Workspace& workspace) const {
-    Values* sources = workspace.take_objects<Values>(heads_count * rows_);
+    Values* sources = workspace.take<Values>(heads_count * rows_);
     int64_t count = 0;
     for (int64_t i = 0; i < heads_count; ++i) {
       const KeyHead& head = heads[i];
@@ -255,7 +239,12 @@ class DecodeTask {
   // `finite` is scratch [kWord][Dv].
   void add_block_of_values(const Values& source, int64_t begin, int64_t n, int64_t count, int64_t ahead,
                            Number* finite) const {
-    const auto [some, every] = seen_by(source.rows, source.count, n, count);
+    uint64_t some = 0, every = ~uint64_t{0};  // which keys some row sees, and every row, one bit each
+    for (int64_t r = 0; r < source.count; ++r) {
+      const uint64_t bits = source.rows[r].seen[n / kWord] >> n % kWord;
+      some |= bits, every &= bits;
+    }
+    some &= ~uint64_t{0} >> (kWord - count);
     if (!some) return;
     const Rows& values = source.values();
     begin += n;

@@ -2,7 +2,7 @@
 #include <atomic>
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -15,13 +15,9 @@ namespace {
 #if defined(HK_X86_LEVELS)
 // Linux saves the 8 KiB of tile registers only for processes that request permission.
 bool may_use_tiles() {
-#if defined(__linux__)
   if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h, asm/fpu/types.h
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
 }
 #endif
 

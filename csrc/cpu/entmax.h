@@ -52,38 +52,23 @@ struct Powers {
   Vec<Real> p, slope;
 };
 
-// The powers of u = 1 + y, y >= -1, for the orders 1 and 1/2 and for all.
-template <typename Real>
-struct LinearPower {
-  Powers<Real> operator()(Vec<Real> y) const {
-    const Vec<Real> u = Real(1) + y;
-    return {u, u == Real(0) ? Vec<Real>{} : splat<Real>(1)};
-  }
-};
-template <typename Real>
-struct SquarePower {
-  Powers<Real> operator()(Vec<Real> y) const {
-    const Vec<Real> u = Real(1) + y;
-    return {u * u, u};
-  }
-};
-template <typename Real>
-struct AnyPower {
-  Real exponent;
-
-  explicit AnyPower(Real order) : exponent(Real(1) / order) {}
-  Powers<Real> operator()(Vec<Real> y) const {
-    const Vec<Real> p = exp<Real>(log1p<Real>(y) * exponent);
-    return {p, p == Real(0) ? Vec<Real>{} : p / (Real(1) + y)};
-  }
-};
-
-// Calls body(power) with the power of this order.
+// Calls body(power) with the power of this order: power(y) is that of u = 1 + y, y >= -1.
 template <typename Real, typename Body>
 inline void with_power(Real order, Body body) {
-  if (order == Real(1)) return body(LinearPower<Real>());
-  if (order == Real(0.5)) return body(SquarePower<Real>());
-  body(AnyPower<Real>(order));
+  if (order == Real(1))
+    return body([](Vec<Real> y) {
+      const Vec<Real> u = Real(1) + y;
+      return Powers<Real>{u, u == Real(0) ? Vec<Real>{} : splat<Real>(1)};
+    });
+  if (order == Real(0.5))
+    return body([](Vec<Real> y) {
+      const Vec<Real> u = Real(1) + y;
+      return Powers<Real>{u * u, u};
+    });
+  body([exponent = Real(1) / order](Vec<Real> y) {
+    const Vec<Real> p = exp<Real>(log1p<Real>(y) * exponent);
+    return Powers<Real>{p, p == Real(0) ? Vec<Real>{} : p / (Real(1) + y)};
+  });
 }
 
 // max(order * (score - threshold), -1).

@@ -51,19 +51,19 @@ void store_closed_heads(const ForwardParams& params, const Attention<Real, Opera
 template <typename Real, typename Operand>
 void attention_forward(const ForwardParams& params) {
   const Attention<Real, Operand> op(params);
-  if (few_rows(params) && !params.alpha) return decode(params, op);
-  const int64_t tile_bytes = buffer_bytes<char>(sizeof(QueryTile<Real, Operand>)) + QueryTile<Real, Operand>::bytes(op);
+  if (params.rows() <= kFewRows && !params.alpha) return decode(params, op);
+  const int64_t tile_bytes = buffer_bytes<QueryTile<Real, Operand>>(1) + QueryTile<Real, Operand>::bytes(op);
   const WorkItems items(op, tiles_in_cache(tile_bytes), kItemsPerThread * params.threads);
   store_closed_heads(params, op);
   const int64_t bytes = items.size * tile_bytes + TileScratch<Real, Operand>::bytes(op);
   parallel_for(items.count(), params.threads, op.multiply_adds(), bytes, [&](int64_t item, Workspace& workspace) {
     TileScratch<Real, Operand> scratch(workspace, op, items.size);
-    QueryTile<Real, Operand>* tiles = workspace.take_objects<QueryTile<Real, Operand>>(items.size);
+    QueryTile<Real, Operand>* tiles = workspace.take<QueryTile<Real, Operand>>(items.size);
     int64_t count = 0;
     const Range places = items.tiles(item);
     for (int64_t i = places.begin; i < places.end; ++i) {
       const TilePlace at = items.place(i);
-      Outputs empty = outputs_of(op, params, at.b, at.h);
+      Outputs<Real> empty = outputs_of(op, params, at.b, at.h);
       if (op.gate.closed(at.b, at.h)) {
         empty.out = {};  // stored above
         store_empty_rows(empty, HeadTerms<Real>(params.terms, at.b, at.h, op.T), at.first_row,

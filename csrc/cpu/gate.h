@@ -71,16 +71,24 @@ struct Gate {
 
   // Values of `count` tokens from `first`, whole vectors of storage.
   void tokens(int64_t b, int64_t h, int64_t first, int64_t count, Real* values) const {
-    load_row(values, at(b, h, first), dtype, count, stride[2]);
-    for (int64_t i = count; i < round_up(count, kLanes<Real>); ++i) values[i] = 0;
-    activate(activation, values, count);
+    read(at(b, h, first), count, stride[2], values);
   }
 
-  // Values of the elements of one token, whole vectors of storage.
-  void elements(int64_t b, int64_t h, int64_t token, int64_t width, Real* values) const {
-    load_row(values, at(b, h, token), dtype, width, stride[3]);
-    for (int64_t i = width; i < round_up(width, kLanes<Real>); ++i) values[i] = 0;
-    activate(activation, values, width);
+  // Multiplies the row of a token, in whole vectors, by its elements, for which `scratch` is, or by its `value`.
+  void apply(int64_t b, int64_t h, int64_t token, int64_t width, Real value, Real* row, Real* scratch) const {
+    if (elementwise) {
+      read(at(b, h, token), width, stride[3], scratch);
+      for (int64_t w = 0; w < width; w += kLanes<Real>) store<Real>(row + w, load(row + w) * load(scratch + w));
+    } else {
+      for (int64_t w = 0; w < width; w += kLanes<Real>) store<Real>(row + w, load(row + w) * value);
+    }
+  }
+
+ private:
+  void read(const char* from, int64_t count, int64_t step, Real* values) const {
+    load_row(values, from, dtype, count, step);
+    for (int64_t i = count; i < round_up(count, kLanes<Real>); ++i) values[i] = 0;
+    activate(activation, values, count);
   }
 };
 

@@ -36,7 +36,7 @@ struct GatedAttentionBackward : Attention<Real, Operand> {
     Real* const dalpha = with_rows ? static_cast<Real*>(p.dalpha.data) : nullptr;
     const bool pairs = keys.dkey || keys.dvalue || keys.bias || with_dquery || centers || dalpha;
     const size_t mark = workspace.mark();
-    auto* tiles = workspace.take_objects<BackwardTile<Real, Operand>>(items.size);
+    auto* tiles = workspace.take<BackwardTile<Real, Operand>>(items.size);
     int64_t count = 0;
     const Range places = items.tiles(item);
     for (int64_t i = places.begin; i < places.end; ++i) {
@@ -45,7 +45,7 @@ struct GatedAttentionBackward : Attention<Real, Operand> {
       if (!with_rows && !visible.meets(range)) continue;
       if (with_dquery && !computes(at, visible))
         store_zeros<Real>(rows_at(p.dquery, at.b, at.h), at.first_row, visible.count, this->D);
-      const HeadGradients gradients = head_gradients(*this, p, at.b, at.h, with_rows);
+      const HeadGradients<Real> gradients = head_gradients(*this, p, at.b, at.h, with_rows);
       BackwardTile<Real, Operand>& tile =
           *new (tiles + count) BackwardTile<Real, Operand>(workspace, *this, at.b, at.h, visible);
       if (!prepare_tile(*this, gradients, tile, scratch) || !pairs) continue;

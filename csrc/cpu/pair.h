@@ -75,17 +75,10 @@ inline Vec<Pair> narrow_neighbours(Vec<float> a, Vec<float> b) {
 }
 
 // The first (half = 0) or last (half = 1) numbers of a, each with that of b.
-template <int half, size_t... I>
-inline Vec<Pair> couple(Vec<Pair> a, Vec<Pair> b, std::index_sequence<I...>) {
-  using Halves = Simd<Pair>::Halves;
-  constexpr int kCount = 2 * kLanes<Pair>;
-  return (Vec<Pair>)__builtin_shufflevector(
-      (Halves)a, (Halves)b, (half * kLanes<Pair> + static_cast<int>(I) / 2 + static_cast<int>(I) % 2 * kCount)...);
-}
-
 template <int half>
 inline Vec<Pair> couple(Vec<Pair> a, Vec<Pair> b) {
-  return couple<half>(a, b, std::make_index_sequence<2 * kLanes<Pair>>{});
+  using Halves = Simd<Pair>::Halves;
+  return (Vec<Pair>)interleave<half>((Halves)a, (Halves)b);
 }
 
 // Pairs each lane of a with that of b.

@@ -1,6 +1,8 @@
 // Keys or values of one window of a head, as the products read them.
 #pragma once
 
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cpu/operand.h"
@@ -17,24 +19,15 @@ struct Summands {
   const std::vector<int64_t>* aside;             // rows of the window that were left out
 };
 
-// Which rows a panel holds. The address of the first row does not identify them: if rows overlap or the stride is 0,
-// windows of other keys may start at the same address.
-class Held {
- public:
-  // Records these rows as held; returns whether they already were.
-  bool replace(const Rows& source, const KeySpan& window) {
-    const bool same = data_ == source.data && stride_ == source.stride && begin_ == window.begin && end_ == window.end;
-    data_ = source.data;
-    stride_ = source.stride;
-    begin_ = window.begin;
-    end_ = window.end;
-    return same;
-  }
+// Which rows a panel holds: the data and the stride of their tensor, and the window. The address of the first row does
+// not identify them: if rows overlap or the stride is 0, windows of other keys may start at the same address.
+using Held = std::tuple<const char*, int64_t, int64_t, int64_t>;
 
- private:
-  const char* data_ = nullptr;
-  int64_t stride_ = 0, begin_ = 0, end_ = 0;
-};
+// Records these rows as held; returns whether they already were.
+inline bool replace(Held& held, const Rows& source, const KeySpan& window) {
+  const Held now{source.data, source.stride, window.begin, window.end};
+  return std::exchange(held, now) == now;
+}
 
 // A window of up to BLOCK_N rows in Real. Rows that several query tiles read are copied once, next to each other (rows
 // in the projections' layout [B, T, H, D] are a page apart, and reading them there costs more than the copy); rows of
@@ -60,7 +53,7 @@ class Panel {
       for (int64_t r = tile.begin; r < tile.end; ++r) prefetch_next_head<false>(source, r, width_);
       return rows_of(reinterpret_cast<const Real*>(source.at(tile.begin)), source.stride);
     }
-    if (!held_.replace(source, window))
+    if (!replace(held_, source, window))
       for (int64_t r = 0; r < window.count(); ++r) read_row(source, window.begin + r, width_, buffer_ + r * stride_);
     return rows_of<Real>(buffer_ + (tile.begin - window.begin) * stride_, stride_);
   }
@@ -91,7 +84,7 @@ class Panel {
   Real* finite_;  // [BLOCK_N][stride_] without NaN and infinity
   int64_t stride_, width_;
   bool shared_;
-  Held held_;  // in the buffer
+  Held held_{};  // in the buffer
   std::vector<int64_t> aside_;
 };
 
@@ -108,7 +101,7 @@ class Panel<Pair> {
   void forget() { held_ = {}; }
 
   Left<Pair, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
-    if (!held_.replace(source, window)) {
+    if (!replace(held_, source, window)) {
       const bool contiguous = source.stride == width_;
       for (int64_t r = 0; r < window.count(); ++r) {
         prefetch_next_head<false>(source, window.begin + r, width_);
@@ -136,7 +129,7 @@ class Panel<Pair> {
   Pair* transposed_;  // [width_][BLOCK_N / 2]
   Pair* scratch_;     // [width_ / 2][BLOCK_N]
   int64_t width_;
-  Held held_;
+  Held held_{};
   bool turned_ = false;  // `transposed_` holds the window
   std::vector<int64_t> aside_;
 

@@ -6,12 +6,6 @@
 
 namespace hk::HK_LEVEL {
 
-#if defined(__x86_64__)
-#define HK_IN_REGISTER "+v"
-#else
-#define HK_IN_REGISTER "+w"
-#endif
-
 // Independent sums: two units with a latency of 4 need at least 8. 14 sums and both operands fill 16 registers.
 constexpr int kChains = 14;
 constexpr int kPowerChains = 8;  // of about 12 dependent instructions each
@@ -52,8 +46,6 @@ inline int64_t chain_powers(int64_t steps) {
   for (int c = 0; c < kPowerChains; ++c) asm volatile("" : HK_IN_REGISTER(x[c]));
   return steps * kPowerChains * kLanes<Real>;
 }
-
-#undef HK_IN_REGISTER
 
 #if HK_TILES
 template <>

@@ -24,10 +24,8 @@ constexpr bool begins_line(int c) {
 
 // Rows of Real become rows of operands in place; `width` in whole vectors of them.
 template <typename Operand>
-inline Operand* as_operands(RealOf<Operand>* row, [[maybe_unused]] int64_t width) {
-  Operand* operands = reinterpret_cast<Operand*>(row);
-  if constexpr (kNumbers<Operand> == 2) pair_columns(row, 0, 1, width, operands, 0);
-  return operands;
+inline void as_operands(RealOf<Operand>* row, [[maybe_unused]] int64_t width) {
+  if constexpr (kNumbers<Operand> == 2) pair_columns(row, 0, 1, width, reinterpret_cast<Pair*>(row), 0);
 }
 
 // A query row becomes operands in place, in the order of loads of keys, then zeros, which loads may read; `width` in

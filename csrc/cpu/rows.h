@@ -136,25 +136,28 @@ inline void store_zeros(const Rows& rows, int64_t first, int64_t count, int64_t 
 }
 
 // Interleaves the lower (half = 0) or upper (half = 1) halves of a and b.
-template <typename Real, int half, size_t... I>
-inline Vec<Real> interleave(Vec<Real> a, Vec<Real> b, std::index_sequence<I...>) {
-  constexpr int L = kLanes<Real>;
+template <int half, typename Lanes, size_t... I>
+inline Lanes interleave(Lanes a, Lanes b, std::index_sequence<I...>) {
+  constexpr int L = sizeof...(I);
   return __builtin_shufflevector(a, b, (half * L / 2 + static_cast<int>(I) / 2 + (I % 2) * L)...);
+}
+
+template <int half, typename Lanes>
+inline Lanes interleave(Lanes a, Lanes b) {
+  return interleave<half>(a, b, std::make_index_sequence<sizeof a / sizeof a[0]>{});
 }
 
 // Lane i of the result is the sum of the lanes of v[i], each in the same order.
 template <typename Real>
 __attribute__((always_inline)) inline Vec<Real> sums_of(const Vec<Real>* v) {
   constexpr int L = kLanes<Real>;
-  using Lanes = std::make_index_sequence<L>;
   Vec<Real> a[L];
 #pragma GCC unroll 16
   for (int i = 0; i < L; ++i) a[i] = v[i];
 #pragma GCC unroll 4
   for (int half = L / 2; half > 0; half /= 2)
 #pragma GCC unroll 8
-    for (int i = 0; i < half; ++i)
-      a[i] = interleave<Real, 0>(a[i], a[i + half], Lanes{}) + interleave<Real, 1>(a[i], a[i + half], Lanes{});
+    for (int i = 0; i < half; ++i) a[i] = interleave<0>(a[i], a[i + half]) + interleave<1>(a[i], a[i + half]);
   return a[0];
 }
 
@@ -162,7 +165,6 @@ __attribute__((always_inline)) inline Vec<Real> sums_of(const Vec<Real>* v) {
 template <typename Real>
 inline void transpose_square(const Real* src, int64_t lds, Real* dst, int64_t ldd) {
   constexpr int L = kLanes<Real>;
-  using Lanes = std::make_index_sequence<L>;
   Vec<Real> a[L], b[L];
 #pragma GCC unroll 16
   for (int i = 0; i < L; ++i) a[i] = load(src + i * lds);
@@ -170,8 +172,8 @@ inline void transpose_square(const Real* src, int64_t lds, Real* dst, int64_t ld
   for (int stage = 1; stage < L; stage *= 2) {
 #pragma GCC unroll 16
     for (int i = 0; i < L / 2; ++i) {
-      b[2 * i] = interleave<Real, 0>(a[i], a[i + L / 2], Lanes{});
-      b[2 * i + 1] = interleave<Real, 1>(a[i], a[i + L / 2], Lanes{});
+      b[2 * i] = interleave<0>(a[i], a[i + L / 2]);
+      b[2 * i + 1] = interleave<1>(a[i], a[i + L / 2]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < L; ++i) a[i] = b[i];

@@ -23,6 +23,13 @@
 #define HK_VECTOR_REGISTERS 16
 #endif
 
+// An operand of asm that is read and written, in a vector register.
+#if defined(__x86_64__)
+#define HK_IN_REGISTER "+v"
+#else
+#define HK_IN_REGISTER "+w"
+#endif
+
 namespace hk::HK_LEVEL {
 
 template <typename Real>
@@ -100,13 +107,7 @@ inline Vec<Real> splat(Real x) {
 // equal products is then 0.
 template <typename Real>
 inline Vec<Real> rounded_product(Vec<Real> x) {
-#if defined(__x86_64__) && HK_VECTOR_BYTES == 64
-  asm("" : "+v"(x));
-#elif defined(__x86_64__)
-  asm("" : "+x"(x));
-#else
-  asm("" : "+w"(x));
-#endif
+  asm("" : HK_IN_REGISTER(x));
   return x;
 }
 

@@ -27,15 +27,12 @@ constexpr float kSlack = 5.5;
 template <typename Real>
 struct OnlineSoftmax {
   alignas(64) Real reference[BLOCK_M];
-  alignas(64) Real sum[BLOCK_M];
+  alignas(64) Real sum[BLOCK_M] = {};
   alignas(64) Real rescale[BLOCK_M];  // the factor of earlier contributions after the last `step`
 
   OnlineSoftmax() {
-    for (int m = 0; m < BLOCK_M; ++m) {
-      reference[m] = kHidden<Real>;
-      sum[m] = 0;
-      rescale[m] = 1;
-    }
+    std::fill_n(reference, BLOCK_M, kHidden<Real>);
+    std::fill_n(rescale, BLOCK_M, Real(1));
   }
 
   // Scores to unnormalised probabilities, in place; true if earlier sums must be rescaled.

@@ -31,23 +31,11 @@ constexpr int kVectors<float, BFloat16> = 2;
 template <typename Operand, typename Number>
 constexpr int kLoad = kVectors<Operand, Number> * kWidth<Operand>;
 
-template <typename Number>
-struct WordOf {
-  using Type = uint16_t;
-};
-template <>
-struct WordOf<float> {
-  using Type = float;
-};
-template <>
-struct WordOf<double> {
-  using Type = double;
-};
-
-// kLoad numbers.
+// kLoad numbers, those of 16 bits as integers.
 template <typename Operand, typename Number>
 struct Stored {
-  typedef typename WordOf<Number>::Type Vec __attribute__((vector_size(kLoad<Operand, Number> * sizeof(Number))));
+  using Lane = std::conditional_t<sizeof(Number) == 2, uint16_t, Number>;
+  typedef Lane Vec __attribute__((vector_size(kLoad<Operand, Number> * sizeof(Number))));
 };
 
 template <typename Operand, typename Number>
@@ -121,10 +109,9 @@ template <typename Operand, typename Number>
 inline void in_order(Vec<RealOf<Operand>>* v) {
   using Real = RealOf<Operand>;
   if constexpr (kVectors<Operand, Number> == 2) {
-    constexpr std::make_index_sequence<kLanes<Real>> lanes{};
     const Vec<Real> first = v[0];
-    v[0] = interleave<Real, 0>(first, v[1], lanes);
-    v[1] = interleave<Real, 1>(first, v[1], lanes);
+    v[0] = interleave<0>(first, v[1]);
+    v[1] = interleave<1>(first, v[1]);
   }
 }
 

@@ -8,22 +8,22 @@
 
 namespace hk::HK_LEVEL {
 
+// The size in a workspace of a buffer of `count` values.
+template <typename Value>
+constexpr int64_t buffer_bytes(int64_t count) {
+  return round_up(count * static_cast<int64_t>(sizeof(Value)), 64);
+}
+
 class Workspace {
  public:
-  // A buffer of `count` values of Real, aligned to a cache line; contents are undefined.
-  template <typename Real>
-  Real* take(int64_t count) {
-    const size_t bytes = round_up(static_cast<int64_t>(count * sizeof(Real)), 64);
+  // A buffer of `count` values, aligned to a cache line, which are not constructed.
+  template <typename Value>
+  Value* take(int64_t count) {
+    const size_t bytes = buffer_bytes<Value>(count);
     if (used_ + bytes > capacity_) throw std::bad_alloc();
     char* buffer = block_ ? block_ + used_ : nullptr;
     used_ += bytes;
-    return reinterpret_cast<Real*>(buffer);
-  }
-
-  // A buffer for `count` objects, which are not constructed.
-  template <typename Object>
-  Object* take_objects(int64_t count) {
-    return reinterpret_cast<Object*>(take<char>(count * static_cast<int64_t>(sizeof(Object))));
+    return reinterpret_cast<Value*>(buffer);
   }
 
   // `rewind` frees the buffers taken since `mark`.
@@ -74,12 +74,6 @@ class Workspace {
   size_t capacity_ = 0;
   size_t used_ = 0;
 };
-
-// The size in a workspace of a buffer of `count` values.
-template <typename Real>
-constexpr int64_t buffer_bytes(int64_t count) {
-  return round_up(count * static_cast<int64_t>(sizeof(Real)), 64);
-}
 
 // The bytes that the constructor of Object takes from its workspace. It must not access its buffers.
 template <typename Object, typename... Arguments>

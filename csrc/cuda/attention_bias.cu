@@ -28,17 +28,16 @@ struct BiasGradient {
 
   static_assert(SumTile::kBytes <= 4 * Rows64::kBytes);
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<Rows64> rows = memory.tiles<Rows64>(2), keys = memory.tiles<Rows64>(2);
-    Terms terms = Terms(memory);
-    Buffer<QueryRows<kBiasTile>> query_rows = memory.take<QueryRows<kBiasTile>>();
-    Buffer<float> content_bias = memory.take<float>(kBiasTile);
+  struct Memory : SharedMemory {
+    Ring<Rows64> rows = tiles<Rows64>(2), keys = tiles<Rows64>(2);
+    Terms terms = Terms(*this);
+    Buffer<QueryRows<kBiasTile>> query_rows = take<QueryRows<kBiasTile>>();
+    Buffer<float> content_bias = take<float>(kBiasTile);
     Features features;
 
-    constexpr explicit Memory(int64_t Ds) : features(memory, Ds) {}
+    constexpr explicit Memory(int64_t Ds) : features(*this, Ds) {}
   };
-  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).memory.bytes(); }
+  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).bytes(); }
 
   // Sizes of the call, and in tiles.
   struct Sizes {
@@ -46,9 +45,9 @@ struct BiasGradient {
 
     HK_DEVICE explicit Sizes(const BiasParams& p)
         : B(static_cast<int>(p.query.size[0])),
-          H(static_cast<int>(p.mixing.rank > 0 ? p.mixing.size[0] : p.query.size[1])),
-          T_rows(static_cast<int>(p.query.size[p.query.rank - 2])),
-          S(static_cast<int>(p.key.size[p.key.rank - 2])),
+          H(static_cast<int>(p.heads())),
+          T_rows(static_cast<int>(p.rows())),
+          S(static_cast<int>(p.keys())),
           row_tiles(ceil_div(T_rows, kBiasTile)),
           key_tiles(ceil_div(S, kBiasTile)) {}
   };
@@ -81,7 +80,6 @@ struct BiasGradient {
     const int64_t shares = heads * inners * (size[0] == 1 ? n.B / inner : 1);
     const int64_t count = ceil_div(shares, p.splits), stop = (split + 1) * count;
     Scores sums;
-    sums.clear();
     for (int64_t i = split * count; i < stop && i < shares; ++i) {
       const int64_t b1 = size[0] == 1 ? i / heads / inners : own_outer;
       const int64_t b2 = size[1] == 1 ? i / heads % inners : own_inner;
@@ -113,7 +111,6 @@ struct BiasGradient {
     const int64_t pair = block_index() / blocks;
     const Head at = {static_cast<int>(pair / n.H), static_cast<int>(pair % n.H), n.T_rows, n.S};
     Scores sums;
-    sums.clear();
     if (opens(p, at, on_chip)) {
       for (int row = max_of(0, -first); row < min_of(n.row_tiles, n.key_tiles - first); ++row)
         add_tile(p, n, on_chip, at, row * kBiasTile, (first + row) * kBiasTile, sums);
@@ -144,7 +141,7 @@ struct BiasGradient {
   // Adds the dscores of a tile.
   HK_DEVICE static void add_tile(const Params& p, const Sizes& n, Memory& on_chip, const Head& at, int first_row,
                                  int first_key, Scores& sums) {
-    if (p.dense_cells.data && Terms::shown(p, at, first_row, first_key) == kHidden) return;
+    if (p.mask.dense_cells && Terms::shown(p, at, first_row, first_key) == kHidden) return;
     const Visible visible(p.mask, at.b, at.h, n.T_rows, n.S);
     QueryRows<kBiasTile>& rows = *on_chip.query_rows;
     sync_block();  // no thread reads the tile before any more
@@ -169,7 +166,7 @@ struct BiasGradient {
     const LeftOut<kLayout, 1, kBiasTile> left_out(p, visible, rows.range + warp_row, partial || hides, on_chip.terms,
                                                   hides, at.b, at.h, first_row + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.content_bias[column_of(n, e)]; });
-    centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
+    centre(dscores, row, left_out);
     on_chip.terms.to_scores(p, scores);
     dscores.each([&](float& value, int m, int n, int e) {
       value *= rows.template probability<true>(scores.c[m][n][e], kLog2e, row(m, n, e));
@@ -183,8 +180,7 @@ struct BiasGradient {
                                  Scores& scores, Scores& dp) {
     const Features& features = on_chip.features;
     const bool mixes = p.mixing.rank > 0;
-    const int heads = static_cast<int>(mixes ? p.mixing.size[0] : p.query.size[1]);
-    const int of_keys = at.h / (heads / static_cast<int>(p.value.size[1]));
+    const int of_keys = at.h / (static_cast<int>(p.heads()) / static_cast<int>(p.value.size[1]));
     const int of_scores = mixes ? features.steps() : ceil_div(static_cast<int>(p.query.size[3]), kStepWidth);
     const int steps = of_scores + ceil_div(static_cast<int>(p.value.size[3]), kStepWidth);
     const auto gathered = [&](int step) { return features.at(Step{0, step}); };
@@ -201,8 +197,6 @@ struct BiasGradient {
         copy_features<kThreads>(on_chip.keys[stage], keys, first_key, slice);
       }
     };
-    scores.clear();
-    dp.clear();
     each_step(steps, copy, [&](int step, int stage) {
       const bool is_score = step < of_scores;
       const Rows64 rows = on_chip.rows[stage], keys = on_chip.keys[stage];
@@ -216,14 +210,10 @@ struct BiasGradient {
   }
 
   // Writes the sums of all warps to shared memory, over tiles that are not read any more.
-  HK_DEVICE static SumTile put(const Memory& on_chip, const Scores& sums) {
+  HK_DEVICE static SumTile put(const Memory& on_chip, Scores& sums) {
     const SumTile tile = {reinterpret_cast<float*>(on_chip.rows[0].data)};
     sync_block();
-    HK_UNROLL
-    for (int n = 0; n < kBiasTile / 8; ++n) {
-      HK_UNROLL
-      for (int e = 0; e < 4; ++e) *tile.at(warp() * 16 + row_of(0, e), column_of(n, e)) = sums.c[0][n][e];
-    }
+    sums.each([&](float& sum, int m, int n, int e) { *tile.at(warp() * 16 + row_of(m, e), column_of(n, e)) = sum; });
     sync_block();
     return tile;
   }
@@ -246,13 +236,11 @@ template <typename T>
 void Kernels<T>::attention_bias(const BiasParams& p, const LaunchTarget& target) {
   using Kernel = BiasGradient<T>;
   static_assert(Kernel::shared_bytes(kWidestShared) <= kLeastShared);
-  const int64_t H = p.mixing ? p.mixing.size[0] : p.query.size[1];
-  const int64_t row_tiles = ceil_div(p.query.size[p.query.rank - 2], kBiasTile);
-  const int64_t key_tiles = ceil_div(p.key.size[p.key.rank - 2], kBiasTile);
+  const int64_t row_tiles = ceil_div(p.rows(), kBiasTile), key_tiles = ceil_div(p.keys(), kBiasTile);
   const int64_t* const size = p.terms.bias.size;
   const int64_t blocks =
       p.dbias ? p.splits * size[0] * size[1] * size[2] * (size[3] == 1 ? 1 : row_tiles) * (size[4] == 1 ? 1 : key_tiles)
-      : row_tiles && key_tiles ? p.query.size[0] * H * (row_tiles + key_tiles - 1)
+      : row_tiles && key_tiles ? p.query.size[0] * p.heads() * (row_tiles + key_tiles - 1)
                                : 0;
   launch<Kernel>(blocks, Kernel::shared_bytes(p.mixing ? p.mixing.size[1] : 0), p, target);
 }

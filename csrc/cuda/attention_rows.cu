@@ -101,7 +101,7 @@ struct AttentionRows {
   // Whether the row of this lane, one of `across`, sees a key; a row beyond the last one sees none. All lanes of the
   // warp take part.
   HK_DEVICE static bool sees_a_key(const Params& p, int b, int h, int row, int own, int across) {
-    const Head at = {b, h, static_cast<int>(p.dout.size[2]), static_cast<int>(p.key.size[p.key.rank - 2])};
+    const Head at = {b, h, static_cast<int>(p.dout.size[2]), static_cast<int>(p.keys())};
     const Visible visible(p.mask, at.b, h, at.T, at.S);
     const Range range = visible.range(row);
     const Addends addends(p, at);

@@ -13,19 +13,10 @@ namespace hk::cuda {
 // Running statistics of the rows of a warp. A lane has the part of sums, and the best key, of the columns that it
 // holds.
 struct RowStatistics {
-  float row_max[2], row_sum[2];
-  float energy[2];  // sum of p * (score - row_max) in base 2
-  float best[2];    // the largest score of keys that are not excluded
-  int best_key[2];
-
-  HK_DEVICE RowStatistics() {
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      row_max[half] = best[half] = -kInfinity;
-      row_sum[half] = energy[half] = 0.0f;
-      best_key[half] = INT_MAX;
-    }
-  }
+  float row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {};
+  float energy[2] = {};                      // sum of p * (score - row_max) in base 2
+  float best[2] = {-kInfinity, -kInfinity};  // the largest score of keys that are not excluded
+  int best_key[2] = {INT_MAX, INT_MAX};
 
   // Adds the scores of a tile, hidden ones -inf. Tiles are not visited in the order of their keys.
   template <int kColumns>
@@ -95,20 +86,19 @@ struct StatisticsTile {
   using Scores = Accumulator<1, kBlock>;
   using Terms = ScoreTile<true, kLayout, kBlock, kBlock>;
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<Operand> rows = memory.tiles<Operand>(2), keys = memory.tiles<Operand>(2);
-    Terms terms = Terms(memory);
-    Buffer<Range> ranges = memory.take<Range>(kBlock);
-    Buffer<float> content_bias = memory.take<float>(kBlock);
-    Buffer<bool> excluded = memory.take<bool>(kBlock);
-    Buffer<float> reference = memory.take<float>(kBlock), share = memory.take<float>(kBlock);
-    Buffer<int> scratch = memory.take<int>(kWarps * 4);
+  struct Memory : SharedMemory {
+    Ring<Operand> rows = tiles<Operand>(2), keys = tiles<Operand>(2);
+    Terms terms = Terms(*this);
+    Buffer<Range> ranges = take<Range>(kBlock);
+    Buffer<float> content_bias = take<float>(kBlock);
+    Buffer<bool> excluded = take<bool>(kBlock);
+    Buffer<float> reference = take<float>(kBlock), share = take<float>(kBlock);
+    Buffer<int> scratch = take<int>(kWarps * 4);
     Features features;
 
-    constexpr explicit Memory(int64_t Ds) : features(memory, Ds) {}
+    constexpr explicit Memory(int64_t Ds) : features(*this, Ds) {}
   };
-  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).memory.bytes(); }
+  static constexpr int shared_bytes(int64_t Ds) { return Memory(Ds).bytes(); }
 
   // The scores of a tile of rows and a tile of keys, before any mask.
   HK_DEVICE static void score(const Params& p, const Memory& on_chip, const Head& at, int first_row, int first_key,
@@ -153,9 +143,8 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
   HK_DEVICE static void run(const Params& p) {
     Memory on_chip(p.mixing.size[1]);
     const bool mixes = p.mixing.rank > 0;
-    const int T_rows = static_cast<int>(p.query.size[p.query.rank - 2]);
-    const int S = static_cast<int>(p.key.size[p.key.rank - 2]);
-    const HeadTile at(mixes ? p.mixing.size[0] : p.query.size[1], ceil_div(T_rows, kBlock));
+    const int T_rows = static_cast<int>(p.rows()), S = static_cast<int>(p.keys());
+    const HeadTile at(p.heads(), ceil_div(T_rows, kBlock));
     const int first_row = at.tile * kBlock, warp_row = warp() * 16;
     const Head head = {at.b, at.h, T_rows, S};
     const Visible visible(p.mask, at.b, at.h, T_rows, S);
@@ -168,7 +157,6 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
     for (int i = from(0); i < list.count(); i = from(i + 1)) {
       const int first_key = list[i] * kBlock;
       Scores scores;
-      scores.clear();
       sync_block();  // no thread reads what belongs to the tile before
       bool hides = on_chip.terms.template stage<kThreads>(p, head, first_row, first_key);
       if (thread_index() < kBlock) {
@@ -187,13 +175,12 @@ struct Statistics : StatisticsTile<T, ScoreLayout::kRowsFirst> {
       statistics.step(scores, first_key, on_chip.excluded);
     }
     statistics.sum_lanes();
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + warp_row + row_of(0, 2 * half);
+    each_row<1>([&](int, int half, int own) {
+      const int row = first_row + warp_row + own;
       const int64_t index = (int64_t{at.b} * at.H + at.h) * T_rows + row;
       if (row < T_rows && lane() % 4 == 0)
         store(p, statistics, half, sink_of(p, at.h), index, row_weight(p, at.b, at.h, row));
-    }
+    });
   }
 
  private:
@@ -246,9 +233,8 @@ struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
   HK_DEVICE static void run(const Params& p) {
     Memory on_chip(p.mixing.size[1]);
     const bool mixes = p.mixing.rank > 0;
-    const int T_rows = static_cast<int>(p.query.size[p.query.rank - 2]);
-    const int S = static_cast<int>(p.key.size[p.key.rank - 2]);
-    const int H = static_cast<int>(mixes ? p.mixing.size[0] : p.query.size[1]);
+    const int T_rows = static_cast<int>(p.rows()), S = static_cast<int>(p.keys());
+    const int H = static_cast<int>(p.heads());
     const KeyHeadTile at(p.query.size[0], H, ceil_div(S, kBlock));
     const int first_key = at.tile * kBlock;
     const Head head = {at.b, at.head, T_rows, S};
@@ -263,7 +249,6 @@ struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
     for (int i = from(0); i < list.count(); i = from(i + 1)) {
       const int first_row = list[i] * kBlock;
       Scores scores;
-      scores.clear();
       sync_block();  // no thread reads what belongs to the tile before
       bool hides = on_chip.terms.template stage<kThreads>(p, head, first_row, first_key);
       if (thread_index() < kBlock) {
@@ -290,13 +275,12 @@ struct Received : StatisticsTile<T, ScoreLayout::kKeysFirst> {
       received[0] += sum[0];
       received[1] += sum[1];
     }
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    each_row<1>([&](int, int half, int row) {
       const float total = sum_of_row(received[half]);
-      const int key = first_key + warp() * 16 + row_of(0, 2 * half);
+      const int key = first_key + warp() * 16 + row;
       if (key < S && lane() % 4 == 0)
         static_cast<float*>(p.received.data)[(int64_t{at.b} * H + at.head) * S + key] = total;
-    }
+    });
   }
 };
 
@@ -304,13 +288,11 @@ template <typename T>
 void Kernels<T>::attention_statistics(const StatisticsPass& p, const LaunchTarget& target) {
   using Kernel = Statistics<T>;
   static_assert(Kernel::shared_bytes(kWidestShared) <= kLeastShared);
-  const int64_t H = p.mixing ? p.mixing.size[0] : p.query.size[1];
-  const int64_t tiles = ceil_div(p.query.size[p.query.rank - 2], Kernel::kBlock);
+  const int64_t heads = p.query.size[0] * p.heads();
   const int bytes = Kernel::shared_bytes(p.mixing ? p.mixing.size[1] : 0);
-  launch<Kernel>(p.query.size[0] * H * tiles, bytes, p, target);
+  launch<Kernel>(heads * ceil_div(p.rows(), Kernel::kBlock), bytes, p, target);
   if (!p.received) return;
-  const int64_t key_tiles = ceil_div(p.key.size[p.key.rank - 2], Kernel::kBlock);
-  launch<Received<T>>(p.query.size[0] * H * key_tiles, bytes, p, target);
+  launch<Received<T>>(heads * ceil_div(p.keys(), Kernel::kBlock), bytes, p, target);
 }
 
 HK_INSTANTIATE_KERNELS

@@ -34,11 +34,6 @@ struct CollaborativeForward {
   using Output = HeadOutput<T, Sizes::kWarps, kGroups, kWidth, kTerms>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
-  // The sources of copies. They are in shared memory, as BlockCoord is, where they take no registers between uses.
-  struct Sources {
-    Rows<T> query, key, value;
-  };
-
   // The work of a block.
   struct BlockCoord {
     int split, b, h, first_row;
@@ -54,38 +49,30 @@ struct CollaborativeForward {
     }
   };
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<KeyTile> key = memory.tiles<KeyTile>(2);
-    Ring<ValueTile> value = memory.tiles<ValueTile>(2);
-    Buffer<Range> ranges = memory.take<Range>(kBlockM);
-    Buffer<float> bias = memory.take<float>(kBlockN);
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Buffer<bool> bad = memory.take<bool>(kBlockN);
-    Buffer<Sources> sources = memory.take<Sources>();
-    Buffer<BlockCoord> at = memory.take<BlockCoord>();
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<KeyTile> key = tiles<KeyTile>(2);
+    Ring<ValueTile> value = tiles<ValueTile>(2);
+    Buffer<Range> ranges = take<Range>(kBlockM);
+    Buffer<float> bias = take<float>(kBlockN);
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Buffer<bool> bad = take<bool>(kBlockN);
+    Buffer<Sources<T>> sources = take<Sources<T>>();
+    Buffer<BlockCoord> at = take<BlockCoord>();
+    Terms terms = Terms(*this);
     Features features;
     Ring<QueryTile> query;  // of each step, or of a stage
 
     constexpr Memory(int64_t Ds, bool keeps_query)
-        : features(memory, Ds), query(memory.tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
+        : features(*this, Ds), query(tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
   };
   static constexpr int shared_bytes(int64_t Ds, bool keeps_query) {
-    return std::max(Memory(Ds, keeps_query).memory.bytes(), Output::shared_bytes());
+    return std::max(Memory(Ds, keeps_query).bytes(), Output::shared_bytes());
   }
 
   HK_DEVICE static void run(const Params& p) {
     const Memory memory(p.query.size[2], p.keeps_query);
-    const Ring<KeyTile> key = memory.key;
-    const Ring<ValueTile> value = memory.value;
-    const Ring<QueryTile> query = memory.query;
-    Range* const ranges = memory.ranges;
-    float* const bias = memory.bias;
-    bool* const bad = memory.bad;
-    Sources& rows = *memory.sources;
+    Sources<T>& rows = *memory.sources;
     BlockCoord& at = *memory.at;
-    const Terms& terms = memory.terms;
     Features features = memory.features;
 
     if (thread_index() == 0) {
@@ -100,7 +87,7 @@ struct CollaborativeForward {
       const int T_rows = static_cast<int>(p.query.size[1]);
       return Visible(p.mask, at.b, at.h, rows_taking_part(p, closed, T_rows), static_cast<int>(p.key.size[1]));
     };
-    for (int i = thread_index(); i < kBlockM; i += kThreads) ranges[i] = visible().range(at.first_row + i);
+    for (int i = thread_index(); i < kBlockM; i += kThreads) memory.ranges[i] = visible().range(at.first_row + i);
     const TileList list =
         tiles_seen<kThreads, kBlockM, kBlockN>(visible(), at.first_row, memory.scratch).share(at.split, p.splits.count);
     if (list.count()) features.set<kThreads>(p.mixing, at.h);
@@ -111,20 +98,20 @@ struct CollaborativeForward {
     const auto from = [&](int index) {
       return Terms::shown_from(index, list, at.first_row, p, head_of(p, at.b, at.h));
     };
-    const auto query_at = [&](const Step& step) { return query[p.keeps_query ? step.place : step.stage]; };
+    const auto query_at = [&](const Step& step) { return memory.query[p.keeps_query ? step.place : step.stage]; };
     const int first_tile = from(0);
     const auto copies_query = [&](const Step& step) { return !p.keeps_query || step.tile == first_tile; };
     const auto copy = [&](const Step& step) {
       const int first_key = list[step.tile] * kBlockN;
       if (copies_query(step)) copy_features<kThreads>(query_at(step), rows.query, at.first_row, features.at(step));
-      copy_features<kThreads>(key[step.stage], rows.key, first_key, features.at(step));
-      if (features.ends(step)) copy_rows<kThreads>(value[step.template half<kTerms>()], rows.value, first_key);
+      copy_features<kThreads>(memory.key[step.stage], rows.key, first_key, features.at(step));
+      if (features.ends(step)) copy_rows<kThreads>(memory.value[step.template half<kTerms>()], rows.value, first_key);
     };
     const auto mix = [&](const Step& step) {
       if (copies_query(step)) mix_features<kThreads>(query_at(step), features.factors(), features.at(step));
     };
     const auto stage = [&](const Step& step) {
-      return terms.template stage<kThreads>(p, head_of(p, at.b, at.h), at.first_row, list[step.tile] * kBlockN);
+      return memory.terms.template stage<kThreads>(p, head_of(p, at.b, at.h), at.first_row, list[step.tile] * kBlockN);
     };
     const auto bias_of = [&](const Step& step) {
       return ContentBias(p.content_bias, at.b, at.h).at(list[step.tile] * kBlockN + thread_index());
@@ -132,25 +119,23 @@ struct CollaborativeForward {
 
     Accumulator<kGroups, kWidth> attended;
     Accumulator<kGroups, kBlockN> scores;
-    attended.clear();
-    scores.clear();
     OnlineSoftmax<kGroups, kTerms> softmax;
     const auto use = [&](const Step& step, bool hides) {
-      multiply_rows(scores, query_at(step), warp_row, key[step.stage], features.width(step));
+      multiply_rows(scores, query_at(step), warp_row, memory.key[step.stage], features.width(step));
       if (!features.ends(step)) return;
       const int first_key = list[step.tile] * kBlockN;
-      const ValueTile tile_value = value[step.template half<kTerms>()];
+      const ValueTile tile_value = memory.value[step.template half<kTerms>()];
       if (p.content_bias.rank > 0) {
-        scores.each([&](float& score, int, int n, int e) { score += bias[column_of(n, e)]; });
+        scores.each([&](float& score, int, int n, int e) { score += memory.bias[column_of(n, e)]; });
       }
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
-      terms.to_scores(p, scores);
+      memory.terms.to_scores(p, scores);
       if (!list.is_full(step.tile) || hides) {
         Pairs<kGroups, kBlockN> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), ranges + warp_row, first_key);
-        if (hides) terms.add_hidden(hidden);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(), memory.ranges + warp_row, first_key);
+        if (hides) memory.terms.add_hidden(hidden);
         fill(scores, hidden, -kInfinity);
-        if (clean<kThreads>(tile_value, bad)) poison(attended, hidden, bad);
+        if (clean<kThreads>(tile_value, memory.bad)) poison(attended, hidden, memory.bad);
       }
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
@@ -163,7 +148,7 @@ struct CollaborativeForward {
     };
     if (first_tile < list.count()) {
       each_tile_step<kTerms, kBlockN>(features, first_tile, list, from, copy, mix, stage, use, bias_of,
-                                      [&](float number) { bias[thread_index()] = number; });
+                                      [&](float number) { memory.bias[thread_index()] = number; });
     }
     if (p.stores == Stores::kSplits) {
       store_split(p, at.split, at.b, at.h, at.first_row + warp_row, visible().T(), attended, softmax);
@@ -177,15 +162,13 @@ struct CollaborativeForward {
 
 template <typename T>
 void Kernels<T>::collaborative_attention_forward(const ForwardTask& p, const LaunchTarget& target) {
-  with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
-    with_value_width<T, terms>(p.value.size[3], [&](auto width) {
-      using Kernel = CollaborativeForward<T, width, terms>;
-      static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
-      const int64_t B = p.query.size[0], T_rows = p.query.size[1], Ds = p.query.size[2];
-      const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
-      launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM) * p.splits.count,
-                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
-    });
+  with_value_width<T>(p.value.size[3], has_terms(p) || p.terms.sinks, [&](auto width, auto terms) {
+    using Kernel = CollaborativeForward<T, width, terms>;
+    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+    const int64_t B = p.query.size[0], T_rows = p.query.size[1], Ds = p.query.size[2];
+    const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
+    launch<Kernel>(B * p.mixing.size[0] * ceil_div(T_rows, Kernel::kBlockM) * p.splits.count,
+                   Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
   });
 }
 

@@ -63,25 +63,24 @@ struct CollaborativeKeys {
     Gate gate;
   };
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<QueryTile> query = memory.tiles<QueryTile>(2);
-    Ring<SliceTile> slice = memory.tiles<SliceTile>(2);
-    Ring<DoutTile> dout = memory.tiles<DoutTile>(2);
-    Ring<ValueTile> value = memory.tiles<ValueTile>();
-    Buffer<QueryRows<kBlockM>> query_rows = memory.take<QueryRows<kBlockM>>();
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Buffer<Sources> sources = memory.take<Sources>();
-    Buffer<BlockCoord> at = memory.take<BlockCoord>();
-    Buffer<TileList> list = memory.take<TileList>();
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<QueryTile> query = tiles<QueryTile>(2);
+    Ring<SliceTile> slice = tiles<SliceTile>(2);
+    Ring<DoutTile> dout = tiles<DoutTile>(2);
+    Ring<ValueTile> value = tiles<ValueTile>();
+    Buffer<QueryRows<kBlockM>> query_rows = take<QueryRows<kBlockM>>();
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Buffer<Sources> sources = take<Sources>();
+    Buffer<BlockCoord> at = take<BlockCoord>();
+    Buffer<TileList> list = take<TileList>();
+    Terms terms = Terms(*this);
     Features features;
     Ring<KeyTile> key;  // of each step, or of a stage
 
     constexpr Memory(int64_t Ds, bool keeps_key)
-        : features(memory, Ds), key(memory.tiles<KeyTile>(owned_tiles(Ds, keeps_key))) {}
+        : features(*this, Ds), key(tiles<KeyTile>(owned_tiles(Ds, keeps_key))) {}
   };
-  static constexpr int shared_bytes(int64_t Ds, bool keeps_key) { return Memory(Ds, keeps_key).memory.bytes(); }
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_key) { return Memory(Ds, keeps_key).bytes(); }
 
   // store_gradient overwrites only tiles between heads.
   static_assert(Sizes::kWarps * GradientPart<kGroups, kSlice>::kBytes <=
@@ -101,7 +100,6 @@ struct CollaborativeKeys {
     const TileList& list = *on_chip.list;
     const int warp_row = warp() * kGroups * 16;
     Sums sums;
-    sums.dkey.clear();
     const int group = heads_per_value(p);
     for (int h = at.first_head; h < at.last_head; ++h) {
       if (h % group == 0) sums.dvalue.clear();
@@ -123,8 +121,8 @@ struct CollaborativeKeys {
     }
   }
 
-  HK_DEVICE static int slices_of(const KeysParams& p) {
-    return p.dkey.rank > 0 ? ceil_div(static_cast<int>(p.key.size[2]), kSlice) : 1;
+  static constexpr int slices_of(const KeysParams& p) {
+    return p.dkey ? ceil_div(static_cast<int>(p.key.size[2]), kSlice) : 1;
   }
 
  private:
@@ -175,7 +173,6 @@ struct CollaborativeKeys {
 
     copy_rows<kThreads>(on_chip.value[0], rows_of<T>(p.value, at.b, h / heads_per_value(p)), at.first_key);
     Scores scores;
-    scores.clear();
     const auto use = [&](const Step& step, bool hides) {
       multiply_rows(scores, key_at(step), warp() * kGroups * 16, on_chip.query[step.stage], features.width(step));
       if (!features.ends(step)) return;
@@ -193,7 +190,6 @@ struct CollaborativeKeys {
                                  Sums& sums) {
     const SliceTile query = on_chip.slice[half];
     const DoutTile dout = on_chip.dout[half];
-    const Terms& terms = on_chip.terms;
     const QueryRows<kBlockM>& query_rows = *on_chip.query_rows;
     const int warp_row = warp() * kGroups * 16, first_key = at.first_key + warp_row;
     const int first_row = list[tile] * kBlockM;
@@ -201,29 +197,26 @@ struct CollaborativeKeys {
     const bool wants_dscores = p.dkey.rank > 0 || p.dcontent_bias.rank > 0;
     if (partial) leave_out_non_finite<kThreads>(query_rows, query, dout);
 
-    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
     const TileRows<kLayout, kBlockM> row = {query_rows, 0};
     const ContentBias content_bias(p.content_bias, at.b, h);
     float bias[kGroups][2];
-    for (int m = 0; m < kGroups; ++m)
-      for (int half = 0; half < 2; ++half) bias[m][half] = content_bias.at(first_key + row_of(m, 2 * half));
+    each_row<kGroups>([&](int m, int half, int own) { bias[m][half] = content_bias.at(first_key + own); });
     probabilities.each([&](float& value, int m, int, int e) { value += bias[m][e / 2]; });
     Scores dscores;
-    dscores.clear();
-    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at.b, h), query_rows.range, partial, terms,
-                                                      hides, at.b, h, first_row, first_key);
+    const LeftOut<kLayout, kGroups, kBlockM> left_out(p, visible_of(p, at.b, h), query_rows.range, partial,
+                                                      on_chip.terms, hides, at.b, h, first_row, first_key);
     const auto to_dp = [&] {
       multiply_rows(dscores, on_chip.value[0], warp_row, dout);
-      centre(dscores, row, left_out, keep_scale);
+      centre(dscores, row, left_out);
     };
     if (kTerms && wants_dscores) to_dp();  // includes the slope of the scores
-    terms.to_scores(p, probabilities, &dscores);
+    on_chip.terms.to_scores(p, probabilities, &dscores);
     to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (p.dvalue.rank > 0 && at.is_first_slice()) {
       Scores weights = probabilities;
-      gate_and_drop(weights, row, left_out, keep_scale);
+      gate_and_drop(weights, row, left_out);
       multiply_weights(sums.dvalue, weights, dout);
     }
     if (wants_dscores) {
@@ -237,28 +230,23 @@ struct CollaborativeKeys {
   HK_DEVICE static void store_bias(const Params& p, const BlockCoord& at, int h, const float (&dbias)[kGroups][2]) {
     const int S = static_cast<int>(p.key.size[1]);
     float* const of_head = static_cast<float*>(p.dcontent_bias.data) + (at.b * p.mixing.size[0] + h) * S;
-    for (int m = 0; m < kGroups; ++m) {
-      for (int half = 0; half < 2; ++half) {
-        const int key = at.first_key + warp() * kGroups * 16 + row_of(m, 2 * half);
-        const float sum = sum_of_row(dbias[m][half]);
-        if (key < S && lane() % 4 == 0) of_head[key] = sum * static_cast<float>(p.scale);
-      }
-    }
+    each_row<kGroups>([&](int m, int half, int row) {
+      const int key = at.first_key + warp() * kGroups * 16 + row;
+      const float sum = sum_of_row(dbias[m][half]);
+      if (key < S && lane() % 4 == 0) of_head[key] = sum * static_cast<float>(p.scale);
+    });
   }
 };
 
 template <typename T>
 void Kernels<T>::collaborative_attention_keys(const KeysParams& p, const LaunchTarget& target) {
-  with_terms(has_terms(p), [&](auto terms) {
-    with_value_width<T, terms>(p.value.size[3], [&](auto width) {
-      using Kernel = CollaborativeKeys<T, width, terms>;
-      static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
-      const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
-      const int64_t slices = p.dkey ? ceil_div(Ds, Kernel::kSlice) : 1;
-      const bool keeps_key = keeps_rows<Kernel>(Ds, target.device);
-      launch<Kernel>(p.key.size[0] * tiles * slices * p.splits, Kernel::shared_bytes(Ds, keeps_key), {p, keeps_key},
-                     target);
-    });
+  with_value_width<T>(p.value.size[3], has_terms(p), [&](auto width, auto terms) {
+    using Kernel = CollaborativeKeys<T, width, terms>;
+    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+    const int64_t tiles = ceil_div(p.key.size[1], Kernel::kBlockN), Ds = p.key.size[2];
+    const bool keeps_key = keeps_rows<Kernel>(Ds, target.device);
+    launch<Kernel>(p.key.size[0] * tiles * Kernel::slices_of(p) * p.splits, Kernel::shared_bytes(Ds, keeps_key),
+                   {p, keeps_key}, target);
   });
 }
 

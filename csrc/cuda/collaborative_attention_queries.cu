@@ -53,31 +53,25 @@ struct CollaborativeQueries {
     HK_DEVICE int first_row() const { return tile * kBlockM; }
   };
 
-  // The sources of copies. They are in shared memory, as BlockCoord is, where they take no registers between uses.
-  struct Sources {
-    Rows<T> query, key, value;
-  };
-
-  struct Memory {
-    SharedMemory memory;
-    Ring<KeyTile> key = memory.tiles<KeyTile>(2);
-    Ring<SliceTile> slice = memory.tiles<SliceTile>(2);
-    Ring<ValueTile> value = memory.tiles<ValueTile>(2);
-    Ring<DoutTile> dout = memory.tiles<DoutTile>();
-    Buffer<QueryRows<kBlockM>> query_rows = memory.take<QueryRows<kBlockM>>();
-    Buffer<float> sums = memory.take<float>(Sizes::kWarps * kSlice);
-    Buffer<float> bias = memory.take<float>(kBlockN);
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Buffer<Sources> sources = memory.take<Sources>();
-    Buffer<BlockCoord> at = memory.take<BlockCoord>();
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<KeyTile> key = tiles<KeyTile>(2);
+    Ring<SliceTile> slice = tiles<SliceTile>(2);
+    Ring<ValueTile> value = tiles<ValueTile>(2);
+    Ring<DoutTile> dout = tiles<DoutTile>();
+    Buffer<QueryRows<kBlockM>> query_rows = take<QueryRows<kBlockM>>();
+    Buffer<float> sums = take<float>(Sizes::kWarps * kSlice);
+    Buffer<float> bias = take<float>(kBlockN);
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Buffer<Sources<T>> sources = take<Sources<T>>();
+    Buffer<BlockCoord> at = take<BlockCoord>();
+    Terms terms = Terms(*this);
     Features features;
     Ring<QueryTile> query;  // of each step, or of a stage
 
     constexpr Memory(int64_t Ds, bool keeps_query)
-        : features(memory, Ds), query(memory.tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
+        : features(*this, Ds), query(tiles<QueryTile>(owned_tiles(Ds, keeps_query))) {}
   };
-  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) { return Memory(Ds, keeps_query).memory.bytes(); }
+  static constexpr int shared_bytes(int64_t Ds, bool keeps_query) { return Memory(Ds, keeps_query).bytes(); }
 
   HK_DEVICE static void run(const Params& p) {
     Memory on_chip(p.query.size[2], p.keeps_query);
@@ -93,7 +87,6 @@ struct CollaborativeQueries {
       Slice slice = features.slice<kSlice>(at.column, p.dmixing.rank > 0 && p.closed_grad);
       if (list.count() == 0 || Gate(p.gate, p.activation).closes(at.b, h)) slice.used = 0;
       Sum dmixed;
-      dmixed.clear();
       if (slice.used) add_tiles(p, list, on_chip, slice, at, h, dmixed);
       if (p.dquery && (slice.used || h == at.first_head))
         add_dquery(p, features.factors(), at, h == at.first_head, dmixed);
@@ -112,7 +105,7 @@ struct CollaborativeQueries {
     const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_row(), p, head_of(p, at.b, h)); };
     const int first_tile = from(0);
     if (kTerms && first_tile == list.count()) return;
-    const Sources& sources = *on_chip.sources;
+    const Sources<T>& sources = *on_chip.sources;
     if (thread_index() == 0) {
       *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
                           rows_of<T>(p.value, at.b, h / heads_per_value(p))};
@@ -146,7 +139,6 @@ struct CollaborativeQueries {
     }
     copy_rows<kThreads>(on_chip.dout[0], rows_of<T>(p.dattended, at.b, h), at.first_row());
     Scores scores;
-    scores.clear();
     const auto use = [&](const Step& step, bool hides) {
       multiply_rows(scores, query_at(step), warp() * kGroups * 16, on_chip.key[step.stage], features.width(step));
       if (!features.ends(step)) return;
@@ -157,12 +149,8 @@ struct CollaborativeQueries {
                                     [&](float number) { on_chip.bias[thread_index()] = number; });
     // Rows that see no key take part in no sum, even if keys of their tiles are not finite.
     dmixed.each([&](float& sum, int m, int, int e) {
-      if (is_blind(on_chip, row_of(m, e))) sum = 0.0f;
+      if (on_chip.query_rows->lse[warp() * kGroups * 16 + row_of(m, e)] == kInfinity) sum = 0.0f;
     });
-  }
-
-  HK_DEVICE static bool is_blind(const Memory& on_chip, int warp_row) {
-    return on_chip.query_rows->lse[warp() * kGroups * 16 + warp_row] == kInfinity;
   }
 
   // Adds one tile of keys, from its scores without the content bias.
@@ -171,7 +159,6 @@ struct CollaborativeQueries {
                                  Sum& dmixed) {
     const int half = step.template half<kTerms>();
     const SliceTile key = on_chip.slice[half];
-    const Terms& terms = on_chip.terms;
     const QueryRows<kBlockM>& query_rows = *on_chip.query_rows;
     const int warp_row = warp() * kGroups * 16, first_key = list[step.tile] * kBlockN;
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
@@ -180,13 +167,13 @@ struct CollaborativeQueries {
     // 0 * nan is nan: keys that a row does not see must not reach its sum.
     if (partial) clean<kThreads>(key);
     Scores dscores;
-    dscores.clear();
     multiply_rows(dscores, on_chip.dout[0], warp_row, on_chip.value[half]);
     const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible_of(p, at.b, h), query_rows.range + warp_row, partial,
-                                                      terms, hides, at.b, h, at.first_row() + warp_row, first_key);
+                                                      on_chip.terms, hides, at.b, h, at.first_row() + warp_row,
+                                                      first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.bias[column_of(n, e)]; });
-    centre(dscores, row, left_out, static_cast<float>(p.dropout.keep_scale));
-    terms.to_scores(p, scores, &dscores);
+    centre(dscores, row, left_out);
+    on_chip.terms.to_scores(p, scores, &dscores);
     to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
     to_dscores(dscores, scores, left_out);
     multiply_weights(dmixed, dscores, key, [&](int n) { return slice.has(n); });
@@ -255,15 +242,13 @@ struct CollaborativeQueries {
 
 template <typename T>
 void Kernels<T>::collaborative_attention_queries(const QueriesParams& p, const LaunchTarget& target) {
-  with_terms(has_terms(p), [&](auto there) {
-    with_value_width<T, there>(p.value.size[3], [&](auto width) {
-      using Kernel = CollaborativeQueries<T, width, there>;
-      static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
-      const int64_t tiles = ceil_div(p.query.size[1], Kernel::kBlockM), Ds = p.query.size[2];
-      const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
-      launch<Kernel>(p.query.size[0] * tiles * ceil_div(Ds, Kernel::kSlice) * p.splits,
-                     Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
-    });
+  with_value_width<T>(p.value.size[3], has_terms(p), [&](auto width, auto terms) {
+    using Kernel = CollaborativeQueries<T, width, terms>;
+    static_assert(Kernel::shared_bytes(kWidestShared, false) <= kLeastShared);
+    const int64_t tiles = ceil_div(p.query.size[1], Kernel::kBlockM), Ds = p.query.size[2];
+    const bool keeps_query = keeps_rows<Kernel>(Ds, target.device);
+    launch<Kernel>(p.query.size[0] * tiles * ceil_div(Ds, Kernel::kSlice) * p.splits,
+                   Kernel::shared_bytes(Ds, keeps_query), {p, keeps_query}, target);
   });
 }
 

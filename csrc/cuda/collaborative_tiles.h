@@ -39,30 +39,31 @@ struct CollaborativeQueriesSizes {
   static constexpr int kSlice = 128;
 };
 
-// The widths of Dv.
-template <typename T, bool kTerms, typename F>
-void with_value_width(int64_t Dv, F&& f) {
-  if constexpr (kTerms)
-    with_narrowest<64, 256>(Dv, f);
-  else if constexpr (sizeof(T) == 2)
-    with_narrowest<32, 64, 128, 256>(Dv, f);
-  else
-    with_narrowest<64, 128, 256>(Dv, f);
+// Calls f(width, terms) with constants: one of the widths of Dv, and whether a call has terms.
+template <typename T, typename F>
+void with_value_width(int64_t Dv, bool terms, F&& f) {
+  with_terms(terms, [&](auto there) {
+    const auto run = [&](auto width) { f(width, there); };
+    if constexpr (there)
+      with_narrowest<64, 256>(Dv, run);
+    else if constexpr (sizeof(T) == 2)
+      with_narrowest<32, 64, 128, 256>(Dv, run);
+    else
+      with_narrowest<64, 128, 256>(Dv, run);
+  });
 }
 
 // The tiles of "forward", "keys" or "queries".
 template <typename T>
 Tiles collaborative_tiles(const std::string& pass, int64_t Dv, bool terms) {
   Tiles tiles{};
-  with_terms(terms, [&](auto there) {
-    with_value_width<T, there>(Dv, [&](auto width) {
-      using Keys = CollaborativeKeysSizes<T, width>;
-      using Queries = CollaborativeQueriesSizes<T, width, there>;
-      using Forward = CollaborativeForwardSizes<T, width, there>;
-      if (pass == "forward") tiles = {Forward::kWarps * Forward::kGroups * 16, Forward::kBlockN, 0};
-      if (pass == "keys") tiles = {Keys::kOther, Keys::kWarps * Keys::kGroups * 16, Keys::kSlice};
-      if (pass == "queries") tiles = {Queries::kWarps * Queries::kGroups * 16, Queries::kOther, Queries::kSlice};
-    });
+  with_value_width<T>(Dv, terms, [&](auto width, auto there) {
+    using Keys = CollaborativeKeysSizes<T, width>;
+    using Queries = CollaborativeQueriesSizes<T, width, there>;
+    using Forward = CollaborativeForwardSizes<T, width, there>;
+    if (pass == "forward") tiles = {Forward::kWarps * Forward::kGroups * 16, Forward::kBlockN, 0};
+    if (pass == "keys") tiles = {Keys::kOther, Keys::kWarps * Keys::kGroups * 16, Keys::kSlice};
+    if (pass == "queries") tiles = {Queries::kWarps * Queries::kGroups * 16, Queries::kOther, Queries::kSlice};
   });
   return tiles;
 }
@@ -72,6 +73,13 @@ HK_DEVICE int heads_per_value(const AttentionParams& p) {
   const int Hv = static_cast<int>(p.value.size[1]);
   return Hv ? static_cast<int>(p.mixing.size[0]) / Hv : 1;
 }
+
+// The sources of copies of a block that owns query rows. They are in shared memory, as its BlockCoord is, where they
+// take no registers between uses.
+template <typename T>
+struct Sources {
+  Rows<T> query, key, value;
+};
 
 HK_DEVICE Head head_of(const AttentionParams& p, int b, int h) {
   return {b, h, static_cast<int>(p.query.size[1]), static_cast<int>(p.key.size[1])};

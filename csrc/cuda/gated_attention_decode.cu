@@ -27,23 +27,21 @@ struct GatedDecode {
   using SumTile = Tile<float, kBlockM, kWidth>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<QueryTile> query = memory.tiles<QueryTile>();
-    Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
-    Buffer<Range> ranges = memory.take<Range>(kBlockM);
-    Buffer<HeadRow> head_rows = memory.take<HeadRow>(kBlockM);
-    Buffer<int> scratch = memory.take<int>(kWarps * 4);
-    Buffer<bool> bad = memory.take<bool>(kBlockN);
+  struct Memory : SharedMemory {
+    Ring<QueryTile> query = tiles<QueryTile>();
+    Ring<KeyTile> key = tiles<KeyTile>(), value = tiles<KeyTile>();
+    Buffer<Range> ranges = take<Range>(kBlockM);
+    Buffer<HeadRow> head_rows = take<HeadRow>(kBlockM);
+    Buffer<int> scratch = take<int>(kWarps * 4);
+    Buffer<bool> bad = take<bool>(kBlockN);
   };
   // Used at the end.
-  struct SumMemory {
-    SharedMemory memory;
-    Ring<SumTile> acc = memory.tiles<SumTile>(kWarps);
-    Buffer<float> row_max = memory.take<float>(kWarps * kBlockM);
-    Buffer<float> row_sum = memory.take<float>(kWarps * kBlockM);
+  struct SumMemory : SharedMemory {
+    Ring<SumTile> acc = tiles<SumTile>(kWarps);
+    Buffer<float> row_max = take<float>(kWarps * kBlockM);
+    Buffer<float> row_sum = take<float>(kWarps * kBlockM);
   };
-  static constexpr int shared_bytes() { return std::max(Memory().memory.bytes(), SumMemory().memory.bytes()); }
+  static constexpr int shared_bytes() { return std::max(Memory().bytes(), SumMemory().bytes()); }
 
   // The rows of a block, from `first` of the `count` ones of the heads from `first_head`, each of which has `length`.
   struct RowsOfGroup {
@@ -66,16 +64,13 @@ struct GatedDecode {
     const Memory memory;
     const QueryTile query = memory.query[0];
     const KeyTile key = memory.key[0], value = memory.value[0];
-    Range* const ranges = memory.ranges;
-    HeadRow* const head_rows = memory.head_rows;
-    bool* const bad = memory.bad;
 
     bool open = false;
     if (thread_index() < kBlockM) {
       const HeadRow row = rows(thread_index());
       open = rows.has(thread_index()) && !Gate(p.gate, p.activation).closes(b, row.h);
-      head_rows[thread_index()] = row;
-      ranges[thread_index()] = open ? Visible(p.mask, b, row.h, T_rows, S).range(row.i) : Range{0, 0};
+      memory.head_rows[thread_index()] = row;
+      memory.ranges[thread_index()] = open ? Visible(p.mask, b, row.h, T_rows, S).range(row.i) : Range{0, 0};
     }
     const Visible visible(p.mask, b, 0, T_rows, S);
     int front = 0;
@@ -83,13 +78,12 @@ struct GatedDecode {
       front = max_of(front, visible.front_of(h));
     const TileList list =
         tiles_of_ranges<kThreads, kBlockM, kBlockN>(
-            visible, [&](int) { return open; }, [&](int row) { return ranges[row]; }, front, memory.scratch)
+            visible, [&](int) { return open; }, [&](int row) { return memory.ranges[row]; }, front, memory.scratch)
             .share(at.split, p.splits.count);
     const Rows<T> keys = rows_of<T>(p.key, b, at.h), values = rows_of<T>(p.value, b, at.h);
     const float scale = static_cast<float>(p.scale), scale_log2 = softmax_scale(p.scale, kTerms);
     const int own = warp() * kOwn;  // of the keys of a tile
     Accumulator<1, kWidth> attended;
-    attended.clear();
     OnlineSoftmax<1, kTerms> softmax;
 
     const auto from = [&](int index) {
@@ -111,9 +105,8 @@ struct GatedDecode {
       commit_copies();
       Accumulator<1, kOwn> addends;
       bool hides = false;
-      if constexpr (kTerms) hides = add_terms(p, rows, S, first_key + own, head_rows, addends);
+      if constexpr (kTerms) hides = add_terms(p, rows, S, first_key + own, memory.head_rows, addends);
       Accumulator<1, kOwn> scores;
-      scores.clear();
       multiply_rows(scores, query, 0, OwnKeys{key.at(own, 0)});
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
       wait_copies<0>();
@@ -127,8 +120,8 @@ struct GatedDecode {
       }
       if (!list.is_full(i) || hides) {
         Pairs<1, kOwn> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible, ranges, first_key + own, [&](int row) {
-          return ranges[row].empty() ? 0 : visible.front_of(head_rows[row].h);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible, memory.ranges, first_key + own, [&](int row) {
+          return memory.ranges[row].empty() ? 0 : visible.front_of(memory.head_rows[row].h);
         });
         if (hides) {
           addends.each([&](float& addend, int m, int n, int e) {
@@ -136,13 +129,13 @@ struct GatedDecode {
           });
         }
         fill(scores, hidden, -kInfinity);
-        if (clean<kThreads>(value, bad)) poison(attended, hidden, bad + own);
+        if (clean<kThreads>(value, memory.bad)) poison(attended, hidden, memory.bad + own);
       }
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
         Dropped<1, kOwn> dropped;
         dropped.template draw<ScoreLayout::kRowsFirst>(
-            p.dropout, b, [&](int row) { return head_rows[row]; }, first_key + own);
+            p.dropout, b, [&](int row) { return memory.head_rows[row]; }, first_key + own);
         fill(scores, dropped, 0.0f);
       }
       multiply_weights(attended, scores, OwnKeys{value.at(own, 0)});
@@ -154,7 +147,7 @@ struct GatedDecode {
  private:
   // Whether the dense mask shows a pair of a tile of keys to one of the rows' heads.
   HK_DEVICE static bool shows(const Params& p, const RowsOfGroup& rows, int S, int first_key) {
-    if (!kTerms || !p.dense_cells.data) return true;
+    if (!kTerms || !p.mask.dense_cells) return true;
     const int last = min_of(rows.first + kBlockM, rows.count) - 1 - rows.first;
     for (int h = rows(0).h; h <= rows(last).h; ++h) {
       if (Terms::shown(p, {rows.b, h, rows.length, S}, 0, first_key) != kHidden) return true;
@@ -180,7 +173,6 @@ struct GatedDecode {
   HK_DEVICE static bool add_terms(const Params& p, const RowsOfGroup& rows, int S, int first_key,
                                   const HeadRow* head_rows, Accumulator<1, kOwn>& addends) {
     bool hides = false;
-    addends.clear();
     if (!p.mask.dense && !p.terms.bias && !p.terms.offset_bias) return false;
     addends.each([&](float& addend, int m, int n, int e) {
       const int row = row_of(m, e), key = first_key + column_of(n, e);
@@ -194,23 +186,18 @@ struct GatedDecode {
 
   // Adds up the sums of the warps and stores them as those of one split. All threads of the block take part; the shared
   // memory is overwritten.
-  HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows,
-                              const Accumulator<1, kWidth>& attended, const OnlineSoftmax<1, kTerms>& softmax) {
+  HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows, Accumulator<1, kWidth>& attended,
+                              const OnlineSoftmax<1, kTerms>& softmax) {
     sync_block();
     const SumMemory memory;
     float *const row_max = memory.row_max, *const row_sum = memory.row_sum;
-    HK_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      const int row = row_of(0, e);
-      HK_UNROLL
-      for (int n = 0; n < kWidth / 8; ++n) *memory.acc[warp()].at(row, column_of(n, e)) = attended.c[0][n][e];
-    }
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int index = warp() * kBlockM + row_of(0, 2 * half);
-      row_max[index] = softmax.row_max[0][half];
-      row_sum[index] = sum_of_row(softmax.row_sum[0][half]);
-    }
+    attended.each(
+        [&](float& value, int m, int n, int e) { *memory.acc[warp()].at(row_of(m, e), column_of(n, e)) = value; });
+    each_row<1>([&](int m, int half, int row) {
+      const int index = warp() * kBlockM + row;
+      row_max[index] = softmax.row_max[m][half];
+      row_sum[index] = sum_of_row(softmax.row_sum[m][half]);
+    });
     sync_block();
     const int width = static_cast<int>(p.out.size[3]);
     HK_ROLLED

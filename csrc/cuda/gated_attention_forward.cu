@@ -36,17 +36,16 @@ struct GatedForward {
     int first_row;
   };
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<QueryTile> query = memory.tiles<QueryTile>();
-    Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
-    Buffer<Range> ranges = memory.take<Range>(kBlockM);
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Buffer<bool> bad = memory.take<bool>(kBlockN);
-    Buffer<Work> work = memory.take<Work>();
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<QueryTile> query = tiles<QueryTile>();
+    Ring<KeyTile> key = tiles<KeyTile>(), value = tiles<KeyTile>();
+    Buffer<Range> ranges = take<Range>(kBlockM);
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Buffer<bool> bad = take<bool>(kBlockN);
+    Buffer<Work> work = take<Work>();
+    Terms terms = Terms(*this);
   };
-  static constexpr int shared_bytes() { return std::max(Memory().memory.bytes(), Output::shared_bytes()); }
+  static constexpr int shared_bytes() { return std::max(Memory().bytes(), Output::shared_bytes()); }
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
@@ -62,13 +61,10 @@ struct GatedForward {
     const Memory memory;
     const QueryTile query = memory.query[0];
     const KeyTile key = memory.key[0], value = memory.value[0];
-    Range* const ranges = memory.ranges;
-    bool* const bad = memory.bad;
     Work& work = *memory.work;
-    const Terms& terms = memory.terms;
 
     HK_ROLLED
-    for (int i = thread_index(); i < kBlockM; i += kThreads) ranges[i] = visible(own).range(first_row + i);
+    for (int i = thread_index(); i < kBlockM; i += kThreads) memory.ranges[i] = visible(own).range(first_row + i);
     const TileList seen = tiles_seen<kThreads, kBlockM, kBlockN>(visible(own), first_row, memory.scratch);
     if (thread_index() == 0) work = {rows_of<T>(p.key, b, hk), rows_of<T>(p.value, b, hk), seen, own, first_row};
     sync_block();
@@ -77,7 +73,6 @@ struct GatedForward {
     const float scale_log2 = softmax_scale(p.scale, kTerms);
     const int warp_row = warp() * kGroups * 16;
     Accumulator<kGroups, kWidth> attended;
-    attended.clear();
     OnlineSoftmax<kGroups, kTerms> softmax;
 
     const auto from = [&](int index) { return Terms::shown_from(index, list, work.first_row, p, work.head); };
@@ -94,9 +89,8 @@ struct GatedForward {
       sync_block();  // the keys have landed, and no thread reads the values before them
       copy_rows<kThreads>(value, work.value, first_key);
       commit_copies();
-      bool hides = terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
+      bool hides = memory.terms.template stage<kThreads>(p, work.head, work.first_row, first_key);
       Accumulator<kGroups, kBlockN> scores;
-      scores.clear();
       multiply_rows(scores, query, warp_row, key);
       if (!kTerms && scale < 0.0f) scores.each([](float& score, int, int, int) { score = -score; });
       wait_copies<0>();
@@ -105,13 +99,13 @@ struct GatedForward {
       next_key = next < count ? list[next] * kBlockN : 0;
       if (next < count) copy_rows<kThreads>(key, work.key, next_key);
       commit_copies();
-      terms.to_scores(p, scores);
+      memory.terms.to_scores(p, scores);
       if (!list.is_full(i) || hides) {
         Pairs<kGroups, kBlockN> hidden;
-        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(work.head), ranges + warp_row, first_key);
-        if (hides) terms.add_hidden(hidden);
+        add_hidden<ScoreLayout::kRowsFirst>(hidden, visible(work.head), memory.ranges + warp_row, first_key);
+        if (hides) memory.terms.add_hidden(hidden);
         fill(scores, hidden, -kInfinity);
-        if (clean<kThreads>(value, bad)) poison(attended, hidden, bad);
+        if (clean<kThreads>(value, memory.bad)) poison(attended, hidden, memory.bad);
       }
       softmax.step(scores, attended, scale_log2);
       if (p.dropout.active) {
@@ -137,14 +131,12 @@ void Kernels<T>::gated_attention_forward(const ForwardTask& p, const LaunchTarge
     const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
     launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, kBytes, p, target);
   };
-  with_terms(has_terms(p) || p.terms.sinks, [&](auto terms) {
-    with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
-      if constexpr (kHasSmall<T, width, terms>) {
-        constexpr int kBytes = GatedForward<T, width, terms, false>::shared_bytes();
-        if (!two_blocks_fit(kBytes, target.device)) return run(width, terms, std::true_type{});
-      }
-      run(width, terms, std::false_type{});
-    });
+  with_width<T>(p.query.size[3], p.value.size[3], has_terms(p) || p.terms.sinks, [&](auto width, auto terms) {
+    if constexpr (kHasSmall<T, width, terms>) {
+      constexpr int kBytes = GatedForward<T, width, terms, false>::shared_bytes();
+      if (!two_blocks_fit(kBytes, target.device)) return run(width, terms, std::true_type{});
+    }
+    run(width, terms, std::false_type{});
   });
 }
 

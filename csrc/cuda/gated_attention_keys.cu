@@ -35,17 +35,16 @@ struct GatedKeys {
   using Scores = Accumulator<kGroups, kOwnRows>;
   using Sum = Accumulator<kGroups, kOwnColumns>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kKeysFirst, kBlockM, kBlockN>;
-  struct Memory {
-    SharedMemory memory;
-    Ring<KeyTile> key = memory.tiles<KeyTile>(), value = memory.tiles<KeyTile>();
-    Ring<RowTile> query = memory.tiles<RowTile>(2), dout = memory.tiles<RowTile>(2);
-    Ring<WeightTile> weights = memory.tiles<WeightTile>(kWide ? 1 : 0);
-    Buffer<QueryRows<kBlockM>> rows = memory.take<QueryRows<kBlockM>>();
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<KeyTile> key = tiles<KeyTile>(), value = tiles<KeyTile>();
+    Ring<RowTile> query = tiles<RowTile>(2), dout = tiles<RowTile>(2);
+    Ring<WeightTile> weights = tiles<WeightTile>(kWide ? 1 : 0);
+    Buffer<QueryRows<kBlockM>> rows = take<QueryRows<kBlockM>>();
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Terms terms = Terms(*this);
   };
   static constexpr int shared_bytes() {
-    return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kOwnColumns>::kBytes);
+    return std::max(Memory().bytes(), Sizes::kWarps * GradientPart<kGroups, kOwnColumns>::kBytes);
   }
 
   // A tile of query rows: `index` in the list of tiles, of head h.
@@ -68,7 +67,6 @@ struct GatedKeys {
     const KeyTile key = memory.key[0], value = memory.value[0];
     const Ring<RowTile> query = memory.query, dout = memory.dout;
     QueryRows<kBlockM>& rows = *memory.rows;
-    const Terms& terms = memory.terms;
 
     // The list for all heads: if intervals differ by head, a block has one head.
     const TileList list = tiles_that_see<kThreads, kBlockM, kBlockN>(visible(first_head), first_key, memory.scratch);
@@ -98,8 +96,6 @@ struct GatedKeys {
     };
 
     Sum dkey, dvalue;
-    dkey.clear();
-    dvalue.clear();
     Step step = open_from(first_head);
     if constexpr (kTerms) step = shown_from(step);
     copy_rows<kThreads>(key, rows_of<T>(p.key, b, hk), first_key);
@@ -118,7 +114,7 @@ struct GatedKeys {
         if (thread_index() < kBlockM) next_row = row_of_tile(next);
       }
       commit_copies();
-      bool hides = terms.template stage<kThreads>(p, head_of(step.h), first_row, first_key);
+      bool hides = memory.terms.template stage<kThreads>(p, head_of(step.h), first_row, first_key);
       wait_copies<1>();
       hides = sync_block_any<kTerms>(hides);
       const bool partial = !list.is_full(step.index) || hides;
@@ -148,29 +144,25 @@ struct GatedKeys {
     using OwnRows = Tile<T, kOwnRows, kWidth>;
     const KeyTile key = memory.key[0], value = memory.value[0];
     const QueryRows<kBlockM>& rows = *memory.rows;
-    const Terms& terms = memory.terms;
     const int warp_row = own_key(), own_row = warp() % kAcross * kOwnRows;
-    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kKeysFirst;
     const TileRows<kLayout, kBlockM> row = {rows, own_row};
     const bool wants_dkey = kSums != Sums::kValue && p.dkey;
     Scores probabilities, dscores;
-    probabilities.clear();
-    dscores.clear();
     multiply_rows(probabilities, key, warp_row, OwnRows{query.at(own_row, 0)});
-    const LeftOut<kLayout, kGroups, kOwnRows> left_out(p, visible, rows.range + own_row, partial, terms, hides, b, h,
-                                                       first_row + own_row, first_key + warp_row);
+    const LeftOut<kLayout, kGroups, kOwnRows> left_out(p, visible, rows.range + own_row, partial, memory.terms, hides,
+                                                       b, h, first_row + own_row, first_key + warp_row);
     const auto to_dp = [&] {
       multiply_rows(dscores, value, warp_row, OwnRows{dout.at(own_row, 0)});
-      centre(dscores, row, left_out, keep_scale);
+      centre(dscores, row, left_out);
     };
     if (kTerms && wants_dkey) to_dp();  // includes the slope of the scores
-    terms.to_scores(p, probabilities, &dscores);
+    memory.terms.to_scores(p, probabilities, &dscores);
     to_probabilities<kTerms>(probabilities, row, Terms::scale_log2(p));
     left_out.hide(probabilities);
     if (kSums != Sums::kKey && p.dvalue) {
       Scores weights = probabilities;
-      gate_and_drop(weights, row, left_out, keep_scale);
+      gate_and_drop(weights, row, left_out);
       add_product(dvalue, weights, dout, memory);
     }
     if (wants_dkey) {
@@ -212,20 +204,18 @@ void Kernels<T>::gated_attention_keys(const KeysParams& p, const LaunchTarget& t
     const int64_t tiles = ceil_div(p.key.size[2], Kernel::kBlockN);
     launch<Kernel>(p.key.size[0] * p.key.size[1] * tiles * p.splits, kBytes, p, target);
   };
-  with_terms(has_terms(p), [&](auto terms) {
-    with_width<T, terms>(p.query.size[3], p.value.size[3], [&](auto width) {
-      constexpr auto both = std::integral_constant<Sums, Sums::kBoth>{};
-      if constexpr (kHasWideKeys<T, width, terms>) {
-        if (runs_wide_keys(target.device)) return run(width, terms, both, std::true_type{});
-      }
-      constexpr auto wide = std::false_type{};
-      if constexpr (width <= 128) {
-        run(width, terms, both, wide);
-      } else {
-        if (p.dkey) run(width, terms, std::integral_constant<Sums, Sums::kKey>{}, wide);
-        if (p.dvalue) run(width, terms, std::integral_constant<Sums, Sums::kValue>{}, wide);
-      }
-    });
+  with_width<T>(p.query.size[3], p.value.size[3], has_terms(p), [&](auto width, auto terms) {
+    constexpr auto both = std::integral_constant<Sums, Sums::kBoth>{};
+    if constexpr (kHasWideKeys<T, width, terms>) {
+      if (runs_wide_keys(target.device)) return run(width, terms, both, std::true_type{});
+    }
+    constexpr auto wide = std::false_type{};
+    if constexpr (width <= 128) {
+      run(width, terms, both, wide);
+    } else {
+      if (p.dkey) run(width, terms, std::integral_constant<Sums, Sums::kKey>{}, wide);
+      if (p.dvalue) run(width, terms, std::integral_constant<Sums, Sums::kValue>{}, wide);
+    }
   });
 }
 

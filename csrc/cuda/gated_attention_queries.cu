@@ -24,18 +24,16 @@ struct GatedQueries {
   using KeyTile = Tile<T, kBlockN, kWidth>;
   using Scores = Accumulator<kGroups, kBlockN>;
   using Terms = ScoreTile<kTerms, ScoreLayout::kRowsFirst, kBlockM, kBlockN>;
-  struct Memory {
-    SharedMemory memory;
-    Ring<RowTile> query = memory.tiles<RowTile>(), dout = memory.tiles<RowTile>();
-    Ring<KeyTile> key = memory.tiles<KeyTile>(2), value = memory.tiles<KeyTile>(2);
-    Buffer<QueryRows<kBlockM>> rows = memory.take<QueryRows<kBlockM>>();
-    Buffer<int> scratch = memory.take<int>(Sizes::kWarps * 4);
-    Terms terms = Terms(memory);
+  struct Memory : SharedMemory {
+    Ring<RowTile> query = tiles<RowTile>(), dout = tiles<RowTile>();
+    Ring<KeyTile> key = tiles<KeyTile>(2), value = tiles<KeyTile>(2);
+    Buffer<QueryRows<kBlockM>> rows = take<QueryRows<kBlockM>>();
+    Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
+    Terms terms = Terms(*this);
   };
   static constexpr int shared_bytes() {
-    return std::max(Memory().memory.bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
+    return std::max(Memory().bytes(), Sizes::kWarps * GradientPart<kGroups, kWidth>::kBytes);
   }
-  static constexpr int least_blocks() { return blocks_by_memory(shared_bytes()) <= 2 ? 1 : 0; }
 
   HK_DEVICE static void run(const Params& p) {
     const int T_rows = static_cast<int>(p.query.size[2]), S = static_cast<int>(p.key.size[2]);
@@ -49,7 +47,6 @@ struct GatedQueries {
     const RowTile query = memory.query[0], dout = memory.dout[0];
     const Ring<KeyTile> key = memory.key, value = memory.value;
     QueryRows<kBlockM>& rows = *memory.rows;
-    const Terms& terms = memory.terms;
 
     HK_ROLLED
     for (int i = thread_index(); i < kBlockM; i += kThreads)
@@ -71,31 +68,27 @@ struct GatedQueries {
     commit_copies();
     const int warp_row = warp() * kGroups * 16;
     const float scale = static_cast<float>(p.scale);
-    const float keep_scale = static_cast<float>(p.dropout.keep_scale);
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
     const TileRows<kLayout, kBlockM> row = {rows, warp_row};
     Accumulator<kGroups, kWidth> dquery;
-    dquery.clear();
     for (int stage = 0, next; i < list.count(); stage ^= 1, i = next) {
       next = from(i + 1);
       const int first_key = list[i] * kBlockN;
       if (next < list.count()) copy(next, stage ^ 1);
       commit_copies();
-      bool hides = terms.template stage<kThreads>(p, head, first_row, first_key);
+      bool hides = memory.terms.template stage<kThreads>(p, head, first_row, first_key);
       wait_copies<1>();
       hides = sync_block_any<kTerms>(hides);
       const bool partial = !list.is_full(i) || hides;
       Scores scores, dscores;
-      scores.clear();
-      dscores.clear();
       multiply_rows(scores, query, warp_row, key[stage]);
       multiply_rows(dscores, dout, warp_row, value[stage]);
       // 0 * nan is nan: keys that a row does not see must not reach its sum.
       if (partial) clean<kThreads>(key[stage]);
-      const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, rows.range + warp_row, partial, terms, hides, b, h,
-                                                        first_row + warp_row, first_key);
-      centre(dscores, row, left_out, keep_scale);
-      terms.to_scores(p, scores, &dscores);
+      const LeftOut<kLayout, kGroups, kBlockN> left_out(p, visible, rows.range + warp_row, partial, memory.terms, hides,
+                                                        b, h, first_row + warp_row, first_key);
+      centre(dscores, row, left_out);
+      memory.terms.to_scores(p, scores, &dscores);
       to_probabilities<kTerms>(scores, row, Terms::scale_log2(p));
       to_dscores(dscores, scores, left_out);
       multiply_weights(dquery, dscores, key[stage]);
@@ -111,14 +104,13 @@ struct GatedQueries {
 
 template <typename T>
 void Kernels<T>::gated_attention_queries(const QueriesParams& p, const LaunchTarget& target) {
-  with_terms(has_terms(p), [&](auto there) {
-    with_width<T, there>(p.query.size[3], p.value.size[3], [&](auto width) {
-      using Kernel = GatedQueries<T, width, there>;
-      constexpr int kBytes = Kernel::shared_bytes();
-      static_assert(kBytes <= kLeastShared);
-      const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
-      launch<Kernel>(p.query.size[0] * p.query.size[1] * tiles, kBytes, p, target);
-    });
+  with_width<T>(p.query.size[3], p.value.size[3], has_terms(p), [&](auto width, auto terms) {
+    using Kernel = GatedQueries<T, width, terms>;
+    constexpr int kBytes = Kernel::shared_bytes();
+    static_assert(kBytes <= kLeastShared);
+    constexpr int kLeastBlocks = blocks_by_memory(kBytes) <= 2 ? 1 : 0;
+    const int64_t tiles = ceil_div(p.query.size[2], Kernel::kBlockM);
+    launch<Kernel, kLeastBlocks>(p.query.size[0] * p.query.size[1] * tiles, kBytes, p, target);
   });
 }
 

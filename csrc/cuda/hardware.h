@@ -59,9 +59,9 @@ HK_DEVICE V shuffle_xor(V value, int mask);
 
 // Four matrices [8][8] of 16 bits from shared memory. `row` is the address of a row, 16 bytes,
 // aligned: that of lane i is row i % 8 of matrix i / 8. A lane receives of each matrix
-// [lane / 4][2 * (lane % 4)] and its right neighbour, or those two of the matrix transposed.
+// [lane / 4][2 * (lane % 4)] and its right neighbour, or with kTransposed those two of the matrix transposed.
+template <bool kTransposed>
 HK_DEVICE void load_matrices(uint32_t (&matrices)[4], const void* row);
-HK_DEVICE void load_matrices_transposed(uint32_t (&matrices)[4], const void* row);
 
 // C += A B, summed in float and rounded toward zero. T: bf16, fp16, tf32 (whose last 13 bits are ignored).
 template <typename T>
@@ -134,15 +134,16 @@ HK_DEVICE V shuffle_xor(V value, int mask) {
 
 // Instructions that all lanes must reach are volatile: the compiler does not move them across barriers or into
 // branches.
+template <bool kTransposed>
 HK_DEVICE void load_matrices(uint32_t (&matrices)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-               : "r"(shared_address(row)));
-}
-HK_DEVICE void load_matrices_transposed(uint32_t (&matrices)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-               : "r"(shared_address(row)));
+  if constexpr (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+                 : "r"(shared_address(row)));
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+                 : "r"(shared_address(row)));
 }
 
 #define HK_MULTIPLY_ADD(shape_and_types)                                                                              \

@@ -30,18 +30,14 @@ template <int kGroups, int kWidth, bool kTerms>
 HK_DEVICE void store_split(const ForwardTask& p, int split, int b, int h, int first_row, int T,
                            Accumulator<kGroups, kWidth>& acc, const OnlineSoftmax<kGroups, kTerms>& softmax) {
   const int width = static_cast<int>(p.out.size[3]);
-  HK_UNROLL
-  for (int m = 0; m < kGroups; ++m) {
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + row_of(m, 2 * half);
-      const float sum = sum_of_row(softmax.row_sum[m][half]);
-      if (row >= T || lane() % 4 != 0) continue;
-      const int64_t index = index_of_split(p, split, b, h, row);
-      p.splits.row_max[index] = softmax.row_max[m][half];
-      p.splits.row_sum[index] = sum;
-    }
-  }
+  each_row<kGroups>([&](int m, int half, int warp_row) {
+    const int row = first_row + warp_row;
+    const float sum = sum_of_row(softmax.row_sum[m][half]);
+    if (row >= T || lane() % 4 != 0) return;
+    const int64_t index = index_of_split(p, split, b, h, row);
+    p.splits.row_max[index] = softmax.row_max[m][half];
+    p.splits.row_sum[index] = sum;
+  });
   acc.each([&](float& value, int m, int n, int e) {
     const int row = first_row + row_of(m, e), column = column_of(n, e);
     if (row < T && column < width) p.splits.acc[index_of_split(p, split, b, h, row) * width + column] = value;
@@ -56,30 +52,21 @@ class HeadOutput {
   static constexpr int kWarpRows = kGroups * 16, kRows = kWarps * kWarpRows;
   using AttendedTile = Tile<float, kWarpRows, kWidth>;
 
-  struct Memory {
-    SharedMemory memory;
-    Ring<AttendedTile> tiles = memory.tiles<AttendedTile>(kWarps);
-    Buffer<float> lse = memory.take<float>(kRows), factors = memory.take<float>(kRows);
+  struct Memory : SharedMemory {
+    Ring<AttendedTile> attended = tiles<AttendedTile>(kWarps);
+    Buffer<float> lse = take<float>(kRows), factors = take<float>(kRows);
   };
-  static constexpr int shared_bytes() { return Memory().memory.bytes(); }
+  static constexpr int shared_bytes() { return Memory().bytes(); }
 
   // Stores `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is `first_row`.
   HK_DEVICE static void store(const ForwardTask& p, const Gate& gate, int b, int h, int first_row,
-                              const Accumulator<kGroups, kWidth>& attended, const float (&lse)[kGroups][2]) {
+                              Accumulator<kGroups, kWidth>& attended, const float (&lse)[kGroups][2]) {
     const HeadOutput rows(warp());
     const AttendedTile tile = rows.tile;
     float* const row_lse = rows.lse;
     sync_block();
-    HK_UNROLL
-    for (int m = 0; m < kGroups; ++m) {
-      HK_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        const int row = row_of(m, e);
-        row_lse[row] = lse[m][e / 2];
-        HK_UNROLL
-        for (int n = 0; n < kWidth / 8; ++n) *tile.at(row, column_of(n, e)) = attended.c[m][n][e];
-      }
-    }
+    each_row<kGroups>([&](int m, int half, int row) { row_lse[row] = lse[m][half]; });
+    attended.each([&](float& value, int m, int n, int e) { *tile.at(row_of(m, e), column_of(n, e)) = value; });
     sync_warp();
     rows.add_sink(p, h);
     const BlockCoord at = {b, h, first_row + warp() * kWarpRows};
@@ -95,7 +82,7 @@ class HeadOutput {
 
   HK_DEVICE explicit HeadOutput(int warp) {
     const Memory memory;
-    tile = memory.tiles[warp];
+    tile = memory.attended[warp];
     lse = memory.lse + warp * kWarpRows;
     factors = memory.factors + warp * kWarpRows;
   }

@@ -19,14 +19,9 @@ struct LaunchTarget {
   void* stream = nullptr;
 };
 
-// Which pairs a dense mask shows in cells of kCell x kCell pairs, a DenseCell each; strides are 0 where the mask
-// broadcasts.
+// Which pairs of a cell of kCell x kCell a dense mask shows: none, some or all.
 constexpr int kCell = 32;
 enum DenseCell : uint8_t { kHidden, kMixed, kShown };
-struct DenseCells {
-  const uint8_t* data = nullptr;  // [B, H, cells of rows, cells of keys]; null without a dense mask
-  int64_t stride[4] = {};
-};
 
 // Fills the map of a mask [B or 1, H or 1, T or 1, S or 1], contiguous.
 struct DenseCellsParams {
@@ -56,7 +51,6 @@ struct KeySplits {
 // This is a run-time argument: compiling each forward kernel three times would triple the size of the library.
 enum class Stores { kOutputs, kSplits, kClosedGradient };
 struct ForwardTask : ForwardParams {
-  DenseCells dense_cells;
   KeySplits splits;
   Stores stores = Stores::kOutputs;
   Tensor dout, dgate;  // of kClosedGradient: [B, H, T, Dv], [B, H, T] float
@@ -76,7 +70,6 @@ struct RowsParams : AttentionParams {
 // The inputs of the other passes of the backward. `dattended` does not include the gate yet, unless that is
 // elementwise: the passes multiply it by one value per row.
 struct GradientParams : AttentionParams {
-  DenseCells dense_cells;
   Tensor dattended;   // [B, H, T, Dv]
   Tensor lse, delta;  // [B, H, T] float
   // The heads of one sum are divided among this many blocks of threads. If there is more than one, each block writes
@@ -93,7 +86,6 @@ struct KeysParams : GradientParams {
 
 // The pass by tiles of query rows.
 struct QueriesParams : GradientParams {
-  bool closed_grad = true;
   Tensor dquery;   // collaborative attention: float parts
   Tensor dmixing;  // [B, tiles of rows, H, Ds] float parts
 };
@@ -109,7 +101,6 @@ struct BiasParams : GradientParams {
 // computes a probability times the weight of its row: exp(score - reference) * share. Both are null unless `received`
 // is requested.
 struct StatisticsPass : StatisticsParams {
-  DenseCells dense_cells;
   float *reference = nullptr, *share = nullptr;  // [B, H, T]
 };
 

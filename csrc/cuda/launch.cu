@@ -132,8 +132,6 @@ SharedMemoryLimits shared_memory_limits(int device) {
 
 #else
 
-#include "emulator/settings.h"
-
 namespace hk::cuda {
 
 std::string unsupported_device(int) { return ""; }

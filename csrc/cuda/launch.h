@@ -71,16 +71,8 @@ void allow_shared_memory(const void* entry, int device, int bytes);
 // Throws an Error with a message if there is an error.
 void check_error(cudaError_t error, int device);
 
-// The least number of blocks of a kernel that must fit into a multiprocessor, which a kernel sets by `static constexpr
-// int least_blocks()`. Without it (0), ptxas may spill some registers to fit one more block, even if shared memory has
-// no space for it: it does not know how much a block takes.
-template <typename Kernel, typename = void>
-constexpr int kLeastBlocks = 0;
-template <typename Kernel>
-constexpr int kLeastBlocks<Kernel, std::void_t<decltype(Kernel::least_blocks())>> = Kernel::least_blocks();
-
-template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, kLeastBlocks<Kernel>)
+template <typename Kernel, int kLeastBlocks>
+__global__ void __launch_bounds__(Kernel::kThreads, kLeastBlocks)
     entry(const __grid_constant__ typename Kernel::Params params) {
   Kernel::run(params);
 }
@@ -88,8 +80,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, kLeastBlocks<Kernel>)
 #endif
 
 // Starts `blocks` blocks, each with `shared_bytes` of shared memory. Does not wait for them, and may be captured in a
-// CUDA graph.
-template <typename Kernel>
+// CUDA graph. At least kLeastBlocks of them must fit into a multiprocessor. With 0, ptxas may spill some registers to
+// fit one more block, even if shared memory has no space for it: it does not know how much a block takes.
+template <typename Kernel, int kLeastBlocks = 0>
 void launch(int64_t blocks, int shared_bytes, const typename Kernel::Params& params,
             [[maybe_unused]] const LaunchTarget& target) {
   using Params = typename Kernel::Params;
@@ -100,7 +93,7 @@ void launch(int64_t blocks, int shared_bytes, const typename Kernel::Params& par
   check_grid(blocks, shared_bytes);
 #if defined(__CUDACC__)
   const DeviceGuard guard(target.device);
-  const auto function = reinterpret_cast<const void*>(&entry<Kernel>);
+  const auto function = reinterpret_cast<const void*>(&entry<Kernel, kLeastBlocks>);
   allow_shared_memory(function, target.device, shared_bytes);
   void* arguments[] = {const_cast<Params*>(&params)};
   check_error(cudaLaunchKernel(function, dim3(static_cast<unsigned>(blocks)), dim3(Kernel::kThreads), arguments,

@@ -43,16 +43,6 @@ HK_DEVICE void each_column(F&& f) {
   for (int i = 0; i < kColumns / 4; ++i) f(i / 2 * 8 + i % 2, column_of(i / 2, i % 2));
 }
 
-// Calls f(m, half, row) for every row that a lane holds of a tile.
-template <int kGroups, typename F>
-HK_DEVICE void each_row(F&& f) {
-  HK_UNROLL
-  for (int m = 0; m < kGroups; ++m) {
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) f(m, half, row_of(m, 2 * half));
-  }
-}
-
 // Adds pairs that are hidden; `ranges` are those of the tile's query rows, `first_key` its first key. The first
 // front_of(row) keys do not have to be in the range of a row.
 template <ScoreLayout kLayout, int kGroups, int kColumns, typename FrontOf>
@@ -188,11 +178,12 @@ HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Set& set, float 
 template <ScoreLayout kLayout, int kGroups, int kColumns>
 class LeftOut {
  public:
-  // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones.
+  // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones. A tile whose terms hide
+  // pairs is `partial` too.
   template <typename Terms>
   HK_DEVICE LeftOut(const AttentionParams& p, const Visible& visible, const Range* ranges, bool partial,
                     const Terms& terms, bool hides, int b, int h, int first_row, int first_key)
-      : partial_(partial || hides), drops_(p.dropout.active) {
+      : partial_(partial), drops_(p.dropout.active), keep_scale_(static_cast<float>(p.dropout.keep_scale)) {
     if (partial_) add_hidden<kLayout>(hidden_, visible, ranges, first_key);
     if (hides) terms.add_hidden(hidden_);
     if (drops_) dropped_.template draw<kLayout>(p.dropout, b, h, first_row, first_key);
@@ -204,9 +195,11 @@ class LeftOut {
   HK_DEVICE void drop(Accumulator<kGroups, kColumns>& tile) const {
     if (drops_) fill(tile, dropped_, 0.0f);
   }
+  HK_DEVICE float keep_scale() const { return keep_scale_; }
 
  private:
   bool partial_, drops_;
+  float keep_scale_;
   Pairs<kGroups, kColumns> hidden_;
   Dropped<kGroups, kColumns> dropped_;
 };
@@ -223,9 +216,8 @@ HK_DEVICE void poison(Accumulator<kGroups, kWidth>& attended, const Pairs<kGroup
       for (int e = 0; e < 4; ++e)
         if (!hidden.holds(m, n, e) && bad[column_of(n, e)]) addend[m][e / 2] = NAN;
     }
-    HK_UNROLL
-    for (int half = 0; half < 2; ++half) addend[m][half] = sum_of_row(addend[m][half]);
   }
+  each_row<kGroups>([&](int m, int half, int) { addend[m][half] = sum_of_row(addend[m][half]); });
   attended.each([&](float& value, int m, int, int e) { value += addend[m][e / 2]; });
 }
 

@@ -96,10 +96,9 @@ class ScoreTile {
   constexpr explicit ScoreTile(SharedMemory& memory) : addends_(memory.take<float>(kThere ? kRows * kStride : 0)) {}
 
   // What the dense mask shows of a tile, by the cells that it is in.
-  template <typename Params>
-  HK_DEVICE static DenseCell shown(const Params& p, const Head& at, int first_row, int first_key) {
-    const int64_t* const stride = p.dense_cells.stride;
-    const uint8_t* const cells = p.dense_cells.data + at.b * stride[0] + at.h * stride[1];
+  HK_DEVICE static DenseCell shown(const AttentionParams& p, const Head& at, int first_row, int first_key) {
+    const int64_t* const stride = p.mask.cell_stride;
+    const uint8_t* const cells = p.mask.dense_cells + at.b * stride[0] + at.h * stride[1];
     const int last_row = min_of(first_row + kRows, at.T) - 1;
     const int last_key = min_of(first_key + kKeys, at.S) - 1;
     bool any = false, all = true;
@@ -117,10 +116,10 @@ class ScoreTile {
 
   // The first tile of a list, from `index` on, in which the dense mask shows a pair. `first` is the first row of all
   // tiles, or in a pass by keys their first key.
-  template <typename Params>
-  HK_DEVICE static int shown_from(int index, const TileList& list, int first, const Params& p, const Head& at) {
+  HK_DEVICE static int shown_from(int index, const TileList& list, int first, const AttentionParams& p,
+                                  const Head& at) {
     if constexpr (kThere) {
-      while (p.dense_cells.data && index < list.count()) {
+      while (p.mask.dense_cells && index < list.count()) {
         const int first_row = kLayout == ScoreLayout::kRowsFirst ? first : list[index] * kRows;
         const int first_key = kLayout == ScoreLayout::kRowsFirst ? list[index] * kKeys : first;
         if (shown(p, at, first_row, first_key) != kHidden) break;
@@ -132,11 +131,11 @@ class ScoreTile {
 
   // Puts what is added to the scores of a tile on chip; returns whether this thread found a hidden pair. Other threads
   // may read it after a barrier. All threads of the block take part.
-  template <int kThreads, typename Params>
-  HK_DEVICE bool stage(const Params& p, const Head& at, int first_row, int first_key) const {
+  template <int kThreads>
+  HK_DEVICE bool stage(const AttentionParams& p, const Head& at, int first_row, int first_key) const {
     bool hides = false;
     if constexpr (kThere) {
-      const bool masked = p.dense_cells.data && shown(p, at, first_row, first_key) != kShown;
+      const bool masked = p.mask.dense_cells && shown(p, at, first_row, first_key) != kShown;
       const Addends addends(p, at);
       if (!masked && !addends.any()) return false;
       constexpr int kBatch = 4;  // reads that are under way at once

@@ -66,8 +66,8 @@ struct Ring {
   HK_DEVICE AnyTile operator[](int index) const { return {first + index * AnyTile::kRows * AnyTile::kStride}; }
 };
 
-// Allocates the block's shared memory buffer by buffer, for the struct `Memory` of a kernel, from which the host takes
-// the number of bytes and the device the buffers.
+// Allocates the block's shared memory buffer by buffer: the base of the struct `Memory` of a kernel, from which the
+// host takes the number of bytes and the device the buffers.
 class SharedMemory {
  public:
   template <typename AnyTile>

@@ -56,34 +56,28 @@ struct OnlineSoftmax {
   float row_sum[kGroups][2];  // this lane's part of the sum of probabilities
 
   HK_DEVICE OnlineSoftmax() {
-    for (int m = 0; m < kGroups; ++m) {
-      for (int half = 0; half < 2; ++half) {
-        row_max[m][half] = kLowest;
-        row_sum[m][half] = 0.0f;
-      }
-    }
+    each_row<kGroups>([&](int m, int half, int) {
+      row_max[m][half] = kLowest;
+      row_sum[m][half] = 0.0f;
+    });
   }
 
   // Scores, hidden ones -inf, become probabilities relative to the new row_max; earlier sums are rescaled to it.
   template <int kColumns, int kWidth>
   HK_DEVICE void step(Accumulator<kGroups, kColumns>& scores, Accumulator<kGroups, kWidth>& acc, float scale_log2) {
     float alpha[kGroups][2];
-    HK_UNROLL
-    for (int m = 0; m < kGroups; ++m) {
+    each_row<kGroups>([&](int m, int half, int) {
+      float most = -kInfinity;
       HK_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        float most = -kInfinity;
-        HK_UNROLL
-        for (int n = 0; n < kColumns / 8; ++n)
-          most = fmaxf(most, fmaxf(scores.c[m][n][2 * half], scores.c[m][n][2 * half + 1]));
-        const float old = row_max[m][half];
-        most = most_of_row(most);
-        most = fmaxf(old, kTerms ? most : most * scale_log2);
-        alpha[m][half] = rescaling<kTerms>(old, most);
-        row_max[m][half] = most;
-        row_sum[m][half] *= alpha[m][half];
-      }
-    }
+      for (int n = 0; n < kColumns / 8; ++n)
+        most = fmaxf(most, fmaxf(scores.c[m][n][2 * half], scores.c[m][n][2 * half + 1]));
+      const float old = row_max[m][half];
+      most = most_of_row(most);
+      most = fmaxf(old, kTerms ? most : most * scale_log2);
+      alpha[m][half] = rescaling<kTerms>(old, most);
+      row_max[m][half] = most;
+      row_sum[m][half] *= alpha[m][half];
+    });
     scores.each([&](float& value, int m, int, int e) {
       value = weight_of<kTerms>(value, row_max[m][e / 2], scale_log2);
       row_sum[m][e / 2] += value;
@@ -95,15 +89,11 @@ struct OnlineSoftmax {
   // accumulator is 0.
   template <int kWidth>
   HK_DEVICE void normalize(Accumulator<kGroups, kWidth>& acc, float keep_scale) {
-    HK_UNROLL
-    for (int m = 0; m < kGroups; ++m) {
-      HK_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const float sum = sum_of_row(row_sum[m][half]);
-        row_sum[m][half] = sum == 0.0f ? 0.0f : keep_scale / sum;
-        row_max[m][half] = log_sum_exp<kTerms>(row_max[m][half], sum);
-      }
-    }
+    each_row<kGroups>([&](int m, int half, int) {
+      const float sum = sum_of_row(row_sum[m][half]);
+      row_sum[m][half] = sum == 0.0f ? 0.0f : keep_scale / sum;
+      row_max[m][half] = log_sum_exp<kTerms>(row_max[m][half], sum);
+    });
     acc.each([&](float& value, int m, int, int e) { value *= row_sum[m][e / 2]; });
   }
 };

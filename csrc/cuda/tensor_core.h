@@ -19,6 +19,8 @@ struct Accumulator {
   static constexpr int kTiles = kColumns / 8;
   float c[kGroups][kTiles][4];
 
+  HK_DEVICE Accumulator() { clear(); }
+
   HK_DEVICE void clear() {
     each([](float& value, int, int, int) { value = 0.0f; });
   }
@@ -40,6 +42,16 @@ struct Accumulator {
 // The row and the column of element [m][n][e] in the warp's tile.
 HK_DEVICE int row_of(int m, int e) { return 16 * m + lane() / 4 + 8 * (e / 2); }
 HK_DEVICE int column_of(int n, int e) { return 8 * n + 2 * (lane() % 4) + e % 2; }
+
+// Calls f(m, half, row) for every row that a lane holds of a tile.
+template <int kGroups, typename F>
+HK_DEVICE void each_row(F&& f) {
+  HK_UNROLL
+  for (int m = 0; m < kGroups; ++m) {
+    HK_UNROLL
+    for (int half = 0; half < 2; ++half) f(m, half, row_of(m, 2 * half));
+  }
+}
 
 // The part of a lane in 16 rows times a depth, and in a depth times 16 columns: columns 0 to 7 in b[0] and b[1].
 struct Left {
@@ -67,7 +79,7 @@ struct TensorCore {
   // Of rows [kDepth from k, 16 columns from n].
   template <typename Tile>
   HK_DEVICE static void load_transposed(Right& right, const Tile& tile, int k, int n) {
-    load_matrices_transposed(right.b, tile.at(k + lane() % 8 + lane() / 8 % 2 * 8, n + lane() / 16 * 8));
+    load_matrices<true>(right.b, tile.at(k + lane() % 8 + lane() / 8 % 2 * 8, n + lane() / 16 * 8));
   }
 
   // Registers as the products take them.
@@ -149,14 +161,14 @@ struct TensorCore<float> {
 template <typename T, int kRows, int kColumns>
 HK_DEVICE void load(Left& left, const Tile<T, kRows, kColumns>& tile, int row, int k) {
   constexpr int kHalf = TensorCore<T>::kDepth / 2;
-  load_matrices(left.a, tile.at(row + lane() % 16, k + lane() / 16 * kHalf));
+  load_matrices<false>(left.a, tile.at(row + lane() % 16, k + lane() / 16 * kHalf));
 }
 
 // 16 columns from n, each a row of the tile, a depth of features from k.
 template <typename T, int kRows, int kColumns>
 HK_DEVICE void load(Right& right, const Tile<T, kRows, kColumns>& tile, int n, int k) {
   constexpr int kHalf = TensorCore<T>::kDepth / 2;
-  load_matrices(right.b, tile.at(n + lane() % 8 + lane() / 16 * 8, k + lane() / 8 % 2 * kHalf));
+  load_matrices<false>(right.b, tile.at(n + lane() % 8 + lane() / 16 * 8, k + lane() / 8 % 2 * kHalf));
 }
 
 // Left operands of one depth, a group of 16 rows each.

@@ -94,16 +94,16 @@ HK_DEVICE void to_probabilities(Accumulator<kGroups, kColumns>& scores, const Ti
 // Applies dropout and the gate to probabilities, or to dp.
 template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
 HK_DEVICE void gate_and_drop(Accumulator<kGroups, kColumns>& tile, const TileRows<kLayout, kRows>& row,
-                             const LeftOut<kLayout, kGroups, kColumns>& left_out, float keep_scale) {
-  tile.each([&](float& value, int m, int n, int e) { value *= row.rows.gate[row(m, n, e)] * keep_scale; });
+                             const LeftOut<kLayout, kGroups, kColumns>& left_out) {
+  tile.each([&](float& value, int m, int n, int e) { value *= row.rows.gate[row(m, n, e)] * left_out.keep_scale(); });
   left_out.drop(tile);
 }
 
 // dp becomes the factor of the probabilities.
 template <ScoreLayout kLayout, int kRows, int kGroups, int kColumns>
 HK_DEVICE void centre(Accumulator<kGroups, kColumns>& dp, const TileRows<kLayout, kRows>& row,
-                      const LeftOut<kLayout, kGroups, kColumns>& left_out, float keep_scale) {
-  gate_and_drop(dp, row, left_out, keep_scale);
+                      const LeftOut<kLayout, kGroups, kColumns>& left_out) {
+  gate_and_drop(dp, row, left_out);
   dp.each([&](float& value, int m, int n, int e) { value -= row.rows.delta[row(m, n, e)]; });
 }
 

@@ -86,15 +86,19 @@ void with_terms(bool terms, F&& f) {
   terms ? f(std::true_type{}) : f(std::false_type{});
 }
 
-// The widths of D and Dv. Narrow float heads use a wider one: fewer kernels for the dtype that is used least.
-template <typename T, bool kTerms, typename F>
-void with_width(int64_t D, int64_t Dv, F&& f) {
-  if constexpr (kTerms && sizeof(T) == 4)
-    with_narrowest<64, 256>(D > Dv ? D : Dv, f);
-  else if constexpr (sizeof(T) == 2 && !kTerms)
-    with_narrowest<32, 64, 96, 128, 256>(D > Dv ? D : Dv, f);
-  else
-    with_narrowest<64, 128, 256>(D > Dv ? D : Dv, f);
+// Calls f(width, terms) with constants: one of the widths of D and Dv, and whether a call has terms. Narrow float heads
+// use a wider one: fewer kernels for the dtype that is used least.
+template <typename T, typename F>
+void with_width(int64_t D, int64_t Dv, bool terms, F&& f) {
+  with_terms(terms, [&](auto there) {
+    const auto run = [&](auto width) { f(width, there); };
+    if constexpr (there && sizeof(T) == 4)
+      with_narrowest<64, 256>(D > Dv ? D : Dv, run);
+    else if constexpr (sizeof(T) == 2 && !there)
+      with_narrowest<32, 64, 96, 128, 256>(D > Dv ? D : Dv, run);
+    else
+      with_narrowest<64, 128, 256>(D > Dv ? D : Dv, run);
+  });
 }
 
 // The widths of D and Dv for a few query rows.
@@ -114,15 +118,13 @@ Tiles gated_tiles(const std::string& pass, int64_t D, int64_t Dv, bool terms, bo
     });
     return tiles;
   }
-  with_terms(terms, [&](auto there) {
-    with_width<T, there>(D, Dv, [&](auto width) {
-      using Sizes = BackwardSizes<T, width, there>;
-      constexpr int kOwn = Sizes::kWarps * Sizes::kGroups * 16;
-      if (pass == "keys") tiles = {Sizes::kOther, kOwn, 0};
-      if (pass == "keys" && kHasWideKeys<T, width, there> && wide_keys)
-        tiles = {WideKeysSizes::kOther, WideKeysSizes::kOwn, 0};
-      if (pass == "queries") tiles = {kOwn, Sizes::kOther, 0};
-    });
+  with_width<T>(D, Dv, terms, [&](auto width, auto there) {
+    using Sizes = BackwardSizes<T, width, there>;
+    constexpr int kOwn = Sizes::kWarps * Sizes::kGroups * 16;
+    if (pass == "keys") tiles = {Sizes::kOther, kOwn, 0};
+    if (pass == "keys" && kHasWideKeys<T, width, there> && wide_keys)
+      tiles = {WideKeysSizes::kOther, WideKeysSizes::kOwn, 0};
+    if (pass == "queries") tiles = {kOwn, Sizes::kOther, 0};
   });
   return tiles;
 }

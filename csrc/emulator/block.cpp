@@ -5,11 +5,8 @@
 #include <exception>
 #include <memory>
 #include <new>
-#include <string>
-#include <vector>
 
 #include "emulator/fiber.h"
-#include "emulator/settings.h"
 
 namespace hk::emulator {
 namespace {

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <functional>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 namespace hk::emulator {
 
@@ -26,6 +28,30 @@ constexpr int kLanes = 32;
 // Runs `kernel` as every thread of every block, one block after the other. `threads` and `shared_bytes` are those of a
 // block, threads in whole warps.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
+
+// The sizes of the last launch of this thread.
+struct Launch {
+  int64_t blocks = 0;
+  int threads = 0;
+  int64_t shared_bytes = 0;
+};
+Launch last_launch();
+
+// The order in which the threads of a block run in all later launches of this process. A kernel with correct barriers
+// gives bitwise equal results under every schedule:
+//   round_robin   all threads to their next operation of a warp or block, in turn; the default;
+//   greedy        the first warp that can, on to its next barrier of the block;
+//   reversed      greedy, of the last block, warp and lane first.
+void use_schedule(const std::string& name);
+std::vector<std::string> schedule_names();
+
+// Bytes of shared memory that a block and a multiprocessor have from now on. The default is the least that a part of
+// sm_80 and up has (sm_86).
+struct SharedBytes {
+  int per_block = 99 << 10, per_multiprocessor = 100 << 10;
+};
+void use_shared_bytes(int per_block, int per_multiprocessor);
+SharedBytes shared_bytes();
 
 // The following functions act on the running thread.
 int thread_index();

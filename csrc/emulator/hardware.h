@@ -37,28 +37,20 @@ inline void any(void* const* votes, int count) {
   for (int i = 0; i < count; ++i) *static_cast<bool*>(votes[i]) = answer;
 }
 
+template <typename V>
 struct Shuffled {
-  uint32_t value;
-  int source;
+  V value;
+  int mask;
 };
 
-inline void shuffle(void* const* arguments, int) {
-  uint32_t values[kWarp];
-  for (int i = 0; i < kWarp; ++i) values[i] = static_cast<Shuffled*>(arguments[i])->value;
-  for (int i = 0; i < kWarp; ++i) {
-    auto& lane = *static_cast<Shuffled*>(arguments[i]);
-    lane.value = values[lane.source % kWarp];
-  }
-}
-
 template <typename V>
-V shuffle_from(V value, int source, const emulator::Operation& operation) {
-  static_assert(sizeof(V) == sizeof(uint32_t));
-  Shuffled lane{0, source & (kWarp - 1)};
-  std::memcpy(&lane.value, &value, sizeof value);
-  emulator::take_part(operation, &lane);
-  std::memcpy(&value, &lane.value, sizeof value);
-  return value;
+void shuffle_xor(void* const* arguments, int) {
+  V values[kWarp];
+  for (int i = 0; i < kWarp; ++i) values[i] = static_cast<Shuffled<V>*>(arguments[i])->value;
+  for (int i = 0; i < kWarp; ++i) {
+    auto& lane = *static_cast<Shuffled<V>*>(arguments[i]);
+    lane.value = values[(i ^ lane.mask) & (kWarp - 1)];
+  }
 }
 
 struct Matrices {
@@ -183,18 +175,15 @@ inline bool any_in_warp(bool vote) {
 
 template <typename V>
 inline V shuffle_xor(V value, int mask) {
-  static constexpr emulator::Operation kOperation{"shuffle_xor", false, software::shuffle};
-  return software::shuffle_from(value, thread_index() ^ mask, kOperation);
+  static constexpr emulator::Operation kOperation{"shuffle_xor", false, software::shuffle_xor<V>};
+  software::Shuffled<V> lane{value, mask};
+  emulator::take_part(kOperation, &lane);
+  return lane.value;
 }
 
+template <bool kTransposed>
 inline void load_matrices(uint32_t (&matrices)[4], const void* row) {
-  static constexpr emulator::Operation kOperation{"load_matrices", false, software::load_matrices<false>};
-  emulator::check_shared(row, "loads a row of a matrix from");
-  software::Matrices lane{matrices, static_cast<const char*>(row)};
-  emulator::take_part(kOperation, &lane);
-}
-inline void load_matrices_transposed(uint32_t (&matrices)[4], const void* row) {
-  static constexpr emulator::Operation kOperation{"load_matrices_transposed", false, software::load_matrices<true>};
+  static constexpr emulator::Operation kOperation{"load_matrices", false, software::load_matrices<kTransposed>};
   emulator::check_shared(row, "loads a row of a matrix from");
   software::Matrices lane{matrices, static_cast<const char*>(row)};
   emulator::take_part(kOperation, &lane);

@@ -45,50 +45,21 @@ void run_warp(int64_t shared_bytes, const std::function<void()>& body) {
   emulator::run_grid(1, kWarp, shared_bytes, body);
 }
 
-template <typename T>
-struct Instruction;
-template <>
-struct Instruction<bf16> {
-  static constexpr const char* kName = "bf16";
-  using Operand = bf16;
-  using Mma = cute::SM80_16x8x16_F32BF16BF16F32_TN;
-};
-template <>
-struct Instruction<fp16> {
-  static constexpr const char* kName = "fp16";
-  using Operand = fp16;
-  using Mma = cute::SM80_16x8x16_F32F16F16F32_TN;
-};
-template <>
-struct Instruction<float> {
-  static constexpr const char* kName = "float";
-  using Operand = tf32;
-  using Mma = cute::SM80_16x8x8_F32TF32TF32F32_TN;
-};
-
 // Which element of C [16][8] += A [16][kDepth] B [kDepth][8] a lane's value is. CuTe numbers the elements of a matrix,
 // the first dimension fastest; B's first dimension is n.
 struct Place {
   int first, second;
 };
-template <typename T>
+template <typename T, typename Instruction>
 struct Fragments {
-  using Traits = cute::MMA_Traits<typename Instruction<T>::Mma>;
+  using Traits = cute::MMA_Traits<Instruction>;
   static constexpr int kDepth = TensorCore<T>::kDepth;
   static constexpr int kLeft = 16 * kDepth / kWarp, kRight = 8 * kDepth / kWarp, kSums = 4;
 
-  static Place left(int lane, int value) {  // (m, k)
-    const int number = typename Traits::ALayout{}(lane, value);
-    return {number % 16, number / 16};
-  }
-  static Place right(int lane, int value) {  // (n, k)
-    const int number = typename Traits::BLayout{}(lane, value);
-    return {number % 8, number / 8};
-  }
-  static Place sum(int lane, int value) {  // (m, n)
-    const int number = typename Traits::CLayout{}(lane, value);
-    return {number % 16, number / 16};
-  }
+  static Place left(int lane, int value) { return place(typename Traits::ALayout{}(lane, value), 16); }  // (m, k)
+  static Place right(int lane, int value) { return place(typename Traits::BLayout{}(lane, value), 8); }  // (n, k)
+  static Place sum(int lane, int value) { return place(typename Traits::CLayout{}(lane, value), 16); }   // (m, n)
+  static Place place(int number, int first_size) { return {number % first_size, number / first_size}; }
 
   static_assert(cute::size<1>(typename Traits::ALayout{}) == kLeft);
   static_assert(cute::size<1>(typename Traits::BLayout{}) == kRight);
@@ -105,10 +76,10 @@ void set_value(uint32_t* words, int index, float value) {
 }
 
 // Operands are placed by CuTe, and results read where it says. They are small integers, so that all is exact.
-template <typename T>
-void multiply_add_computes_the_product() {
-  using F = Fragments<T>;
-  Check check(std::string("multiply_add, ") + Instruction<T>::kName);
+template <typename T, typename Operand, typename Instruction>
+void multiply_add_computes_the_product(const std::string& name) {
+  using F = Fragments<T, Instruction>;
+  Check check(name);
   std::mt19937 random(1);
   for (int repeat = 0; repeat < 20; ++repeat) {
     int a[16][F::kDepth], b[F::kDepth][8], c[16][8];
@@ -132,7 +103,7 @@ void multiply_add_computes_the_product() {
         const auto [m, n] = F::sum(lane(), v);
         sums[v] = static_cast<float>(c[m][n]);
       }
-      multiply_add<typename Instruction<T>::Operand>(sums, left, right[0], right[1]);
+      multiply_add<Operand>(sums, left, right[0], right[1]);
       for (int v = 0; v < F::kSums; ++v) {
         const auto [m, n] = F::sum(lane(), v);
         int wanted = c[m][n];
@@ -144,8 +115,8 @@ void multiply_add_computes_the_product() {
 }
 
 // CuTe numbers the bits of the rows that the lanes name, lane after lane.
-template <typename Atom, typename Load>
-void matrices_are_loaded(const std::string& name, Load&& load) {
+template <typename Atom, bool kTransposed>
+void matrices_are_loaded(const std::string& name) {
   using Traits = cute::Copy_Traits<Atom>;
   constexpr int kRowBits = 128;
   Check check(name);
@@ -158,7 +129,7 @@ void matrices_are_loaded(const std::string& name, Load&& load) {
     sync_warp();
     const int row = typename Traits::SrcLayout{}(lane(), 0) / kRowBits;
     uint32_t words[4];
-    load(words, shared_memory() + row * kRowBits / 8);
+    load_matrices<kTransposed>(words, shared_memory() + row * kRowBits / 8);
     for (int bit = 0; bit < 4 * 32; ++bit) {
       const int from = typename Traits::DstLayout{}(lane(), bit);
       const uint32_t word = rows[from / kRowBits][from % kRowBits / 32];
@@ -172,13 +143,12 @@ void matrices_are_loaded(const std::string& name, Load&& load) {
 
 int main() {
   using namespace hk::selftest;
-  matrices_are_loaded<cute::SM75_U32x4_LDSM_N>(
-      "load_matrices", [](auto& words, const char* row) { hk::cuda::load_matrices(words, row); });
-  matrices_are_loaded<cute::SM75_U16x8_LDSM_T>(
-      "load_matrices_transposed", [](auto& words, const char* row) { hk::cuda::load_matrices_transposed(words, row); });
-  multiply_add_computes_the_product<hk::cuda::bf16>();
-  multiply_add_computes_the_product<hk::cuda::fp16>();
-  multiply_add_computes_the_product<float>();
+  matrices_are_loaded<cute::SM75_U32x4_LDSM_N, false>("load_matrices");
+  matrices_are_loaded<cute::SM75_U16x8_LDSM_T, true>("load_matrices_transposed");
+  using hk::cuda::bf16, hk::cuda::fp16, hk::cuda::tf32;
+  multiply_add_computes_the_product<bf16, bf16, cute::SM80_16x8x16_F32BF16BF16F32_TN>("multiply_add, bf16");
+  multiply_add_computes_the_product<fp16, fp16, cute::SM80_16x8x16_F32F16F16F32_TN>("multiply_add, fp16");
+  multiply_add_computes_the_product<float, tf32, cute::SM80_16x8x8_F32TF32TF32F32_TN>("multiply_add, float");
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

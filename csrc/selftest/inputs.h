@@ -81,7 +81,7 @@ struct Inputs {
     if (!keys.empty()) p.mask.key_visible = key_visible.data();
     p.mask.interval_stride = shared_mask ? 0 : T, p.mask.visible_stride = shared_mask ? 0 : S;
     p.dropout = {dropout_p > 0, kSeed, threshold(), 1 / (1 - dropout_p)};
-    p.scale = scale, p.activation = activation, p.threads = threads;
+    p.scale = scale, p.activation = activation, p.closed_grad = closed_grad, p.threads = threads;
     return p;
   }
 

@@ -85,8 +85,7 @@ struct LoadMatrices : Shape<4, 4, 1, 0, kWarp> {
     for (int i = 0; i < 4; ++i) shared_words()[4 * thread_index() + i] = w.in[0][i];
     sync_warp();
     uint32_t matrices[4];
-    const uint32_t* row = shared_words() + 4 * w.in[1][0];
-    kTransposed ? load_matrices_transposed(matrices, row) : load_matrices(matrices, row);
+    load_matrices<kTransposed>(matrices, shared_words() + 4 * w.in[1][0]);
     for (int i = 0; i < 4; ++i) w.out[i] = matrices[i];
   }
 };

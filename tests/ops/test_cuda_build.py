@@ -99,7 +99,7 @@ def test_layouts_are_those_of_cute(headers: list[Path], monkeypatch: pytest.Monk
     except PlatformError as missing:
         pytest.skip(str(missing))
     monkeypatch.chdir(ROOT)
-    program = build.cute_selftest(Path("build/selftest-cute"), headers)
+    program = build.emulator_selftest(Path("build/selftest-cute"), "cute", headers)
     run = subprocess.run([program], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
