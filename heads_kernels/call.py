@@ -38,7 +38,7 @@ class Call(NamedTuple):
     mixing: Annotated[Any, "H D"] = None
     content_bias: Annotated[Tensor | None, "B H S"] = None
     gate: Annotated[Tensor | None, "H|1", "B|1 H|1", "B|1 H|1 T|1", "B|1 H|1 T|1 Dv|1"] = None
-    bias: Annotated[Tensor | None, "B1 B2 H|1 T|1 S|1"] = None  # `batch.flatten_bias`
+    bias: Annotated[Tensor | None, "B1|1 B2|1 H|1 T|1 S|1"] = None  # `batch.flatten_bias`
     offset_bias: Annotated[Tensor | None, "H|1 T+S-1"] = None  # offsets j - i from -(T - 1)
     sinks: Annotated[Tensor | None, "H"] = None
     alpha: Annotated[Any, "H"] = None  # in the compute dtype
@@ -125,6 +125,11 @@ class Call(NamedTuple):
     def under(self, mask: Intervals) -> Call:
         """The same call with another mask."""
         return self._replace(**mask._asdict())
+
+    def size_of(self) -> dict[str, int]:
+        """The sizes of the dimensions that the layouts of several fields have."""
+        names = ("B", "H", "Hk", "Hv", "T", "S", "D", "Dv")
+        return {name: getattr(self, name) for name in names}
 
     def dimensions(self) -> dict[str, list[str]]:
         """The dimensions of every tensor that is given, by the name of its field; the seed left out."""
