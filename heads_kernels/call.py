@@ -6,6 +6,7 @@ whose schemas follow from its fields.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, NamedTuple, get_origin, get_type_hints
 
 import torch
@@ -148,6 +149,24 @@ class Call(NamedTuple):
         size = getattr(self, dimension)
         found = {n: each.index(dimension) for n, each in self.dimensions().items() if dimension in each}
         return {name: dim for name, dim in found.items() if getattr(self, name).shape[dim] == size}
+
+    def of_rows(self, start: int, stop: int) -> Call:
+        """The call of only the query rows `start` to `stop - 1`."""
+        count = len(range(start, min(stop, self.T)))
+        own = {name: getattr(self, name).narrow(dim, start, count) for name, dim in self.along("T").items()}
+        if self.offset_bias is not None:  # its first offset is 1 - count - start
+            first = self.T - (start + count)
+            own["offset_bias"] = self.offset_bias[:, first : first + max(count + self.S - 1, 1)]
+        return self.under(self.intervals.from_row(start))._replace(**own)
+
+    def of_heads(self, heads: Sequence[int]) -> Call:
+        """The call of only these query heads, without a value."""
+        call = self._replace(value=None, gate=None)
+        index = torch.tensor(list(heads), dtype=torch.int64, device=call.query.device)
+        own = {name: getattr(call, name).index_select(dim, index) for name, dim in call.along("H").items()}
+        if call.mixing is None:
+            own["key"] = call.key[:, index // max(call.H // max(call.Hk, 1), 1)]
+        return call._replace(**own)
 
     # ------------------------------------------------------------------ work counts
     def open_heads(self) -> Tensor:

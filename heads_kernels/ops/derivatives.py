@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from heads_kernels.call import Call, closed_heads, compute_dtype
-from heads_kernels.ops import entmax, formula, scores
+from heads_kernels.ops import entmax, formula
+from heads_kernels.ops.formula import NEG_INF
 from heads_kernels.ops.gate import without_gradient_at_0
-from heads_kernels.ops.scores import NEG_INF
 
 #: Newton steps from the threshold of entmax that are differentiated: n steps give derivatives up to order 2^n - 1.
 _STEPS: Final = 3
@@ -29,12 +29,12 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
             gate = without_gradient_at_0(gate)
         mixing = None if call.mixing is None else without_gradient_at_0(call.mixing)
         call = call._replace(gate=gate, mixing=mixing)
-    visible = scores.visible_pairs(call)
+    visible = formula.visible_pairs(call)
     raw = _product(*formula.operands_of_scores(call))
     if call.content_bias is not None:
         raw = raw + call.content_bias[:, :, None].to(raw.dtype)
     # Before the cap: the derivative of a hidden NaN is NaN times 0.
-    finished = scores.finish(call, formula.only(visible, raw))[0]
+    finished = formula.finish(call, formula.only(visible, raw))[0]
     if call.alpha is None:
         p, lse = formula.softmax(finished, visible, call.sinks)
     else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import peak
-from heads_kernels.ops import entmax, formula, scores
+from heads_kernels.ops import entmax, formula
 from heads_kernels.testing import (
     COLLABORATIVE,
     Case,
@@ -127,8 +127,8 @@ SYSTEMATIC: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
     "dS": (formula, {"score_gradient": scaled(0.997)}),
     "dS truncated": (formula, {"score_gradient": truncated}),
     "gate": (formula, {"opened": scaled(0.997)}),
-    "slope of the cap": (scores, {"finish": slope}),
-    "gradient of the bias": (scores, {"bias_gradient": scaled(1.003, 0)}),
+    "slope of the cap": (formula, {"finish": slope}),
+    "gradient of the bias": (formula, {"bias_gradient": scaled(1.003, 0)}),
 }
 OF_SOFTMAX: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
     "p": (formula, {"softmax": scaled(1.003), "probabilities": scaled(1.003)}),
