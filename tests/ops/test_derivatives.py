@@ -165,6 +165,17 @@ def test_infinite_values_of_a_closed_head(operator: str) -> None:
         assert found[:, 1].isfinite().all()
 
 
+@pytest.mark.parametrize("activation", ["identity", "sigmoid", "softplus"])
+def test_a_gate_that_is_nan_in_a_hidden_row(activation: str) -> None:
+    given = tensors("gated_attention", B=B, H=H, Hk=H, T=T, S=S, D=D, Dv=D)
+    gate = torch.randn(B, H, T, dtype=torch.float64)
+    gate[0, :, -1] = torch.nan
+    run = function("gated_attention", "eager", ["gate"], **given, attn_mask=MASK, gate_activation=activation)
+    grad = torch.func.grad(lambda gate: run(gate).sum())(gate)
+    assert grad.isfinite().all()
+    assert not grad[0, :, -1].any()
+
+
 def test_lse_has_them_too() -> None:
     given = tensors("gated_attention", B=B, H=H, Hk=H, T=S, S=S, D=D, Dv=D, grad=True)
     run = function("gated_attention", "eager", list(given), return_lse=True)

@@ -97,7 +97,7 @@ class RingCall(NamedTuple):
         if sinks is not None:
             sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
             attended, _ = merge_attention([attended, torch.zeros_like(attended)], [lse, sink])
-        return attended if gate is None else gates.multiply(attended, call, seen)
+        return gates.multiply(attended, call, seen)
 
     def block(self, step: int, keys: Tensors) -> Call:
         """The call of the keys at `step`."""
