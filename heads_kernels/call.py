@@ -127,7 +127,7 @@ class Call(NamedTuple):
         """The same call with another mask."""
         return self._replace(**mask._asdict())
 
-    def size_of(self) -> dict[str, int]:
+    def named_sizes(self) -> dict[str, int]:
         """The sizes of the dimensions that the layouts of several fields have."""
         names = ("B", "H", "Hk", "Hv", "T", "S", "D", "Dv")
         return {name: getattr(self, name) for name in names}
@@ -180,12 +180,6 @@ class Call(NamedTuple):
         """`[B, H]` int64: number of visible (query row, key) pairs."""
         return self.intervals.visible_pairs(self.B, self.T, self.S).expand(self.B, self.H)
 
-    def score_widths(self) -> Tensor:
-        """`[H]` int64: features that the scores of each head use, without all-zero mixing chunks."""
-        if self.mixing is None:
-            return torch.full((self.H,), self.D, device=self.query.device)
-        return active_widths(self.mixing)
-
     def flops(self, backward: bool = False, dense: bool = False) -> int:
         """Matrix-product FLOPs (2 per multiply-add) of the forward pass, or of the backward pass only.
 
@@ -204,7 +198,7 @@ class Call(NamedTuple):
             return times * count(self.B * self.H * self.T * self.S, self.D, self.Dv)
         is_open = self.open_heads()
         pairs = self.visible_pairs().to(is_open.device)
-        widths = self.score_widths().tolist()
+        widths = [self.D] * self.H if self.mixing is None else active_widths(self.mixing).tolist()
         open_pairs = list(zip((pairs * is_open).sum(0).tolist(), widths, strict=True))
         closed_pairs = zip((pairs * ~is_open).sum(0).tolist(), widths, strict=True)
         if not backward:

@@ -87,7 +87,10 @@ def form(
         check_whole_sequence()
         device = "cpu" if query.is_cpu else query.device.type  # the type takes longer
         if device != "meta" and torch.is_autocast_enabled(device):
-            query, key, *values = operands = _autocast(*operands)
+            # Gates, mixing and biases keep their dtypes, and float64 is not cast, as in PyTorch's own operators.
+            dtype = torch.get_autocast_dtype(device)
+            cast = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in operands)
+            query, key, *values = operands = tuple(cast)
             value = values[0] if values else None
         rows, columns, rank = query.shape, key.shape, 3 if shared else 4
         of_value = columns if len(operands) == 2 else value.shape  # type: ignore[union-attr]
@@ -163,15 +166,6 @@ def form(
         closed_grad,
     )
     return Call._make(fields), batch
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast the matrix operands to the autocast dtype; gates, mixing and biases keep their own.
-
-    float64 is not cast, as in PyTorch's own operators.
-    """
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
 def _flatten_gate(gate: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
@@ -254,7 +248,7 @@ def check(call: Call) -> None:
             check_companion(name, tensor, call.query)
             tensors[name] = tensor
     check_sizes(*call.sizes)
-    sizes = call.size_of()
+    sizes = call.named_sizes()
     if call.mixing is None:
         if call.content_bias is not None:
             instead = "pass mixing [H, Ds] too, or leave it out"

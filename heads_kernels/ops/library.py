@@ -116,7 +116,7 @@ def check_arguments(backend: str | None, call: Call, has_value: bool, **saved: T
     if call.first_keys is not None and call.k_lo is None:
         refuse("first_keys", "comes without k_lo and k_hi", "pass these too")
     query = call.query
-    sizes = {**call.size_of(), **_FIXED_SIZES}
+    sizes = {**call.named_sizes(), **_FIXED_SIZES}
     if call.offset_bias is not None:
         sizes["T+S-1"] = max(call.T + call.S - 1, 1)
     if call.bias is not None and call.bias.dim() == 5:
