@@ -65,7 +65,7 @@ class KeysWritten(NamedTuple):
 
     dkey: Rows | None  # float32 with mixing
     dvalue: Rows | None
-    dcontent_bias: Tensor | None
+    dcontent_bias: Tensor | None = None
     end: None = None
 
 
@@ -281,7 +281,7 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor, dconte
         kernel, programs * splits, call.query, tiles,
         of, first.reads,
         KeysWritten(of_key, of_value, dcontent_bias if dcontent_bias.numel() else None), sizes, Splits(B, splits),
-        TILE=tile_constants(call, tiles, first.kind),
+        TILE=tile_constants(call, tiles),
     )  # fmt: skip
     for grad, part in parts:
         sum_parts(part, grad, splits)

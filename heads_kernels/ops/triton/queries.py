@@ -234,7 +234,7 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Ten
     row_tiles = -(-T // tiles.block_m)
     of = with_tile_lists(call, first.operands, tiles, support=first.support)
     sizes = sizes_of(call)
-    constants = tile_constants(call, tiles, first.kind)
+    constants = tile_constants(call, tiles)
     if call.mixing is None:
         written = QueriesWritten(rows_of(dquery), None)
         launch(

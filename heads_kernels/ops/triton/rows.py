@@ -31,7 +31,6 @@ from heads_kernels.ops.triton.operands import (
     Rows,
     Support,
     Visible,
-    gate_kind,
     gate_of,
     operands_of,
     row_lse_of,
@@ -39,7 +38,7 @@ from heads_kernels.ops.triton.operands import (
     sizes_of,
 )
 from heads_kernels.ops.triton.scores import gradient_of_tile, kept, prepared, product, weigh
-from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
+from heads_kernels.ops.triton.tiles import gate_kind, tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import keys_visible, ranges, tile_at, tile_count, tiles_in_ranges
 
 
@@ -54,11 +53,13 @@ class Reads(NamedTuple):
 
 
 class FirstPass(NamedTuple):
-    """The results of the first pass, packed for the kernels of the passes that follow."""
+    """The results of the first pass, packed for the kernels of the passes that follow.
+
+    These get the call without its gate if `reads` has none.
+    """
 
     operands: Operands
     reads: Reads
-    kind: str  # of `reads.gate`: `gate_kind`
     support: Support | None = None  # of entmax; all gradients outside of it are 0
 
 
@@ -240,8 +241,6 @@ def first_pass(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
         of_dout, rows_of(saved.attended), gate, operands.terms,
         read, written, sizes_of(call),
-        TILE=tile_constants(call, tiles, kind),
+        TILE=tile_constants(call, tiles),
     )  # fmt: skip
-    if gated:
-        gate, kind = None, "none"
-    return FirstPass(operands, Reads(dattended, gate, of_rows._replace(ptr=lse), delta), kind)
+    return FirstPass(operands, Reads(dattended, None if gated else gate, of_rows._replace(ptr=lse), delta))
