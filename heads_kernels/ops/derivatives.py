@@ -26,7 +26,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if call.mixing is not None and not call.closed_grad:
         call = call._replace(mixing=without_gradient_at_0(call.mixing))
     visible = formula.visible_pairs(call)
-    raw = _product(*formula.operands_of_scores(call))
+    raw = _product(*formula.operands_of_scores(call, visible))  # the slope of mixing is NaN where a query is
     if call.content_bias is not None:
         raw = raw + call.content_bias[:, :, None].to(raw.dtype)
     # Before the cap: the derivative of a hidden NaN is NaN times 0.

@@ -52,12 +52,15 @@ def per_group(of_heads: Tensor, grouped: Tensor) -> Tensor:
     return of_heads.reshape(B, Hk, of_heads.shape[1] // max(Hk, 1), S, W).sum(2)
 
 
-def operands_of_scores(call: Call) -> tuple[Tensor, Tensor]:
-    """The query `[B, H, T, D]`, mixed, and key `[B, H or 1, S, D]` of every head, in the compute dtype."""
+def operands_of_scores(call: Call, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The query `[B, H, T, D]`, mixed, and key `[B, H or 1, S, D]` of every head, in the compute dtype.
+
+    Rows of a shared query without any of the pairs `visible` are 0.
+    """
     dtype = compute_dtype(call.query.dtype)
     query, key = call.query.to(dtype), call.key.to(dtype)
     if call.mixing is not None:
-        return query[:, None] * call.mixing[:, None].to(dtype), key[:, None]
+        return only_rows(query[:, None], visible) * call.mixing[:, None].to(dtype), key[:, None]
     return query, per_head(key, query)
 
 

@@ -144,6 +144,7 @@ def test_closed_heads_and_hidden_nan(operator: str, closed_grad: bool) -> None:
     given = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=D, Dv=D)
     for name in ("key", "value"):
         given[name][0, ..., 2:, :] = torch.nan  # which the mask hides
+    given["query"][0, ..., -1, :] = torch.nan  # a row that sees nothing
     given["gate"] = torch.tensor([0.0, 0.7], dtype=torch.float64)
     leaves = [t.requires_grad_() for t in given.values()]
     out = getattr(hk, operator)(**given, attn_mask=MASK, closed_grad=closed_grad, backend="eager")
