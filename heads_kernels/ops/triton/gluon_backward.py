@@ -82,16 +82,6 @@ def _make_finite(rows, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _visible_keys(visible, place, S, KEY: gl.constexpr, TILE: gl.constexpr):
-    """The indices of a program's keys; -1, which is in no range, for a key that `key_visible` hides."""
-    keys = place.first + gl.arange(0, TILE.block_n, layout=KEY)
-    if visible.key_visible is not None:
-        at = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys + keys
-        keys = gl.where(gl.load(at, mask=keys < S, other=0) != 0, keys, -1)
-    return keys
-
-
-@gluon.jit
 def _consumers(reads, shared, written, terms, visible, place, part, heads, sizes, TILE: gl.constexpr):
     """The keys of a program against all of its tiles of rows."""
     BLOCK_M: gl.constexpr = TILE.block_m
@@ -119,7 +109,11 @@ def _consumers(reads, shared, written, terms, visible, place, part, heads, sizes
     if BLOCK_D == 64:  # registers have room for the left operands of scores and dp: less is read of shared memory
         LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
         left_keys, left_values = keys.load(LEFT), values.load(LEFT)
-    at = _visible_keys(visible, place, sizes.S, KEY, TILE)[:, None]
+    at = place.first + gl.arange(0, BLOCK_N, layout=KEY)
+    if visible.key_visible is not None:  # -1, which is in no range, for a hidden key
+        of_keys = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys + at
+        at = gl.where(gl.load(of_keys, mask=at < sizes.S, other=0) != 0, at, -1)
+    at = at[:, None]
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OF_ROWS)
     dkey = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=SUMS)

@@ -59,14 +59,13 @@ from heads_kernels.ops.triton.gluon_tiles import (
     producer,
     store_tiles,
     tiles_of,
-    visits_of,
 )
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.operands import Pairs, Place, gate_of, operands_of, row_lse_of, sizes_of
 from heads_kernels.ops.triton.score_tiles import QueryRows, are_active, listed, load_mixing
 from heads_kernels.ops.triton.scores import finish, online_softmax, softmax_scale
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
-from heads_kernels.ops.triton.visible import pairs_visible, partial_count, ranges, with_tile_lists
+from heads_kernels.ops.triton.visible import SCAN, pairs_visible, partial_count, ranges, tiles_seen, with_tile_lists
 
 #: The width of a swizzled tile of 16 bits.
 _NARROWEST: Final = 64
@@ -287,7 +286,9 @@ def _specialized_kernel(
     dtype: gl.constexpr = query_tiles.dtype
     place = place_of(sizes, together, TILE, ROWS)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
-    visits = visits_of(of.visible, place, taking_part, sizes.S, TILE, ROWS)
+    lo, hi = ranges(of.visible, place.b, place.h, place.at, taking_part, sizes.S)
+    own, scanned = place.first // TILE.block_m, gl.arange(0, SCAN, layout=ROWS)
+    visits = tiles_seen(of.visible, place, own, lo, hi, taking_part, TILE.block_n, scanned)
     if of.mixing is not None:
         chunks = _chunks_of(of.mixing, place.h, TILE)
         of = Others(of.terms, of.visible, of.mixing, of.content_bias, chunks)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from heads_kernels.ops.triton.load import described_strides
 from heads_kernels.ops.triton.operands import Mixing, Place, Rows, Terms, Visible
 from heads_kernels.ops.triton.score_tiles import chunk_at, load_content_bias
-from heads_kernels.ops.triton.visible import SCAN, full_tile, partial_count, partial_tile, ranges, tiles_seen
+from heads_kernels.ops.triton.visible import full_tile, partial_count, partial_tile
 
 # Older names until Triton 3.7.
 load_tiles: Final = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -91,14 +91,6 @@ def place_of(sizes, together, TILE: gl.constexpr, ROWS: gl.constexpr):
     b, h = pair // sizes.H, pair % sizes.H
     first_row = (tiles - 1 - program // beside) * TILE.block_m
     return Place(b, h, h // sizes.group, first_row, first_row + gl.arange(0, TILE.block_m, layout=ROWS))
-
-
-@gluon.jit
-def visits_of(visible, place, T, S, TILE: gl.constexpr, ROWS: gl.constexpr):
-    """The tiles of keys that the rows of `place` see; see `visible`."""
-    lo, hi = ranges(visible, place.b, place.h, place.at, T, S)
-    scanned = gl.arange(0, SCAN, layout=ROWS)
-    return tiles_seen(visible, place, place.first // TILE.block_m, lo, hi, T, TILE.block_n, scanned)
 
 
 @gluon.jit
