@@ -221,27 +221,32 @@ def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
     return check_number(argument, dropout_p, 0.0, math.nextafter(1.0, 0.0), "pass a float: a probability in [0, 1)")
 
 
-#: Half of the largest float: kernels multiply the scale by log2(e) = 1.44.
-_LARGEST_SCALE: Final = {dtype: torch.finfo(dtype).max / 2 for dtype in (torch.float32, torch.float64)}
+def _scales(dtype: torch.dtype) -> tuple[float, str]:
+    """The largest scale of scores in a dtype, and what to pass."""
+    most = torch.finfo(dtype).max / 2  # kernels multiply it by log2(e) = 1.44
+    return most, f"pass a finite float (scale.item()) of at most {most:.1e}, for scores are {dtype}, or None"
+
+
+_SCALES: Final = {dtype: _scales(dtype) for dtype in (torch.float32, torch.float64)}
 
 
 def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.float64) -> float:
     """`scale` as a float that the compute dtype for `dtype` can hold; None gives `width ** -0.5`."""
     if scale is None:
         return float(width) ** -0.5 if width else 1.0
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    most = _LARGEST_SCALE[compute]
-    instead = f"pass a finite float (scale.item()) of at most {most:.1e}, for scores are {compute}, or None"
+    most, instead = _SCALES[torch.float64 if dtype == torch.float64 else torch.float32]
     return check_number("scale", scale, -most, most, instead)
+
+
+#: Kernels divide by the cap, and multiply it by log2(e).
+_LEAST_CAP: Final = torch.finfo(torch.float32).smallest_normal
+_MOST_CAP: Final = torch.finfo(torch.float32).max / 2
+_CAPS: Final = f"pass a float from {_LEAST_CAP:.1e} to {_MOST_CAP:.1e}, or None"
 
 
 def check_softcap(softcap: float | None) -> float:
     """`softcap` as a float; 0 for None."""
-    if softcap is None:
-        return 0.0
-    # Kernels divide by it, and multiply it by log2(e).
-    least, most = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max / 2
-    return check_number("softcap", softcap, least, most, f"pass a float from {least:.1e} to {most:.1e}, or None")
+    return 0.0 if softcap is None else check_number("softcap", softcap, _LEAST_CAP, _MOST_CAP, _CAPS)
 
 
 def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torch.dtype) -> Tensor:
@@ -251,8 +256,7 @@ def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torc
         if alpha.shape != (H,):
             refuse("alpha", f"has shape {shape_of(alpha)}", f"pass a number, or [H] = [{H}]")
         return alpha.to(dtype).contiguous()
-    instead = "pass a tensor [H], or a number in (1, 2]: 2 is sparsemax, and towards 1 it is softmax;"
-    instead += f" {dtype} must tell it from 1"
+    instead = "pass a tensor [H], or a number in (1, 2] that the compute dtype tells from 1: 2 is sparsemax"
     number = check_number("alpha", alpha, 1 + torch.finfo(dtype).eps, 2, instead)
     return torch.full((H,), number, dtype=dtype, device=query.device)
 

@@ -55,14 +55,18 @@ _SILENT: Final = 2.0
 _COMPILING: Final = threading.RLock()
 
 
-class _Uncompiled(AsyncCompileMode):  # type: ignore[misc]
-    """In this context Triton compiles nothing: a launch that needs it launches nothing either, and returns None."""
+class _Compilation(AsyncCompileMode):  # type: ignore[misc]
+    """In this context Triton compiles in the threads of its executor, or not at all if that is None. A launch that
+    needs a kernel that is not compiled launches nothing, and returns None."""
 
-    is_met = False
+    is_needed = False
 
-    def submit(self, *_: Any) -> None:
-        """Called by Triton for a kernel that it has not compiled."""
-        self.is_met = True
+    def submit(self, *compilation: Any) -> None:
+        """Called by Triton for a kernel that it has not compiled. It keeps what this returns: if the compilation fails,
+        it compiles the kernel again where it is launched."""
+        self.is_needed = True
+        if self.executor is not None:
+            super().submit(*compilation)
 
 
 class _Step(threading.local):
@@ -175,12 +179,12 @@ def _start_with_others(start: Callable[[], Any], like: Tensor) -> Any:
     """
     if not _step.launchers or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return start()
-    uncompiled = _Uncompiled(None)
+    without = _Compilation(None)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(RuntimeError):  # in a mode of the user's, Triton compiles
-            stack.enter_context(uncompiled)
+            stack.enter_context(without)
         compiled = start()
-    if not uncompiled.is_met:
+    if not without.is_needed:
         return compiled
     _compile_step()
     return start()
@@ -195,7 +199,7 @@ def _compile_step() -> None:
     launchers, _step.launchers = _step.launchers, ()
     _step.compiles = True
     try:
-        with ThreadPoolExecutor(_THREADS) as pool, AsyncCompileMode(pool, ignore_errors=True) as mode:
+        with ThreadPoolExecutor(_THREADS) as pool, _Compilation(pool, ignore_errors=True) as mode:
             for run in launchers:
                 # There may be no memory for the buffers; other errors are raised when it runs.
                 with contextlib.suppress(Exception):
