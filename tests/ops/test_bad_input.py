@@ -53,6 +53,7 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
     (GATED, ValueError, {"key": f32(B, 3, S, D)}, "key has 3 heads"),
     (GATED, ValueError, {"key": f32(B, 0, S, D)}, "key has 0 heads"),
     (GATED, ValueError, {"value": f32(B, Hk, 6, Dv)}, "value has shape [2, 2, 6, 6]"),
+    (GATED, ValueError, {"value": f32(B, 1, S, Dv)}, "value has shape [2, 1, 7, 6]"),
     (COLLABORATIVE, ValueError, {"value": f32(B, 3, S, Dv)}, "value has 3 heads"),
     (COLLABORATIVE, ValueError, {"mixing": f32(D)}, "mixing has shape [8]"),
     (COLLABORATIVE, ValueError, {"mixing": f32(())}, "mixing has shape []"),
