@@ -20,7 +20,7 @@ from heads_kernels.ops.buffers import splits_of
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_values
-from heads_kernels.ops.triton.operands import Place, sizes_of, tiles_of_pass
+from heads_kernels.ops.triton.operands import Place, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Features,
@@ -32,7 +32,7 @@ from heads_kernels.ops.triton.score_tiles import (
     raw_scores,
 )
 from heads_kernels.ops.triton.scores import finish
-from heads_kernels.ops.triton.tiles import tile_constants
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import keys_visible, ranges
 
 

@@ -27,7 +27,7 @@ from heads_kernels.call import Call
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_values
-from heads_kernels.ops.triton.operands import Support, sizes_of, tiles_of_pass
+from heads_kernels.ops.triton.operands import Support, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Features,
@@ -50,7 +50,7 @@ from heads_kernels.ops.triton.scores import (
     powers,
     product,
 )
-from heads_kernels.ops.triton.tiles import tile_constants
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import ranges, tile_at, tile_count, tiles_in_ranges
 
 #: A limit; about 4 steps are usual.

@@ -37,18 +37,16 @@ from heads_kernels.ops.triton.operands import (
     Splits,
     gate_of,
     grouped_heads_of,
-    has_terms,
     operands_of,
     row_lse_of,
     rows_of,
     sizes_of,
-    tiles_of_pass,
     with_positive_scale,
 )
 from heads_kernels.ops.triton.rows import Reads
 from heads_kernels.ops.triton.score_tiles import KeyTiles, own_rows, place_of_rows
 from heads_kernels.ops.triton.scores import online_softmax, softmax_scale
-from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
+from heads_kernels.ops.triton.tiles import Tiles, has_terms, padded, tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import with_tile_lists
 
 #: Splits of a row that are read at once: usually all. 32 x 256 numbers take 64 registers of 128 threads.

@@ -17,7 +17,6 @@ from heads_kernels.batch import bias_batches
 from heads_kernels.call import Call
 from heads_kernels.mask import Intervals
 from heads_kernels.ops.philox import threshold
-from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 
 
 class Rows(NamedTuple):
@@ -256,18 +255,6 @@ def grouped_heads_of(tensor: Tensor, key_heads: int) -> Rows:
     """`[B, H, 1, W]` as `[B, Hk, H / Hk, W]`: the heads that share a key head are its rows."""
     batch, head = tensor.stride()[:2]
     return Rows(tensor, batch, head * (tensor.shape[1] // key_heads), head)
-
-
-def tiles_of_pass(call: Call, part: str, descriptors: bool = False) -> Tiles:
-    """The tiles of a pass of the operator, such as "keys"; `descriptors` as in `tiles_for`."""
-    name = f"{call.operator}.{part}"
-    return tiles_for(name, call.query, call.D, call.Dv, has_terms(call), descriptors)
-
-
-def has_terms(call: Call) -> bool:
-    """Whether the loops over tiles have a bias, a cap, a dense mask, dropout or entmax."""
-    parts = call.bias, call.offset_bias, call.dense_mask, call.alpha
-    return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
 
 
 def _terms_of(call: Call) -> Terms:

@@ -17,14 +17,7 @@ from heads_kernels.call import Call
 from heads_kernels.ops.statistics import AttentionStatistics
 from heads_kernels.ops.triton.attend import accumulate
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.operands import (
-    Place,
-    operands_of,
-    sizes_of,
-    strides_of,
-    tiles_of_pass,
-    with_positive_scale,
-)
+from heads_kernels.ops.triton.operands import Place, operands_of, sizes_of, strides_of, with_positive_scale
 from heads_kernels.ops.triton.score_tiles import (
     Features,
     KeyTiles,
@@ -36,7 +29,7 @@ from heads_kernels.ops.triton.score_tiles import (
     scores_of_rows,
 )
 from heads_kernels.ops.triton.scores import LN2, add_sink, log_sum_exp, natural, softmax_scale, weights_over
-from heads_kernels.ops.triton.tiles import tile_constants
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import full_tile, partial_count, partial_tile, tiles_seeing, with_tile_lists
 
 

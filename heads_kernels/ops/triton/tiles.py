@@ -142,6 +142,18 @@ def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False, d
     return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms, short, descriptors)
 
 
+def tiles_of_pass(call: Call, part: str, descriptors: bool = False) -> Tiles:
+    """The tiles of a pass of the operator, such as "keys"; `descriptors` as in `tiles_for`."""
+    name = f"{call.operator}.{part}"
+    return tiles_for(name, call.query, call.D, call.Dv, has_terms(call), descriptors)
+
+
+def has_terms(call: Call) -> bool:
+    """Whether the loops over tiles have a bias, a cap, a dense mask, dropout or entmax."""
+    parts = call.bias, call.offset_bias, call.dense_mask, call.alpha
+    return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
+
+
 def warp_tiles(kernel: str, like: Tensor, D: int, Dv: int) -> Tiles | None:
     """The tiles of the Gluon kernel that replaces `kernel` for a call of these widths; None if there is none.
 
