@@ -96,6 +96,7 @@ def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr, scanned
     there = rows < T
     full_start = tl.cdiv(tl.max(tl.where(there, lo, 0), 0), BLOCK)
     full_end = tl.min(tl.where(there, hi, 2147483647), 0) // BLOCK
+    start = tl.minimum(start, end)
     if visible.key_visible is not None:  # full tiles end at the first hidden key
         if scanned is None:
             scanned = tl.arange(0, SCAN)
@@ -110,7 +111,7 @@ def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr, scanned
     if visible.first_keys is not None:
         keys = first_keys_of(visible, h)
         front = tl.cdiv(tl.max(tl.where(lo < hi, tl.minimum(keys, hi), 0)), BLOCK)
-    return ordered(tl.minimum(start, end), full_start, full_end, end, front)
+    return ordered(start, full_start, full_end, end, front)
 
 
 @triton.jit
