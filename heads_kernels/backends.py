@@ -361,7 +361,10 @@ def in_order(query: Tensor) -> Sequence[Backend]:
 
 def first_on_cpu() -> str:
     """Name of the first backend that may serve CPU tensors in this process."""
-    return next((row.name for row in _NAMED or BACKENDS if row.name in _ON_CPU), "")
+    for row in _NAMED or BACKENDS:  # every small call asks: a generator would take longer
+        if row.name in _ON_CPU:
+            return row.name
+    return ""
 
 
 def _why_eager(call: Call) -> str:

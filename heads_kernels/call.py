@@ -129,8 +129,8 @@ class Call(NamedTuple):
 
     def named_sizes(self) -> dict[str, int]:
         """The sizes of the dimensions that the layouts of several fields have."""
-        names = ("B", "H", "Hk", "Hv", "T", "S", "D", "Dv")
-        return {name: getattr(self, name) for name in names}
+        B, H, T, S = self.sizes
+        return {"B": B, "H": H, "Hk": self.Hk, "Hv": self.Hv, "T": T, "S": S, "D": self.D, "Dv": self.Dv}
 
     def dimensions(self) -> dict[str, list[str]]:
         """The dimensions of every tensor that is given, by the name of its field; the seed left out."""

@@ -229,7 +229,7 @@ def _mask(
 
 # ---------------------------------------------------------------------- calls
 #: Fields whose layout `check` compares with the sizes of the call. Biases are checked when they are flattened.
-_COMPANIONS: Final = ("mixing", "content_bias", "gate", "sinks")
+_COMPANIONS: Final = ("content_bias", "gate", "sinks")
 
 
 def check(call: Call) -> None:
@@ -238,27 +238,34 @@ def check(call: Call) -> None:
     Raises:
         ValueError, TypeError: the message names the argument, its value and what would work.
     """
-    tensors = {"query": call.query, "key": call.key}
-    if call.value is not None:
-        tensors["value"] = call.value
-    check_tensors(**tensors)
-    for name in _COMPANIONS:
-        tensor = getattr(call, name)
-        if tensor is not None:
-            check_companion(name, tensor, call.query)
-            tensors[name] = tensor
-    check_sizes(*call.sizes)
-    sizes = call.named_sizes()
-    if call.mixing is None:
+    query, key, value, mixing = call.query, call.key, call.value, call.mixing
+    if value is None:
+        check_tensors(query=query, key=key)
+    else:
+        check_tensors(query=query, key=key, value=value)
+    names = [name for name in _COMPANIONS if getattr(call, name) is not None]
+    for name in names if mixing is None else ("mixing", *names):
+        check_companion(name, getattr(call, name), query)
+    B, H, T, S = call.sizes
+    check_sizes(B, H, T, S)
+    # The layouts of operands, of which nearly all fit, are read only where they do not.
+    if mixing is None:
         if call.content_bias is not None:
             instead = "pass mixing [H, Ds] too, or leave it out"
             refuse("content_bias", "is given without mixing", instead)
-        check_groups("key", sizes["Hk"], sizes["H"])
-        sizes["Hv"] = sizes["Hk"]
+        check_groups("key", key.shape[1], H)
+        fit = key.shape[3] == query.shape[3] and (value is None or value.shape[1:3] == key.shape[1:3])
     else:
-        check_groups("value", sizes["Hv"], sizes["H"])
-    for name, tensor in tensors.items():
-        check_layout(name, tensor, LAYOUTS[name], sizes)
+        check_groups("value", call.Hv, H)
+        fit = mixing.shape[1:] == query.shape[2:] == key.shape[2:] and (value is None or value.shape[2] == S)
+    if names or not fit:
+        sizes = call.named_sizes()
+        if mixing is None:
+            sizes["Hv"] = sizes["Hk"]
+        for name in names if fit else ("key", "value", "mixing", *names):
+            tensor = getattr(call, name)
+            if tensor is not None:
+                check_layout(name, tensor, LAYOUTS[name], sizes)
     check_gate_activation(call.gate, call.gate_activation)
     if call.alpha is not None:
         for name, field in zip(call._fields, call, strict=True):

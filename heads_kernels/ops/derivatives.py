@@ -39,7 +39,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     weights = formula.times(p, formula.kept_share(call, p))
     touched = visible if call.alpha is None else weights != 0
     attended = formula.product(weights, formula.per_head(call.value, p), touched)
-    return multiply(attended, call, None if visible is None else visible.any(-1)), lse
+    return multiply(attended, call, None if visible is None else ~visible.any(-1)), lse
 
 
 def _product(query: Tensor, key: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heads_kernels.call import Call, closed_heads, compute_dtype
+from heads_kernels.call import Call, can_close, compute_dtype
 from heads_kernels.checks import GATE_ACTIVATIONS, check_choice
 
 
@@ -29,11 +29,11 @@ def activate(gate: Tensor, activation: str) -> Tensor:
     return gate
 
 
-def multiply(attended: Tensor, call: Call, seen: Tensor | None) -> Tensor:
+def multiply(attended: Tensor, call: Call, hidden: Tensor | None) -> Tensor:
     """`act(gate) * attended`, in the dtype of the call, by operations that PyTorch differentiates to any order.
 
-    Rows that see no key, False in `seen` `[B, H, T]` (None: all see one), and closed heads are exactly 0, whatever
-    their gates and values.
+    Rows that see no key, `hidden` `[B, H, T]` (None: all see one), and closed heads are exactly 0, whatever their gates
+    and values.
     """
     gate, activation = call.gate, call.gate_activation
     if gate is None:
@@ -41,12 +41,12 @@ def multiply(attended: Tensor, call: Call, seen: Tensor | None) -> Tensor:
     if activation == "identity" and not call.closed_grad:
         gate = without_gradient_at_0(gate)
     read = as_4d(gate.to(compute_dtype(attended.dtype)))
-    if seen is not None:
+    if hidden is not None:
         # Before the activation, whose slope is NaN where a gate is.
-        read = read.masked_fill(~seen[..., None], 0.0)
-    closed = closed_heads(gate, activation)
-    if closed is not None:
-        infinite = ~torch.isfinite(attended.detach()) & closed[:, :, None, None]
+        read = read.masked_fill(hidden[..., None], 0.0)
+    if can_close(gate, activation):
+        values = attended.detach()
+        infinite = (values - values != 0.0) & (as_4d(gate) == 0)  # isfinite would run five operations
         attended = attended.masked_fill(infinite, 0.0)
     return (attended * activate(read, activation)).to(call.query.dtype)
 

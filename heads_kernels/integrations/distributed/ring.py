@@ -93,11 +93,11 @@ class RingCall(NamedTuple):
         attended: Tensor
         lse: Tensor
         attended, lse = _Blocks.apply(self._replace(call=bare), *operands)  # type: ignore[no-untyped-call]
-        seen = lse.detach() != _NEG_INF
+        hidden = lse.detach() == _NEG_INF
         if sinks is not None:
             sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
             attended, _ = merge_attention([attended, torch.zeros_like(attended)], [lse, sink])
-        return gates.multiply(attended, call, seen)
+        return gates.multiply(attended, call, hidden)
 
     def block(self, step: int, keys: Tensors) -> Call:
         """The call of the keys at `step`."""
