@@ -120,8 +120,8 @@ def check_arguments(backend: str | None, call: Call, has_value: bool, **saved: T
     if call.offset_bias is not None:
         sizes["T+S-1"] = max(call.T + call.S - 1, 1)
     if call.bias is not None and call.bias.dim() == 5:
-        outer, _ = bias_batches(call.bias, call.B)
-        sizes |= {"B1": outer, "B2": call.B // max(outer, 1)}
+        outer, inner = bias_batches(call.bias, call.B)
+        sizes |= {"B1": outer, "B2": inner if outer * inner == call.B else call.B}
     for name in ("bias", "offset_bias"):
         tensor = given[name]
         if tensor is not None:

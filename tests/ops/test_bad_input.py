@@ -245,6 +245,16 @@ def test_the_op_itself_refuses_them(operator: str) -> None:
             op(*call, *save, backend)
 
 
+@pytest.mark.parametrize("entries", [(2, 2), (1, 4), (4, 1), (5, 5)])
+def test_the_op_refuses_a_bias_of_other_batches(entries: tuple[int, int]) -> None:
+    """Batch b reads entry `(b // inner, b % inner)`; there are 5."""
+    operands = f32(5, 1, T, D), f32(5, 1, S, D), f32(5, 1, S, Dv)
+    for fits in ((1, 1), (1, 5), (5, 1)):
+        attention_op(*Call(*operands, bias=f32(*fits, 1, 1, 1)), False, "eager")
+    with pytest.raises(ValueError, match=r"^bias has shape"):
+        attention_op(*Call(*operands, bias=f32(*entries, 1, 1, 1)), False, "eager")
+
+
 def test_explain_refuses_what_it_can_not_read() -> None:
     arguments = good("gated_attention")
     with pytest.raises(TypeError, match="unexpected keyword argument 'gates'"):
