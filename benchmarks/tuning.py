@@ -282,8 +282,7 @@ def _replaced(function: Callable[..., Any]) -> Iterator[None]:
 def _launchers() -> list[Any]:
     """The modules of the Triton backend that ask for tiles."""
     package = import_module(f"{ops.__name__}.{BACKEND}")
-    names = [info.name for info in pkgutil.iter_modules(package.__path__) if info.name != "tiles"]
-    modules = [import_module(f"{package.__name__}.{name}") for name in names]
+    modules = [import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)]
     return [module for module in modules if hasattr(module, "tiles_for")]
 
 

@@ -84,8 +84,7 @@ _CUDA_MISSING: Final = _cuda_missing()
 
 #: Whether Triton interprets kernels, by the values that Triton accepts. Triton reads the variable where a kernel is
 #: defined, so that a later change has no effect.
-_IS_ON: Final = ("1", "true", "on", "yes", "y")
-TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in _IS_ON
+TRITON_INTERPRETED: Final = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 #: Backends whose kernels for GPUs run on CPU tensors in this process.
 SIMULATED: Final = {name for name, is_on in (("triton", TRITON_INTERPRETED), ("cuda", CUDA_EMULATED)) if is_on}
@@ -132,9 +131,7 @@ def triton(call: Call) -> list[str]:
         reasons.append(f"tensors are on {device}; it serves CUDA tensors")
     elif device.type == "cuda" and not reasons and (words := _unsupported_by_triton(device.index)):
         reasons.append(words)
-    if call.query.dtype == torch.float64:
-        reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(call) + _far_rows(call) + _too_many(call) + rows_apart(*call[:3])
+    return reasons + _far_rows(call) + _unsuited(call)
 
 
 def _unsupported_by_triton(index: int) -> str:
@@ -177,9 +174,7 @@ def cuda(call: Call) -> list[str]:
         reasons.append(f"tensors are on {device}; it serves CUDA tensors")
     elif not reasons and (words := _unsupported_by_cuda(device.index)):
         reasons.append(words)
-    if call.query.dtype == torch.float64:
-        reasons.append("tensors are float64; it computes in float32, use the eager backend")
-    return reasons + _too_wide(call) + _too_many(call) + rows_apart(*call[:3])
+    return reasons + _unsuited(call)
 
 
 #: Devices that can run the CUDA kernels. Refusals are not cached: their cause, such as a lack of memory, may pass.
@@ -223,22 +218,20 @@ def _far_rows(call: Call) -> list[str]:
     ]
 
 
-def _too_many(call: Call) -> list[str]:
-    """Whether a launch may need more programs than a grid can have; symbolic sizes are checked by the launch."""
-    programs = call.B * call.H * -(-max(call.T, call.S) // _LEAST_ROWS)
-    if not is_int(programs) or programs <= _MOST_PROGRAMS:
-        return []
-    sizes = f"B = {call.B}, H = {call.H}, T = {call.T} and S = {call.S}"
-    return [f"{sizes} may need {programs} programs; a launch takes {_MOST_PROGRAMS}"]
-
-
-def _too_wide(call: Call) -> list[str]:
+def _unsuited(call: Call) -> list[str]:
+    """Reasons of all kernels for GPUs: the dtype, widths, rows, and sizes that need more programs than a grid has."""
+    reasons = []
+    if call.query.dtype == torch.float64:
+        reasons.append("tensors are float64; it computes in float32, use the eager backend")
     most = _WIDEST_HEAD if call.mixing is None else _WIDEST_SHARED
-    return [
-        f"{what} {width} wide; it serves widths up to {limit}"
-        for what, width, limit in (("query and key are", call.D, most), ("value is", call.Dv, _WIDEST_HEAD))
-        if width > limit
-    ]
+    for what, width, limit in (("query and key are", call.D, most), ("value is", call.Dv, _WIDEST_HEAD)):
+        if width > limit:
+            reasons.append(f"{what} {width} wide; it serves widths up to {limit}")
+    programs = call.B * call.H * -(-max(call.T, call.S) // _LEAST_ROWS)
+    if is_int(programs) and programs > _MOST_PROGRAMS:  # symbolic sizes are checked by the launch
+        sizes = f"B = {call.B}, H = {call.H}, T = {call.T} and S = {call.S}"
+        reasons.append(f"{sizes} may need {programs} programs; a launch takes {_MOST_PROGRAMS}")
+    return reasons + rows_apart(*call[:3])
 
 
 def rows_apart(*tensors: Tensor | None) -> list[str]:
@@ -353,16 +346,12 @@ def select(call: Call, backend: str | None = None) -> str:
 
     Warns once if only `eager` can, since it stores `[B, H, T, S]`.
     """
-    if backend is None:
-        for row in in_order(call.query):
-            if not row.unsupported(call):
-                if row.name == "eager" and not torch.compiler.is_compiling():
-                    _warn_of_eager(_why_eager(call))
-                return row.name
-    choice = choose(call, backend)
-    if choice.backend is None:
-        raise ValueError(str(choice))
-    return choice.backend
+    for row in in_order(call.query) if backend is None else [find(backend)]:
+        if not row.unsupported(call):
+            if backend is None and row.name == "eager" and not torch.compiler.is_compiling():
+                _warn_of_eager(_why_eager(call))
+            return row.name
+    raise ValueError(str(choose(call, backend)))
 
 
 def in_order(query: Tensor) -> Sequence[Backend]:
@@ -372,7 +361,7 @@ def in_order(query: Tensor) -> Sequence[Backend]:
 
 def first_on_cpu() -> str:
     """Name of the first backend that may serve CPU tensors in this process."""
-    for row in _NAMED or BACKENDS:
+    for row in _NAMED or BACKENDS:  # every small call asks: a generator would take longer
         if row.name in _ON_CPU:
             return row.name
     return ""

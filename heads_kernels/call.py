@@ -6,6 +6,7 @@ whose schemas follow from its fields.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, NamedTuple, get_origin, get_type_hints
 
 import torch
@@ -38,7 +39,7 @@ class Call(NamedTuple):
     mixing: Annotated[Any, "H D"] = None
     content_bias: Annotated[Tensor | None, "B H S"] = None
     gate: Annotated[Tensor | None, "H|1", "B|1 H|1", "B|1 H|1 T|1", "B|1 H|1 T|1 Dv|1"] = None
-    bias: Annotated[Tensor | None, "B1 B2 H|1 T|1 S|1"] = None  # `batch.flatten_bias`
+    bias: Annotated[Tensor | None, "B1|1 B2|1 H|1 T|1 S|1"] = None  # `batch.flatten_bias`
     offset_bias: Annotated[Tensor | None, "H|1 T+S-1"] = None  # offsets j - i from -(T - 1)
     sinks: Annotated[Tensor | None, "H"] = None
     alpha: Annotated[Any, "H"] = None  # in the compute dtype
@@ -126,6 +127,11 @@ class Call(NamedTuple):
         """The same call with another mask."""
         return self._replace(**mask._asdict())
 
+    def named_sizes(self) -> dict[str, int]:
+        """The sizes of the dimensions that the layouts of several fields have."""
+        B, H, T, S = self.sizes
+        return {"B": B, "H": H, "Hk": self.Hk, "Hv": self.Hv, "T": T, "S": S, "D": self.D, "Dv": self.Dv}
+
     def dimensions(self) -> dict[str, list[str]]:
         """The dimensions of every tensor that is given, by the name of its field; the seed left out."""
         given = {name: getattr(self, name) for name in LAYOUTS}
@@ -144,6 +150,24 @@ class Call(NamedTuple):
         found = {n: each.index(dimension) for n, each in self.dimensions().items() if dimension in each}
         return {name: dim for name, dim in found.items() if getattr(self, name).shape[dim] == size}
 
+    def of_rows(self, start: int, stop: int) -> Call:
+        """The call of only the query rows `start` to `stop - 1`."""
+        count = len(range(start, min(stop, self.T)))
+        own = {name: getattr(self, name).narrow(dim, start, count) for name, dim in self.along("T").items()}
+        if self.offset_bias is not None:  # its first offset is 1 - count - start
+            first = self.T - (start + count)
+            own["offset_bias"] = self.offset_bias[:, first : first + max(count + self.S - 1, 1)]
+        return self.under(self.intervals.from_row(start))._replace(**own)
+
+    def of_heads(self, heads: Sequence[int]) -> Call:
+        """The call of only these query heads, without a value."""
+        call = self._replace(value=None, gate=None)
+        index = torch.tensor(list(heads), dtype=torch.int64, device=call.query.device)
+        own = {name: getattr(call, name).index_select(dim, index) for name, dim in call.along("H").items()}
+        if call.mixing is None:
+            own["key"] = call.key[:, index // max(call.H // max(call.Hk, 1), 1)]
+        return call._replace(**own)
+
     # ------------------------------------------------------------------ work counts
     def open_heads(self) -> Tensor:
         """`[B, H]` bool: False where an identity gate closes a whole head."""
@@ -155,12 +179,6 @@ class Call(NamedTuple):
     def visible_pairs(self) -> Tensor:
         """`[B, H]` int64: number of visible (query row, key) pairs."""
         return self.intervals.visible_pairs(self.B, self.T, self.S).expand(self.B, self.H)
-
-    def score_widths(self) -> Tensor:
-        """`[H]` int64: features that the scores of each head use, without all-zero mixing chunks."""
-        if self.mixing is None:
-            return torch.full((self.H,), self.D, device=self.query.device)
-        return active_widths(self.mixing)
 
     def flops(self, backward: bool = False, dense: bool = False) -> int:
         """Matrix-product FLOPs (2 per multiply-add) of the forward pass, or of the backward pass only.
@@ -180,7 +198,7 @@ class Call(NamedTuple):
             return times * count(self.B * self.H * self.T * self.S, self.D, self.Dv)
         is_open = self.open_heads()
         pairs = self.visible_pairs().to(is_open.device)
-        widths = self.score_widths().tolist()
+        widths = [self.D] * self.H if self.mixing is None else active_widths(self.mixing).tolist()
         open_pairs = list(zip((pairs * is_open).sum(0).tolist(), widths, strict=True))
         closed_pairs = zip((pairs * ~is_open).sum(0).tolist(), widths, strict=True)
         if not backward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Iterable, Sequence
@@ -171,7 +172,7 @@ _is_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Check that `query`, `key` and `value` are tensors of one supported dtype on one device."""
+    """Check that `query`, `key` and perhaps `value` are tensors of one supported dtype on one device."""
     check_whole_sequence()
     query = tensors["query"]
     for name, tensor in tensors.items():
@@ -182,37 +183,10 @@ def check_tensors(**tensors: Tensor) -> None:
         check_device(name, tensor, query.device)
 
 
-def check_grouped_heads(query: Tensor, key: Tensor, enable_gqa: bool = True) -> None:
-    """Check that `query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree."""
-    check_flag("enable_gqa", enable_gqa)
-    (_, H, _, D), (_, Hk, _, width) = query.shape, key.shape
-    if width != D:
-        refuse("key", f"has width {width}, but query has width {D}", "make D equal")
-    if (H == 0) != (Hk == 0) or (Hk and H % Hk):
-        instead = "H must be a multiple of Hk (grouped-query heads)"
-        refuse("key", f"has {Hk} heads, but query has {H}", instead)
-    if not enable_gqa and Hk not in (1, H):
-        was = f"is False, but query has {H} heads and key has {Hk}"
-        refuse("enable_gqa", was, "pass True, or as many heads of key and value as of query (or 1)")
-
-
-def check_mixing(query: Tensor, key: Tensor, mixing: Tensor) -> None:
-    """Check that `query` `[B, T, Ds]`, `key` `[B, S, Ds]` and mixing agree."""
-    Ds, width = query.shape[2], key.shape[2]
-    if width != Ds:
-        refuse("key", f"has width {width}, but query has width {Ds}", "make Ds equal")
-    check_companion("mixing", mixing, query)
-    if mixing.dim() != 2 or mixing.shape[1] != Ds:
-        was = f"has shape {shape_of(mixing)}, but query has width {Ds}"
-        refuse("mixing", was, "pass [H, Ds]")
-
-
-def check_value_heads(value: Tensor, H: int, S: int) -> None:
-    """Check that `value` `[B, Hv, S, Dv]` of collaborative attention fits H heads and S keys."""
-    Hv = value.shape[1]
-    if value.shape[2] != S or (H == 0) != (Hv == 0) or (Hv and H % Hv):
-        was = f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}"
-        refuse("value", was, "pass [..., Hv, S, Dv], H a multiple of Hv (grouped value heads)")
+def check_groups(name: str, heads: int, H: int) -> None:
+    """Check that groups of the same number of the H query heads can share the heads of key or value."""
+    if (H == 0) != (heads == 0) or (heads and H % heads):
+        refuse(name, f"has {heads} heads, but the call has H = {H}", "H must be a multiple of them (grouped heads)")
 
 
 def check_sizes(B: int, H: int, T: int, S: int) -> None:
@@ -239,50 +213,47 @@ def check_gate_activation(gate: Tensor | None, activation: str) -> None:
         refuse("gate_activation", was, "pass the logits as gate")
 
 
-def check_number(argument: str, value: Any, instead: str) -> float:
-    """An int or a float, also a symbolic one of `torch.compile`."""
+def check_number(argument: str, value: Any, least: float, most: float, instead: str) -> float:
+    """An int or a float in [least, most], also a symbolic one of `torch.compile`, as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
         refuse_type(argument, value, instead)
-    return value  # type: ignore[return-value]
+    if not least <= value <= most:
+        refuse(argument, f"is {shown(value)}", instead)
+    return float(value)
 
 
 def check_dropout(dropout_p: float, argument: str = "dropout_p") -> float:
     if type(dropout_p) is float and 0.0 <= dropout_p < 1.0:  # as nearly always
         return dropout_p
-    instead = "pass a float: a probability in [0, 1)"
-    check_number(argument, dropout_p, instead)
-    if not 0.0 <= dropout_p < 1.0:
-        refuse(argument, f"is {shown(dropout_p)}", instead)
-    return float(dropout_p)
+    return check_number(argument, dropout_p, 0.0, math.nextafter(1.0, 0.0), "pass a float: a probability in [0, 1)")
 
 
-#: Half of the largest float: kernels multiply the scale by log2(e) = 1.44.
-_LARGEST_SCALE: Final = {dtype: torch.finfo(dtype).max / 2 for dtype in (torch.float32, torch.float64)}
+def _scales(dtype: torch.dtype) -> tuple[float, str]:
+    """The largest scale of scores in a dtype, and what to pass."""
+    most = torch.finfo(dtype).max / 2  # kernels multiply it by log2(e) = 1.44
+    return most, f"pass a finite float (scale.item()) of at most {most:.1e}, for scores are {dtype}, or None"
+
+
+_SCALES: Final = {dtype: _scales(dtype) for dtype in (torch.float32, torch.float64)}
 
 
 def check_scale(scale: float | None, width: float, dtype: torch.dtype = torch.float64) -> float:
     """`scale` as a float that the compute dtype for `dtype` can hold; None gives `width ** -0.5`."""
     if scale is None:
         return float(width) ** -0.5 if width else 1.0
-    check_number("scale", scale, "pass a float (scale.item()), or None")
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    most = _LARGEST_SCALE[compute]
-    if not -most <= scale <= most:
-        instead = f"pass a finite float of at most {most:.1e}: scores are {compute}"
-        refuse("scale", f"is {shown(scale)}", instead)
-    return float(scale)
+    most, instead = _SCALES[torch.float64 if dtype == torch.float64 else torch.float32]
+    return check_number("scale", scale, -most, most, instead)
+
+
+#: Kernels divide by the cap, and multiply it by log2(e).
+_LEAST_CAP: Final = torch.finfo(torch.float32).smallest_normal
+_MOST_CAP: Final = torch.finfo(torch.float32).max / 2
+_CAPS: Final = f"pass a float from {_LEAST_CAP:.1e} to {_MOST_CAP:.1e}, or None"
 
 
 def check_softcap(softcap: float | None) -> float:
     """`softcap` as a float; 0 for None."""
-    if softcap is None:
-        return 0.0
-    instead = "pass a float > 0, or None"
-    check_number("softcap", softcap, instead)
-    least, most = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max / 2
-    if not least <= softcap <= most:  # kernels divide by it, and multiply it by log2(e)
-        refuse("softcap", f"is {shown(softcap)}", f"{instead}, from {least:.1e} to {most:.1e}")
-    return float(softcap)
+    return 0.0 if softcap is None else check_number("softcap", softcap, _LEAST_CAP, _MOST_CAP, _CAPS)
 
 
 def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torch.dtype) -> Tensor:
@@ -292,24 +263,9 @@ def check_alpha(alpha: float | Tensor | None, query: Tensor, H: int, dtype: torc
         if alpha.shape != (H,):
             refuse("alpha", f"has shape {shape_of(alpha)}", f"pass a number, or [H] = [{H}]")
         return alpha.to(dtype).contiguous()
-    number = check_number("alpha", alpha, "pass a number in (1, 2], or a tensor [H]")
-    if not 1 + torch.finfo(dtype).eps <= number <= 2:
-        instead = f"pass a number in (1, 2] that {dtype} tells from 1: 2 is sparsemax, and towards 1 it is softmax"
-        refuse("alpha", f"is {shown(number)}", instead)
+    instead = "pass a tensor [H], or a number in (1, 2] that the compute dtype tells from 1: 2 is sparsemax"
+    number = check_number("alpha", alpha, 1 + torch.finfo(dtype).eps, 2, instead)
     return torch.full((H,), number, dtype=dtype, device=query.device)
-
-
-def check_bias(bias: Tensor | None, query: Tensor, full: tuple[int, int, int, int]) -> None:
-    """Check that `bias` `[B1, B2, H, T, S]` (see `batch.flatten_bias`), 1 where it broadcasts, fits (B, H, T, S)."""
-    if bias is None:
-        return
-    check_companion("bias", bias, query)
-    B, H, T, S = full
-    entries = bias.shape[0] * bias.shape[1] if bias.dim() == 5 else 0
-    fits = entries in (1, B) or (1 in bias.shape[:2] and entries and B % entries == 0)
-    if bias.dim() != 5 or not fits or not broadcasts(bias.shape[2:], (H, T, S)):
-        instead = f"pass [B1, B2, H, T, S], B1 * B2 = {B}, {[H, T, S]}, or 1"
-        refuse("bias", f"has shape {shape_of(bias)}", instead)
 
 
 def check_flag(name: str, flag: bool) -> None:

@@ -364,8 +364,7 @@ def attention_statistics(
         exclude_keys=exclude_keys,
         received=received,
     )
-    part = _part_of(call)
-    here = call if part is None else part.call
+    here, part = _here(call)
     found = statistics.measure(here, select(here, backend))
     if part is not None:
         found = part.whole_statistics(found)
@@ -382,8 +381,7 @@ def _attend(call: Call, batch: Batch, backend: str | None, return_lse: bool = Fa
             return unflatten(out, batch)
     check(call)
     check_flag("return_lse", return_lse)
-    part = _part_of(call)
-    here = call if part is None else part.call
+    here, part = _here(call)
     chosen = select(here, backend)
     if here.dropout_p:
         seed = draw_seed(here.query.device)
@@ -398,13 +396,15 @@ def _attend(call: Call, batch: Batch, backend: str | None, return_lse: bool = Fa
     return presented(out), presented(lse)
 
 
-def _part_of(call: Call) -> Part | None:
+def _here(call: Call) -> tuple[Call, Part | None]:
+    """The call that this process runs, and where it belongs in a call with DTensors."""
     if not any(is_sharded(field) for field in call):
-        return None
+        return call, None
     # Not above: it imports torch.distributed.tensor, which is slow.
     from heads_kernels.ops.sharding import part_of
 
-    return part_of(call)
+    part = part_of(call)
+    return (call if part is None else part.call), part
 
 
 # ---------------------------------------------------------------------- which backend, and why
@@ -437,5 +437,4 @@ def explain(operator: Callable[..., object] | str, *args: Any, **kwargs: Any) ->
     backend = given.pop("backend")
     check_flag("return_lse", given.pop("return_lse", False))
     call, _ = parse(name, **given)
-    part = _part_of(call)
-    return choose(call if part is None else part.call, backend)
+    return choose(_here(call)[0], backend)

@@ -15,21 +15,20 @@ from torch import Tensor
 from heads_kernels.batch import GROUPED, SHARED, Batch, flatten_bias, flatten_companion, flatten_operands
 from heads_kernels.call import LAYOUTS, Call, Layouts, compute_dtype
 from heads_kernels.checks import (
+    DTYPES,
     check_alpha,
-    check_bias,
     check_companion,
     check_dropout,
     check_excluded,
     check_flag,
     check_gate_activation,
-    check_grouped_heads,
-    check_mixing,
+    check_groups,
     check_row_weights,
     check_scale,
     check_sizes,
     check_softcap,
+    check_tensor,
     check_tensors,
-    check_value_heads,
     check_whole_sequence,
     refuse,
     shape_of,
@@ -88,7 +87,10 @@ def form(
         check_whole_sequence()
         device = "cpu" if query.is_cpu else query.device.type  # the type takes longer
         if device != "meta" and torch.is_autocast_enabled(device):
-            query, key, *values = operands = _autocast(*operands)
+            # Gates, mixing and biases keep their dtypes, and float64 is not cast, as in PyTorch's own operators.
+            dtype = torch.get_autocast_dtype(device)
+            cast = (t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in operands)
+            query, key, *values = operands = tuple(cast)
             value = values[0] if values else None
         rows, columns, rank = query.shape, key.shape, 3 if shared else 4
         of_value = columns if len(operands) == 2 else value.shape  # type: ignore[union-attr]
@@ -115,7 +117,7 @@ def form(
         # If one of these is not a tensor or does not fit the others, that is the error to report.
         check_tensors(**dict(zip(("query", "key", "value"), operands, strict=False)))
         if shared:
-            check_companion("mixing", mixing, query)  # type: ignore[arg-type]
+            check_tensor("mixing", mixing, "pass a tensor [H, Ds] of a floating dtype", (2,), DTYPES)
         raise
     row_weights = None
     if operator == "entmax_attention":
@@ -131,7 +133,10 @@ def form(
     if batch is not None:
         gate = _flatten_gate(gate, batch)
     if enable_gqa is not True:
-        check_grouped_heads(query, key, enable_gqa)
+        check_flag("enable_gqa", enable_gqa)
+        if columns[1] not in (1, H):
+            was = f"is False, but query has {H} heads and key has {columns[1]}"
+            refuse("enable_gqa", was, "pass True, or as many heads of key and value as of query (or 1)")
     check_flag("closed_grad", closed_grad)
     fields = (  # in their order; `Call` with 25 names would take four times as long
         query,
@@ -161,15 +166,6 @@ def form(
         closed_grad,
     )
     return Call._make(fields), batch
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast the matrix operands to the autocast dtype; gates, mixing and biases keep their own.
-
-    float64 is not cast, as in PyTorch's own operators.
-    """
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
 def _flatten_gate(gate: Tensor | None, batch: tuple[int, ...]) -> Tensor | None:
@@ -232,8 +228,8 @@ def _mask(
 
 
 # ---------------------------------------------------------------------- calls
-#: Fields whose layout `check` compares with the sizes of the call, which are those of query, key, value and mixing.
-_COMPANIONS: Final = ("content_bias", "gate", "offset_bias", "sinks")
+#: Fields whose layout `check` compares with the sizes of the call. Biases are checked when they are flattened.
+_COMPANIONS: Final = ("content_bias", "gate", "sinks")
 
 
 def check(call: Call) -> None:
@@ -247,30 +243,30 @@ def check(call: Call) -> None:
         check_tensors(query=query, key=key)
     else:
         check_tensors(query=query, key=key, value=value)
+    names = [name for name in _COMPANIONS if getattr(call, name) is not None]
+    for name in names if mixing is None else ("mixing", *names):
+        check_companion(name, getattr(call, name), query)
+    B, H, T, S = call.sizes
+    check_sizes(B, H, T, S)
+    # The layouts of operands, of which nearly all fit, are read only where they do not.
     if mixing is None:
-        check_grouped_heads(query, key)
-        if value is not None and value.shape[1:3] != key.shape[1:3]:
-            was = f"has shape {shape_of(value)}, but key is {shape_of(key)}"
-            instead = "make heads and S of value equal to those of key: [..., Hk, S, Dv]"
-            refuse("value", was, instead)
         if call.content_bias is not None:
             instead = "pass mixing [H, Ds] too, or leave it out"
             refuse("content_bias", "is given without mixing", instead)
+        check_groups("key", key.shape[1], H)
+        fit = key.shape[3] == query.shape[3] and (value is None or value.shape[1:3] == key.shape[1:3])
     else:
-        check_mixing(query, key, mixing)
-        if value is not None:
-            check_value_heads(value, call.H, call.S)
-    B, H, T, S = call.sizes
-    check_sizes(B, H, T, S)
+        check_groups("value", call.Hv, H)
+        fit = mixing.shape[1:] == query.shape[2:] == key.shape[2:] and (value is None or value.shape[2] == S)
+    if names or not fit:
+        sizes = call.named_sizes()
+        if mixing is None:
+            sizes["Hv"] = sizes["Hk"]
+        for name in names if fit else ("key", "value", "mixing", *names):
+            tensor = getattr(call, name)
+            if tensor is not None:
+                check_layout(name, tensor, LAYOUTS[name], sizes)
     check_gate_activation(call.gate, call.gate_activation)
-    sizes: dict[str, int] = {}
-    for name in _COMPANIONS:
-        tensor = getattr(call, name)
-        if tensor is not None:
-            sizes = sizes or {"B": B, "H": H, "T": T, "S": S, "Dv": call.Dv, "T+S-1": max(T + S - 1, 1)}
-            check_companion(name, tensor, query)
-            check_layout(name, tensor, LAYOUTS[name], sizes)
-    check_bias(call.bias, query, (B, H, T, S))
     if call.alpha is not None:
         for name, field in zip(call._fields, call, strict=True):
             if is_sharded(field):

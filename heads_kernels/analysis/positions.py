@@ -14,7 +14,7 @@ from heads_kernels.mask import Intervals
 from heads_kernels.nn.attention_call import AttentionCall
 from heads_kernels.ops import formula
 from heads_kernels.ops.attention import attend_with_lse
-from heads_kernels.ops.scores import NEG_INF
+from heads_kernels.ops.formula import NEG_INF
 
 
 def own_keys(call: AttentionCall) -> Tensor:

@@ -35,7 +35,7 @@ from heads_kernels.backends import select
 from heads_kernels.call import Call
 from heads_kernels.checks import refuse
 from heads_kernels.nn.attention_call import blocks
-from heads_kernels.ops import eager, scores
+from heads_kernels.ops import eager
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.attention import attend
 
@@ -354,7 +354,7 @@ def _full_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, relev
     row_blocks = blocks(T, B * H * S * Dv)
     features = blocks(Dv, B * H * S * row_blocks[0].stop)
     for rows in row_blocks:
-        p = eager.row_probabilities(scores.of_rows(call, rows.start, rows.stop)).to(v.dtype)
+        p = eager.row_probabilities(call.of_rows(rows.start, rows.stop)).to(v.dtype)
         alike = q_signs[:, :, rows]
         opposed = alike.roll(D, -1)
         scores_up = alike @ k_signs.mT  # positive part of q k, [B, H, rows, S]

@@ -128,16 +128,12 @@ class Intervals(NamedTuple):
     def to_dense(self, T: int, S: int, device: Device | None = None) -> Tensor:
         """A bool tensor `[B or 1, H or 1, T, S]`, True = visible."""
         device = self.device if device is None else device
-        i = torch.arange(T, device=device)[:, None]  # [T, 1]
         j = torch.arange(S, device=device)  # [S]
-        above = (j >= i + self.band_lo)[None, None]  # [1, 1, T, S]
-        below = (j < i + self.band_hi)[None, None]
-        if self.k_lo is not None and self.k_hi is not None:
-            above = above & (j >= self.k_lo[..., None])
-            below = below & (j < self.k_hi[..., None])
+        lo, hi = (limits[..., None] for limits in self.bounds(T, device))
+        visible = j >= lo  # [B or 1, H or 1, T, S]
         if self.first_keys is not None:
-            above = above | (j < self.first_keys[:, None, None])
-        visible = above & below
+            visible = visible | (j < self.first_keys[:, None, None])
+        visible = visible & (j < hi)
         if self.key_visible is not None:
             visible = visible & self.key_visible[:, None, None, :]
         return visible if self.dense_mask is None else visible & self.dense_mask

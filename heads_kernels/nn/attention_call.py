@@ -15,7 +15,7 @@ from heads_kernels.backends import select
 from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import check_excluded, check_heads, check_row_weights, check_rows, refuse
-from heads_kernels.ops import eager, scores
+from heads_kernels.ops import eager
 from heads_kernels.ops.statistics import AttentionStatistics, measure
 from heads_kernels.parse import parse
 
@@ -187,10 +187,10 @@ class AttentionCall:
         """
         check_rows(rows)
         start, stop, _ = rows.indices(self.call.T)
-        call = scores.of_rows(self.call, start, stop)
+        call = self.call.of_rows(start, stop)
         if heads is not None:
             there = f"the call has heads 0 to {self.call.H - 1}"
-            call = scores.of_heads(call, check_heads(heads, self.call.H, "heads", there))
+            call = call.of_heads(check_heads(heads, self.call.H, "heads", there))
         return eager.row_probabilities(call)
 
     def support_sizes(self) -> Tensor:

@@ -92,12 +92,12 @@ def attend_with_lse(call: Call, backend: str) -> tuple[Tensor, Tensor]:
         out, _, lse = _run(bare, True, backend)
     if call.gate is None:
         return out, lse
-    seen = lse.detach() != float("-inf")
+    hidden = lse.detach() == float("-inf")
     if call.sinks is not None:
         # The lse of a row that sees no key is its sink; with a large sink, that of other rows may be too.
         alone = lse.detach() == call.sinks.detach().to(lse.dtype)[:, None]
-        seen = ~alone | (out.detach() != 0).any(-1)
-    return gates.multiply(out, call, seen), lse
+        hidden = alone & (out.detach() == 0).all(-1)
+    return gates.multiply(out, call, hidden), lse
 
 
 def _run(call: Call, save: bool, backend: str) -> Any:

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.call import Call, closed_heads, compute_dtype
-from heads_kernels.ops import entmax, formula, scores
-from heads_kernels.ops.gate import without_gradient_at_0
-from heads_kernels.ops.scores import NEG_INF
+from heads_kernels.call import Call
+from heads_kernels.ops import entmax, formula
+from heads_kernels.ops.formula import NEG_INF
+from heads_kernels.ops.gate import multiply, without_gradient_at_0
 
 #: Newton steps from the threshold of entmax that are differentiated: n steps give derivatives up to order 2^n - 1.
 _STEPS: Final = 3
@@ -23,18 +23,14 @@ _STEPS: Final = 3
 @formula.without_autocast
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` in the dtype of the query, and `lse` `[B, H, T]`; of entmax the thresholds."""
-    if not call.closed_grad:
-        gate = call.gate
-        if gate is not None and call.gate_activation == "identity":
-            gate = without_gradient_at_0(gate)
-        mixing = None if call.mixing is None else without_gradient_at_0(call.mixing)
-        call = call._replace(gate=gate, mixing=mixing)
-    visible = scores.visible_pairs(call)
-    raw = _product(*formula.operands_of_scores(call))
+    if call.mixing is not None and not call.closed_grad:
+        call = call._replace(mixing=without_gradient_at_0(call.mixing))
+    visible = formula.visible_pairs(call)
+    raw = _product(*formula.operands_of_scores(call, visible))  # the slope of mixing is NaN where a query is
     if call.content_bias is not None:
         raw = raw + call.content_bias[:, :, None].to(raw.dtype)
     # Before the cap: the derivative of a hidden NaN is NaN times 0.
-    finished = scores.finish(call, formula.only(visible, raw))[0]
+    finished = formula.finish(call, formula.only(visible, raw))[0]
     if call.alpha is None:
         p, lse = formula.softmax(finished, visible, call.sinks)
     else:
@@ -43,7 +39,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     weights = formula.times(p, formula.kept_share(call, p))
     touched = visible if call.alpha is None else weights != 0
     attended = formula.product(weights, formula.per_head(call.value, p), touched)
-    return _gated(attended, call, visible).to(call.query.dtype), lse
+    return multiply(attended, call, None if visible is None else ~visible.any(-1)), lse
 
 
 def _product(query: Tensor, key: Tensor) -> Tensor:
@@ -72,17 +68,3 @@ def _entmax(finished: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         slopes = formula.only(inside, torch.exp((1.0 - order) * logs)).sum(-1, keepdim=True)
         above = above + excess / slopes.masked_fill(blank, 1.0)
     return formula.only(inside, logs_of(above).exp()), (top + above)[..., 0]
-
-
-def _gated(attended: Tensor, call: Call, visible: Tensor | None) -> Tensor:
-    """`act(gate) * attended`, exactly 0 in closed heads and in rows that see no key."""
-    factor = formula.opened(call.gate, call.gate_activation, compute_dtype(call.query.dtype))
-    if factor is None:
-        return attended
-    if visible is not None:  # also of a gate that is NaN there
-        factor = torch.where(visible.any(-1, keepdim=True), factor, 0.0)
-    closed = closed_heads(call.gate, call.gate_activation)
-    if closed is not None:
-        infinite = ~torch.isfinite(attended.detach()) & closed[:, :, None, None]
-        attended = attended.masked_fill(infinite, 0.0)
-    return attended * factor

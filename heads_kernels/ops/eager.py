@@ -20,9 +20,9 @@ from torch import Tensor
 
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import refuse
-from heads_kernels.ops import entmax, formula, scores
+from heads_kernels.ops import entmax, formula
 from heads_kernels.ops.attention import Gradients, Results, Saved
-from heads_kernels.ops.scores import NEG_INF
+from heads_kernels.ops.formula import NEG_INF
 from heads_kernels.ops.statistics import AttentionStatistics
 
 #: Query rows of statistics at a time. Heuristic: the scores of 64 rows of BERT-base on 512 tokens are 1.5 MiB.
@@ -40,7 +40,7 @@ def forward(call: Call, results: Results) -> None:
 def attend(call: Call) -> Results:
     """All results of a call, in the compute dtype."""
     gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
-    visible = scores.visible_pairs(call)
+    visible = formula.visible_pairs(call)
     p, lse = _probabilities(call, visible)
     weights = formula.times(p, formula.kept_share(call, p))
     touched = visible if call.alpha is None else weights != 0
@@ -53,13 +53,13 @@ def attend(call: Call) -> Results:
 @formula.without_autocast
 def row_probabilities(call: Call) -> Tensor:
     """Probabilities `[B, H, T, S]` of a call, before dropout."""
-    return _probabilities(call, scores.visible_pairs(call))[0]
+    return _probabilities(call, formula.visible_pairs(call))[0]
 
 
 def _probabilities(call: Call, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     """Probabilities `[B, H, T, S]`, and `lse` `[B, H, T]` or thresholds `[2, B, H, T]`."""
     raw = formula.raw_scores(call, *formula.operands_of_scores(call))  # [B, H, T, S]
-    finished = scores.finish(call, raw)[0]
+    finished = formula.finish(call, raw)[0]
     if call.alpha is None:
         return formula.softmax(finished, visible, call.sinks)
     order = entmax.order_of(call.alpha)
@@ -78,9 +78,9 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     query, key = formula.operands_of_scores(call)
     dout, attended = saved.dout.to(dtype), saved.attended.to(dtype)
-    visible = scores.visible_pairs(call)
+    visible = formula.visible_pairs(call)
     pairs = formula.contributing(visible, gate, activation)
-    finished, slope_of_cap = scores.finish(call, formula.raw_scores(call, query, key))
+    finished, slope_of_cap = formula.finish(call, formula.raw_scores(call, query, key))
     dattended = formula.times(dout, formula.opened(gate, activation, dtype))  # [B, H, T, Dv]
     value = formula.per_head(call.value, finished)
     logs = None
@@ -116,9 +116,9 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
                 gradients.dalpha.copy_(formula.only(inside, change).sum(-1))
         dscores = formula.score_gradient(slopes, dp, center, inside)  # [B, H, T, S]
         if gradients.dbias.numel():
-            scores.bias_gradient(dscores, gradients.dbias)
+            formula.bias_gradient(dscores, gradients.dbias)
         if gradients.doffset_bias.numel():
-            scores.offset_gradient(dscores, gradients.doffset_bias)
+            formula.offset_gradient(dscores, gradients.doffset_bias)
         draw = call.scale * formula.only(inside, formula.times(dscores, slope_of_cap))
         _fill_operands(call, query, key, draw, pairs if logs is None else draw != 0, gradients)
     if gradients.dvalue.numel():
@@ -176,7 +176,7 @@ def statistics(call: Call, results: AttentionStatistics) -> None:
     received: Any = results.received
     received.zero_()
     for start in range(0, call.T, _BLOCK_M):
-        *parts, added = row_statistics(scores.of_rows(call, start, start + _BLOCK_M))
+        *parts, added = row_statistics(call.of_rows(start, start + _BLOCK_M))
         received += added
         for whole, part in zip(results[:-1], parts, strict=True):
             whole[:, :, start : start + _BLOCK_M] = part
@@ -189,7 +189,7 @@ def row_statistics(call: Call) -> AttentionStatistics:
     `received` is empty if the call does not request it.
     """
     raw = formula.raw_scores(call, *formula.operands_of_scores(call))
-    finished, visible = scores.finish(call, raw)[0], scores.visible_pairs(call)
+    finished, visible = formula.finish(call, raw)[0], formula.visible_pairs(call)
     p, lse = formula.softmax(finished, visible, call.sinks)
     entropy = torch.special.entr(p).sum(-1)  # entr(p) = -p ln p, and 0 for p = 0
     received = lse.new_empty(0)

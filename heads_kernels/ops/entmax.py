@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels.checks import refuse, shown
-from heads_kernels.ops.scores import NEG_INF
+from heads_kernels.ops.formula import NEG_INF
 
 #: A limit, for arithmetic whose rounding keeps moving a threshold up; at most 11 were seen, in float64.
 _MOST_STEPS: Final = 64

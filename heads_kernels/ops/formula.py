@@ -1,6 +1,10 @@
-"""The parts of the eager backend: raw scores, softmax, products into which no hidden NaN enters, dropout and gates.
+"""The parts of the eager backend: scores, softmax, products into which no hidden NaN enters, dropout and gates.
 
-Tensors are in the compute dtype (float32, or float64 for float64 inputs) unless they are arguments of an op.
+    score = softcap * tanh(scale * raw / softcap) + bias
+
+`raw` is `q_i . k_j`, mixed and with a content bias in collaborative attention. A sink is one extra score per row that
+belongs to no key. Tensors are in the compute dtype (float32, or float64 for float64 inputs) unless they are arguments
+of an op.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from heads_kernels.batch import bias_batches, expand_bias
 from heads_kernels.call import Call, closed_heads, compute_dtype
+from heads_kernels.offset_bias import diagonals
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.philox import keep_mask
-from heads_kernels.ops.scores import NEG_INF
 
+NEG_INF = float("-inf")
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -46,12 +52,15 @@ def per_group(of_heads: Tensor, grouped: Tensor) -> Tensor:
     return of_heads.reshape(B, Hk, of_heads.shape[1] // max(Hk, 1), S, W).sum(2)
 
 
-def operands_of_scores(call: Call) -> tuple[Tensor, Tensor]:
-    """The query `[B, H, T, D]`, mixed, and key `[B, H or 1, S, D]` of every head, in the compute dtype."""
+def operands_of_scores(call: Call, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The query `[B, H, T, D]`, mixed, and key `[B, H or 1, S, D]` of every head, in the compute dtype.
+
+    Rows of a shared query without any of the pairs `visible` are 0.
+    """
     dtype = compute_dtype(call.query.dtype)
     query, key = call.query.to(dtype), call.key.to(dtype)
     if call.mixing is not None:
-        return query[:, None] * call.mixing[:, None].to(dtype), key[:, None]
+        return only_rows(query[:, None], visible) * call.mixing[:, None].to(dtype), key[:, None]
     return query, per_head(key, query)
 
 
@@ -61,6 +70,36 @@ def raw_scores(call: Call, query: Tensor, key: Tensor) -> Tensor:
     if call.content_bias is not None:
         raw = raw + call.content_bias[:, :, None].to(raw.dtype)
     return raw
+
+
+def finish(call: Call, raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scores `[B, H, T, S]` from the raw products, in their dtype; and the slope of the cap, None without a cap."""
+    scores, slope = call.scale * raw, None
+    if call.softcap:
+        share = torch.tanh(scores / call.softcap)
+        scores, slope = call.softcap * share, 1 - share.square()
+    bias = dense_bias(call)
+    return (scores if bias is None else scores + bias.to(scores.dtype)), slope
+
+
+def dense_bias(call: Call) -> Tensor | None:
+    """The bias of all pairs, `[B or 1, H or 1, T or 1, S or 1]`; None if the call has none."""
+    B, _, T, S = call.sizes
+    if call.offset_bias is not None:
+        return diagonals(call.offset_bias, T, S)[None]
+    return None if call.bias is None else expand_bias(call.bias, B)
+
+
+def visible_pairs(call: Call) -> Tensor | None:
+    """bool `[B or 1, H or 1, T, S]`, True where the mask shows the pair and its bias is not -inf; None: all pairs."""
+    _, _, T, S = call.sizes
+    mask = call.intervals
+    visible = mask.to_dense(T, S, call.query.device) if mask.hides else None
+    bias = dense_bias(call)
+    if bias is not None:
+        shown = (bias != NEG_INF).expand(-1, -1, T, S)
+        visible = shown if visible is None else visible & shown
+    return visible
 
 
 def softmax(scores: Tensor, visible: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -153,3 +192,22 @@ def gate_rows(dout: Tensor, attended: Tensor, gate: Tensor, pairs: Tensor | None
     """`dout * attended` `[B, H, T, Dv]`, or summed over the width, `[B, H, T]`, unless the gate is elementwise."""
     rows = only_rows(dout * attended, pairs)
     return rows if gates.is_elementwise(gate) else rows.sum(-1)
+
+
+def bias_gradient(dscores: Tensor, grad: Tensor) -> None:
+    """Fill `grad` `[B1, B2, H, T, S]`: `dscores` `[B, H, T, S]` summed over the broadcast dimensions."""
+    batches = bias_batches(grad, dscores.shape[0])
+    grad.copy_(dscores.reshape(*batches, *dscores.shape[1:]).sum_to_size(grad.shape))
+
+
+def offset_gradient(dscores: Tensor, grad: Tensor) -> None:
+    """Fill `grad` `[B, H, T + S - 1]`: the sums of the diagonals of `dscores` `[B, H, T, S]`."""
+    T, S = dscores.shape[2:]
+    if T == 0 or S == 0:
+        grad.zero_()
+        return
+    count = T + S - 1
+    # Rows are padded on the left to `count` columns. Read as rows of count + 1, row i moves i columns to the left.
+    rows = torch.nn.functional.pad(dscores, (T - 1, 0)).flatten(2)
+    diagonals = torch.nn.functional.pad(rows, (0, T)).reshape(*dscores.shape[:2], T, count + 1)
+    grad.copy_(diagonals[..., :count].sum(2))

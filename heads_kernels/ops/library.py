@@ -17,9 +17,10 @@ from torch import Tensor
 
 from heads_kernels.after_import import after_import
 from heads_kernels.backends import find, rows_apart
+from heads_kernels.batch import bias_batches
 from heads_kernels.build_info import PACKAGE
-from heads_kernels.call import LAYOUTS, SCHEMA, SEED_LENGTH, Call, Layouts, compute_dtype, layouts_of
-from heads_kernels.checks import check_device, refuse, shape_of
+from heads_kernels.call import LAYOUTS, SCHEMA, SEED_LENGTH, Call, compute_dtype, layouts_of
+from heads_kernels.checks import check_companion, check_device, refuse, shape_of
 from heads_kernels.parse import check, check_layout
 
 #: The fields of a `Call` as the arguments of a torch schema.
@@ -72,7 +73,6 @@ def dense_sizes(shapes: Any) -> tuple[int, int, int]:
 
 
 # ---------------------------------------------------------------------- the arguments of an op
-_ROWS: Final = layouts_of("B H T")
 _HEADS: Final = layouts_of("B H T Dv")
 #: The tensors of a call, its seed, and what a backward pass reads besides.
 _LAYOUTS: Final = {
@@ -80,14 +80,13 @@ _LAYOUTS: Final = {
     "seed": layouts_of("numbers"),
     "dout": _HEADS,
     "attended": _HEADS,
-    "lse": _ROWS,
-    "dlse": _ROWS,
+    "lse": layouts_of("B H T", "parts B H T"),  # of entmax the second
+    "dlse": layouts_of("B H T"),
 }
-_LSE_OF_ENTMAX: Final = layouts_of("parts B H T")
 _FIXED_SIZES: Final = {"parts": 2, "numbers": SEED_LENGTH}
 #: Tensors that kernels read as they are: in the dtype of the query, in that of scores (`compute_dtype`), or in that of
-#: `_DTYPES`.
-_OF_QUERY: Final = ("key", "value", "dout", "attended")
+#: `_DTYPES`. (`check` has compared the key and the value with the query.)
+_OF_QUERY: Final = ("dout", "attended")
 _OF_SCORES: Final = ("alpha", "row_weights", "lse", "dlse")
 _DTYPES: Final = {
     **dict.fromkeys(("k_lo", "k_hi", "first_keys"), torch.int32),
@@ -105,8 +104,7 @@ def check_arguments(backend: str | None, call: Call, has_value: bool, **saved: T
     tensor that is too small. The compiled extensions check sizes, strides and dtypes themselves (csrc/bindings/).
     A backward pass reads `dout`, `attended`, `lse` and `dlse` too; `dlse` may be None.
     """
-    layouts = _LAYOUTS if call.alpha is None else {**_LAYOUTS, "lse": _LSE_OF_ENTMAX}
-    _check_presence(call, has_value, saved, layouts)
+    _check_presence(call, has_value, saved)
     if backend in _COMPILED:
         return
     given: dict[str, Any] = {**call._asdict(), **saved}
@@ -118,8 +116,17 @@ def check_arguments(backend: str | None, call: Call, has_value: bool, **saved: T
     if call.first_keys is not None and call.k_lo is None:
         refuse("first_keys", "comes without k_lo and k_hi", "pass these too")
     query = call.query
-    B, H, T, S = call.sizes
-    sizes = {"B": B, "H": H, "Hk": call.Hk, "Hv": call.Hv, "T": T, "S": S, "D": call.D, "Dv": call.Dv, **_FIXED_SIZES}
+    sizes = {**call.named_sizes(), **_FIXED_SIZES}
+    if call.offset_bias is not None:
+        sizes["T+S-1"] = max(call.T + call.S - 1, 1)
+    if call.bias is not None and call.bias.dim() == 5:
+        outer, inner = bias_batches(call.bias, call.B)
+        sizes |= {"B1": outer, "B2": inner if outer * inner == call.B else call.B}
+    for name in ("bias", "offset_bias"):
+        tensor = given[name]
+        if tensor is not None:
+            check_companion(name, tensor, query)
+            check_layout(name, tensor, _LAYOUTS[name], sizes)
     dtypes = {
         **_DTYPES,
         **dict.fromkeys(_OF_QUERY, query.dtype),
@@ -128,7 +135,7 @@ def check_arguments(backend: str | None, call: Call, has_value: bool, **saved: T
     for name, dtype in dtypes.items():
         tensor = given.get(name)
         if tensor is not None:
-            check_layout(name, tensor, layouts[name], sizes)
+            check_layout(name, tensor, _LAYOUTS[name], sizes)
             if tensor.dtype != dtype:
                 refuse(name, f"has dtype {tensor.dtype}", f"pass {dtype}", TypeError)
             check_device(name, tensor, query.device)
@@ -141,12 +148,7 @@ def check_arguments(backend: str | None, call: Call, has_value: bool, **saved: T
             raise ValueError(reason)
 
 
-def _check_presence(
-    call: Call,
-    has_value: bool,
-    saved: dict[str, Tensor | None],
-    layouts: dict[str, Layouts],
-) -> None:
+def _check_presence(call: Call, has_value: bool, saved: dict[str, Tensor | None]) -> None:
     """Check that an op reads the tensors that are given, and that those it needs have the right rank."""
     unread = ("exclude_keys", "row_weights") if has_value else ("value", "gate", "alpha", "seed")
     if call.alpha is not None:
@@ -158,7 +160,7 @@ def _check_presence(
     if has_value:
         ranks["value"] = 4
     for name in saved:
-        ranks[name] = max(layouts[name])
+        ranks[name] = 4 if name in _OF_QUERY or (name == "lse" and call.alpha is not None) else 3
     for name, rank in ranks.items():
         tensor = saved[name] if name in saved else getattr(call, name)
         if tensor is None and name != "dlse":

@@ -27,12 +27,8 @@ from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded, of_first, replicated
 from heads_kernels.ops.statistics import AttentionStatistics
 
-_OUTPUT: Final = ("B", "H", "T", "Dv")
-_RECEIVED: Final = ("B", "H", "S")
 #: The dimensions that may be sharded, and the dimension of the call to which each belongs.
 _SPLIT: Final = {"B": "B", "B2": "B", "H": "H", "Hk": "H", "Hv": "H", "T": "T"}
-#: Every row needs all keys: operands that are sharded along this dimension are gathered.
-_KEYS: Final = "S"
 
 Span = tuple[int, int]  # first, count
 
@@ -76,7 +72,7 @@ class Part:
         self._at = mesh.get_coordinate()
         self.call = self._of(call, layouts)
 
-    def whole(self, result: Tensor, layout: Sequence[str] = _OUTPUT) -> Tensor:
+    def whole(self, result: Tensor, layout: Sequence[str] = ("B", "H", "T", "Dv")) -> Tensor:
         """A result of the part, `[B, H, T, ...]` or of this layout, as a DTensor of the whole call.
 
         If rows are split and the layout has none, the DTensor is a partial sum of the processes.
@@ -99,7 +95,7 @@ class Part:
         """`whole` of all statistics of the part."""
         *of_rows, received = found
         rows = AttentionStatistics(*map(self.whole, of_rows))
-        return rows if received is None else rows._replace(received=self.whole(received, _RECEIVED))
+        return rows if received is None else rows._replace(received=self.whole(received, ("B", "H", "S")))
 
     def seed(self, seed: Tensor) -> Tensor:
         """The seed of the first process of the mesh, at the first element of this part."""
@@ -131,8 +127,7 @@ class Part:
             # Offsets from -(T - 1): those of the last row come first.
             columns = max(table.shape[1] - call.T + rows, 1)
             parts["offset_bias"] = table.narrow(1, call.T - row - rows, columns)
-        band = call.intervals.from_row(row)
-        return call._replace(**parts, band_lo=band.band_lo, band_hi=band.band_hi)
+        return call.under(call.intervals.from_row(row))._replace(**parts)
 
     # ------------------------------------------------------------------ tensors
     def _placements(self, layout: Sequence[str], shape: torch.Size) -> list[Placement]:
@@ -180,7 +175,7 @@ def _splits(call: Call, layouts: dict[str, list[str]], mesh: Any) -> list[str]:
             if not isinstance(placement, Shard):
                 continue
             letter = layout[placement.dim]
-            if letter == _KEYS:
+            if letter == "S":  # every row needs all keys, which are gathered
                 continue
             split = _SPLIT.get(letter)
             if split is None:

@@ -46,13 +46,15 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
         "gate has shape [3, 2, 4], but the batch dimensions of the call are [2, 3]; pass [2, 3, H]"),
     (GATED, ValueError, SEVERAL | {"attn_mask": f32(3, 2, H, T, S).bool()},
         "attn_mask has shape [3, 2, 4, 5, 7], but the batch dimensions of the call are [2, 3];"),
-    (GATED, ValueError, {"key": f32(B, Hk, S, 9)}, "key has width 9"),
-    (COLLABORATIVE, ValueError, {"key": f32(B, S, 9)}, "key has width 9"),
+    (GATED, ValueError, {"key": f32(B, Hk, S, 9)}, "key has shape [2, 2, 7, 9]"),
+    (COLLABORATIVE, ValueError, {"key": f32(B, S, 9)}, "key has shape [2, 7, 9]"),
     (GATED, ValueError, {"key": f32(B, 3, S, D)}, "key has 3 heads"),
     (GATED, ValueError, {"key": f32(B, 0, S, D)}, "key has 0 heads"),
     (GATED, ValueError, {"value": f32(B, Hk, 6, Dv)}, "value has shape [2, 2, 6, 6]"),
-    (COLLABORATIVE, ValueError, {"value": f32(B, 3, S, Dv)}, "value has shape [2, 3, 7, 6]"),
+    (GATED, ValueError, {"value": f32(B, 1, S, Dv)}, "value has shape [2, 1, 7, 6]"),
+    (COLLABORATIVE, ValueError, {"value": f32(B, 3, S, Dv)}, "value has 3 heads"),
     (COLLABORATIVE, ValueError, {"mixing": f32(D)}, "mixing has shape [8]"),
+    (COLLABORATIVE, ValueError, {"mixing": f32(())}, "mixing has shape []"),
     (COLLABORATIVE, ValueError, {"mixing": f32(H, 9)}, "mixing has shape [4, 9]"),
     (COLLABORATIVE, ValueError, {"content_bias": f32(B, S)}, "content_bias has shape [2, 7]"),
     (STATISTICS, ValueError, {"content_bias": f32(B, H, S)}, "content_bias is given without mixing"),
@@ -239,6 +241,16 @@ def test_the_op_itself_refuses_them(operator: str) -> None:
             op, save = (statistics_op, [])
         with pytest.raises(ValueError, match=r"^key (has S = 2147483648|is too long)"):
             op(*call, *save, backend)
+
+
+@pytest.mark.parametrize("entries", [(2, 2), (1, 4), (4, 1), (5, 5)])
+def test_the_op_refuses_a_bias_of_other_batches(entries: tuple[int, int]) -> None:
+    """Batch b reads entry `(b // inner, b % inner)`; there are 5."""
+    operands = f32(5, 1, T, D), f32(5, 1, S, D), f32(5, 1, S, Dv)
+    for fits in ((1, 1), (1, 5), (5, 1)):
+        attention_op(*Call(*operands, bias=f32(*fits, 1, 1, 1)), False, "eager")
+    with pytest.raises(ValueError, match=r"^bias has shape"):
+        attention_op(*Call(*operands, bias=f32(*entries, 1, 1, 1)), False, "eager")
 
 
 def test_explain_refuses_what_it_can_not_read() -> None:

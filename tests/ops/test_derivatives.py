@@ -142,6 +142,7 @@ def test_closed_heads_and_hidden_nan(operator: str, closed_grad: bool) -> None:
     given = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=D, Dv=D)
     for name in ("key", "value"):
         given[name][0, ..., 2:, :] = torch.nan  # which the mask hides
+    given["query"][0, ..., -1, :] = torch.nan  # a row that sees nothing
     given["gate"] = torch.tensor([0.0, 0.7], dtype=torch.float64)
     leaves = [t.requires_grad_() for t in given.values()]
     out = getattr(hk, operator)(**given, attn_mask=MASK, closed_grad=closed_grad, backend="eager")
@@ -161,6 +162,17 @@ def test_infinite_values_of_a_closed_head(operator: str) -> None:
     for found in torch.func.jvp(run, values, tuple(map(torch.ones_like, values))):
         assert not found[:, 0].any()
         assert found[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("activation", ["identity", "sigmoid", "softplus"])
+def test_a_gate_that_is_nan_in_a_hidden_row(activation: str) -> None:
+    given = tensors("gated_attention", B=B, H=H, Hk=H, T=T, S=S, D=D, Dv=D)
+    gate = torch.randn(B, H, T, dtype=torch.float64)
+    gate[0, :, -1] = torch.nan
+    run = function("gated_attention", "eager", ["gate"], **given, attn_mask=MASK, gate_activation=activation)
+    grad = torch.func.grad(lambda gate: run(gate).sum())(gate)
+    assert grad.isfinite().all()
+    assert not grad[0, :, -1].any()
 
 
 def test_lse_has_them_too() -> None:

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Gradients, Results, attention_op
 from heads_kernels.ops.triton import gluon_backward, gluon_forward, gluon_row_tiles, gluon_tiles
-from heads_kernels.ops.triton.operands import RowLse, gate_kind, gate_of, operands_of, rows_of
+from heads_kernels.ops.triton.operands import RowLse, gate_of, operands_of, rows_of
 from heads_kernels.ops.triton.rows import FirstPass, Reads
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, masks
@@ -75,7 +75,7 @@ def run_backward(module: ModuleType, order: str, D: int = 64) -> Gradients:
     delta = gate * (inputs.dout.float() * attended.float()).sum(-1)
     in_base_2 = (lse.float() * torch.log2(torch.tensor(torch.e))).contiguous()
     reads = Reads(rows_of(inputs.dout), gate_of(call.gate), RowLse(in_base_2, None), delta)
-    first = FirstPass(operands_of(call), reads, gate_kind(call.gate))
+    first = FirstPass(operands_of(call), reads)
     nothing = torch.empty(0)
     asked_for = [torch.empty_like(x) for x in (call.query, call.key, call.value)]
     gradients = Gradients(*asked_for, *[nothing] * 7)
@@ -189,7 +189,7 @@ FAULTS = {
         "(number // KEY_STAGES + 1) & 1", "(number // KEY_STAGES) & 1", "a deadlock",
     ),
     ("forward", "one consumer frees keys for both"): (
-        "key_free = barriers(KEY_STAGES, 2)", "key_free = barriers(KEY_STAGES, 1)", "overwritten|a deadlock",
+        "key_free=barriers(KEY_STAGES, 2)", "key_free=barriers(KEY_STAGES, 1)", "overwritten|a deadlock",
     ),
     ("forward", "a turn is passed on twice"): (
         "shared.turns.index(1 - WHO), count=1", "shared.turns.index(1 - WHO), count=2", "arrivals, of 1",
@@ -198,7 +198,7 @@ FAULTS = {
         "for index in range(count):", "for index in range(count + 1):", "nobody waited|a deadlock|middle of a phase",
     ),
     ("forward", "a barrier is not initialized"): (
-        "query_ready = barriers(2 * CHUNKS, 1)", "query_ready = barriers(2 * CHUNKS, 0)",
+        "query_ready=barriers(2 * CHUNKS, 1)", "query_ready=barriers(2 * CHUNKS, 0)",
         "not initialized|arrivals, of 0",
     ),
     ("collaborative", "turns are taken where a tile has more chunks than the ring"): (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import heads_kernels as hk
 from heads_kernels.batch import bias_batches, flatten_bias
-from heads_kernels.ops import eager, scores
+from heads_kernels.ops import eager
 from heads_kernels.testing import CASES, ENTMAX, Case
 from tests.ops.calls import ATTENTION, DIFFERENTIABLE, EVERY, NAMES, call, run, tensors
 from tests.support.alike import assert_alike
@@ -122,7 +122,7 @@ def test_bad_tables() -> None:
 def test_calls_of_some_rows_and_heads(case: Case) -> None:
     whole = case.make(torch.float64).parsed()
     heads, rows = [case.H - 1, case.H // 2, 0], (case.T // 3, case.T)
-    some = scores.of_heads(scores.of_rows(whole, *rows), heads)
+    some = whole.of_rows(*rows).of_heads(heads)
     expected = eager.row_probabilities(whole)[:, heads, rows[0] :]
     assert_alike(eager.row_probabilities(some), expected)
 

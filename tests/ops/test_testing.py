@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import peak
-from heads_kernels.ops import entmax, formula, scores
+from heads_kernels.call import active_widths
+from heads_kernels.ops import entmax, formula
 from heads_kernels.testing import (
     COLLABORATIVE,
     Case,
@@ -42,7 +43,7 @@ def test_ragged_supports_are_disjoint_and_cover() -> None:
         if case.mixing in ("blocks", "ragged", "unaligned"):
             assert case.mixing_support().sum(0).eq(1).all()
     ragged = find("collaborative_attention", "bert_base_256_ragged").make().parsed()
-    assert ragged.score_widths().sum() == 256
+    assert active_widths(ragged.mixing).sum() == 256
 
 
 # ---------------------------------------------------------------------- the accuracy rule
@@ -125,8 +126,8 @@ SYSTEMATIC: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
     "dS": (formula, {"score_gradient": scaled(0.997)}),
     "dS truncated": (formula, {"score_gradient": truncated}),
     "gate": (formula, {"opened": scaled(0.997)}),
-    "slope of the cap": (scores, {"finish": slope}),
-    "gradient of the bias": (scores, {"bias_gradient": scaled(1.003, 0)}),
+    "slope of the cap": (formula, {"finish": slope}),
+    "gradient of the bias": (formula, {"bias_gradient": scaled(1.003, 0)}),
 }
 OF_SOFTMAX: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
     "p": (formula, {"softmax": scaled(1.003), "probabilities": scaled(1.003)}),

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.mask import Mask, as_mask
-from heads_kernels.ops import eager, scores
+from heads_kernels.ops import eager, formula
 from heads_kernels.ops.attention import Saved, attention_op
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.ops.triton import forward, operands
@@ -132,7 +132,7 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
         above &= (call.gate != 0).expand(call.sizes[:2])[..., None, None]
     cells = support.ptr != 0
     assert torch.equal(cells, any_of_tiles(above, support.block_m, support.block_n))
-    visible = scores.visible_pairs(call)
+    visible = formula.visible_pairs(call)
     seen = torch.ones_like(above) if visible is None else visible.expand_as(above)
     assert (seen & ~above).any()
 

@@ -81,11 +81,11 @@ class RingCall(NamedTuple):
         attended: Tensor
         lse: Tensor
         attended, lse = _Blocks.apply(self._replace(call=bare), *operands)  # type: ignore[no-untyped-call]
-        seen = lse.detach() != _NEG_INF
+        hidden = lse.detach() == _NEG_INF
         if sinks is not None:
             sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
             attended, _ = merge_attention([attended, torch.zeros_like(attended)], [lse, sink])
-        return attended if gate is None else gates.multiply(attended, call, seen)
+        return gates.multiply(attended, call, hidden)
 
     def block(self, step: int, keys: Tensors) -> Call:
         call, positions = self.call, self.ring.positions[self.ring.source(step)]

@@ -73,13 +73,6 @@ class RowStatistics(NamedTuple):
     where: Any
 
 
-class Share(NamedTuple):
-    """A share of the tiles of keys, in a kernel."""
-
-    number: Any
-    shares: Any
-
-
 @triton.jit
 def attend(of, tiles, place, sizes, TILE: tl.constexpr):
     """`attended` of the rows of a head, `lse`, `above` and whether they see any key.
@@ -90,7 +83,7 @@ def attend(of, tiles, place, sizes, TILE: tl.constexpr):
     probabilities and the accumulator stay on chip.
     """
     if of.terms.alpha is None:
-        sums = accumulate(of, tiles, place, None, sizes, TILE)
+        sums = accumulate(of, tiles, place, None, None, sizes, TILE)
         attended = normalized(sums, of.terms, of.dropout, place, sizes)
     else:
         rows, lse, above, sees = attend_sparse(of, place, sizes, TILE)
@@ -133,14 +126,14 @@ def no_sums(of_values, ROWS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
+def accumulate(of, tiles, place, split, splits, sizes, TILE: tl.constexpr):
     """The sums over the tiles of keys that the rows of `place` see: over all if `split` is None, else over its share.
 
     The head of `place` is that of all rows, or [BLOCK_M] if the rows are heads that share a key head.
     """
     BLOCK_D: tl.constexpr = TILE.block_d
     if of.mixing is None:
-        sums = _stream(of, tiles, Features(), place, split, sizes, TILE)
+        sums = _stream(of, tiles, Features(), place, split, splits, sizes, TILE)
     else:
         chunks = active_chunks(of.mixing, place.h, TILE)
         sums = no_sums(of.value, TILE.block_m, TILE)
@@ -148,15 +141,15 @@ def accumulate(of, tiles, place, split, sizes, TILE: tl.constexpr):
             if fill(chunks, 1 << doubling):
                 columns, used = gathered(chunks, 0, BLOCK_D << doubling, TILE)
                 features = Features(columns, used, chunks)
-                sums = _stream(of, tiles, features, place, split, sizes, TILE)
+                sums = _stream(of, tiles, features, place, split, splits, sizes, TILE)
         if TILE.chunks * BLOCK_D > TILE.resident and chunks.length * BLOCK_D > TILE.resident:
             features = Features(chunks=chunks, scored=chunks)
-            sums = _stream(of, tiles, features, place, split, sizes, TILE)
+            sums = _stream(of, tiles, features, place, split, splits, sizes, TILE)
     return sums
 
 
 @triton.jit
-def _stream(of, tiles, features, place, split, sizes, TILE: tl.constexpr):
+def _stream(of, tiles, features, place, split, splits, sizes, TILE: tl.constexpr):
     """The sums of `accumulate`, with the `features` of the query."""
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -173,7 +166,7 @@ def _stream(of, tiles, features, place, split, sizes, TILE: tl.constexpr):
         full_end = full_start  # single pairs may be hidden
     visits = Visits(start, full_start, full_end, end, front)
     if split is not None:
-        visits = tiles_of_split(visits, split.number, split.shares)
+        visits = tiles_of_split(visits, split, splits.shares)
     STEP_N: tl.constexpr = BLOCK_N if tiles.key is None else tiles.key.block_shape[2]
     STEP: tl.constexpr = STEP_N // BLOCK_N
     # Full tiles that do not fill a step are visited as partial ones.

@@ -87,6 +87,8 @@ def _backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     first = first_pass(call, saved, dout, g.dgate, g.dsinks, gated_rows=tiles is not None)
     if g.dgate.numel() and call.closed_grad:
         closed_pass(call, first.operands, first.reads, g.dgate)
+    if first.reads.gate is None:  # dattended includes it
+        call = call._replace(gate=None)
     if call.alpha is not None:
         first = centers_pass(call, first, g.dalpha)
     if tiles is None:

@@ -32,7 +32,7 @@ from heads_kernels.ops.triton.score_tiles import (
     raw_scores,
 )
 from heads_kernels.ops.triton.scores import finish
-from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import keys_visible, ranges
 
 
@@ -129,7 +129,7 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     if 0 in (B, H, T, S):
         dbias.zero_()
         return
-    tiles = tiles_for(f"{call.operator}.biases", call.query, call.D, call.Dv)
+    tiles = tiles_of_pass(call, "biases")
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_m)
     sum_rows, sum_keys = dbias.shape[3] != T, dbias.shape[4] != S
     entries = outer * inner
@@ -142,7 +142,7 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     launch(
         _bias_kernel, programs * splits, call.query, tiles, first.operands, first.reads,
         Units(parts, entries, first_batch, inner, heads, units, -(-units // splits)), sizes_of(call),
-        SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, TILE=tile_constants(call, tiles, first.kind),
+        SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, TILE=tile_constants(call, tiles),
     )  # fmt: skip
     dbias.copy_(parts.sum(0).view(dbias.shape))
 
@@ -182,14 +182,14 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
     if T == 0 or S == 0:
         doffset_bias.zero_()
         return
-    tiles = tiles_for(f"{call.operator}.biases", call.query, call.D, call.Dv)
+    tiles = tiles_of_pass(call, "biases")
     block = tiles.block_m
     row_tiles = -(-T // block)
     diagonals = row_tiles - (-S // block) - 1
     parts = doffset_bias.new_empty((2, B, H, diagonals, block))
     launch(
         _offsets_kernel, B * H * diagonals, call.query, tiles,
-        first.operands, first.reads, parts, sizes_of(call), TILE=tile_constants(call, tiles, first.kind),
+        first.operands, first.reads, parts, sizes_of(call), TILE=tile_constants(call, tiles),
     )  # fmt: skip
     left, right = parts.flatten(3)  # [B, H, diagonals * block]
     sums = functional.pad(left, (0, block)) + functional.pad(right, (block, 0))

@@ -18,8 +18,6 @@ With softmax, p is the slope, and the center is delta, which is already known. T
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -52,22 +50,13 @@ from heads_kernels.ops.triton.scores import (
     powers,
     product,
 )
-from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import ranges, tile_at, tile_count, tiles_in_ranges
 
 #: A limit; about 4 steps are usual.
 _MOST_STEPS: tl.constexpr = tl.constexpr(32)
 #: 2 epsilon of float32.
 _LEAST_STEP: tl.constexpr = tl.constexpr(2.0**-22)
-
-
-class CentersWritten(NamedTuple):
-    """The outputs of the kernel."""
-
-    centers: Tensor
-    dalpha: Tensor | None
-    support: Support
-    end: None = None
 
 
 @triton.jit
@@ -161,7 +150,7 @@ def attend_sparse(of, place, sizes, TILE: tl.constexpr):
 
 
 @triton.jit
-def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
+def _centers_kernel(of, reads, centers, dalpha, support, sizes, TILE: tl.constexpr):
     """A program writes the centers of BLOCK_M rows of a head, their part of dalpha, and which tiles of keys have a
     probability above 0."""
     BLOCK_M: tl.constexpr = TILE.block_m
@@ -182,12 +171,12 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     columns = along(row_terms, 1)
     nothing = tl.zeros((BLOCK_M,), tl.float32)
     slopes, slope_differences = nothing, nothing
-    if written.dalpha is not None:
+    if dalpha is not None:
         logs, firsts, seconds = nothing, nothing, nothing  # of p ln p, p first, p second
         p_differences, log_differences = nothing, nothing  # of p and the same, times the difference
         first_differences, second_differences = nothing, nothing
     pair = (b * sizes.H + h).to(tl.int64)
-    at = written.support.ptr + (pair * tiles + first_row // BLOCK_M) * tl.cdiv(S, BLOCK_N)
+    at = support.ptr + (pair * tiles + first_row // BLOCK_M) * tl.cdiv(S, BLOCK_N)
     for number in range(tile_count(visits)):
         tile = tile_at(visits, number)
         first = tile * BLOCK_N
@@ -206,7 +195,7 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
             difference = tl.where(slope == 0.0, 0.0, dp * columns.g - columns.delta)
             slopes += tl.sum(slope, 1)
             slope_differences += tl.sum(slope * difference, 1)
-            if written.dalpha is not None:
+            if dalpha is not None:
                 p_log, p_first, p_second = _terms_of_alpha(y, p, slope, order)
                 logs += tl.sum(p_log, 1)
                 firsts += tl.sum(p_first, 1)
@@ -220,11 +209,11 @@ def _centers_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     center = row_terms.delta + slope_differences / tl.where(sees, slopes, 1.0)
     # Rows with a number that is not finite have lse nan, from which the other passes know them.
     center = tl.where(row_terms.finite, center, 0.0)
-    tl.store(written.centers + of_pair, center, mask=rows < T)
-    if written.dalpha is not None:
+    tl.store(centers + of_pair, center, mask=rows < T)
+    if dalpha is not None:
         change = seconds * p_differences - second_differences
         change += logs * first_differences - firsts * log_differences
-        tl.store(written.dalpha + of_pair, change / (1.0 + order * firsts), mask=rows < T)
+        tl.store(dalpha + of_pair, change / (1.0 + order * firsts), mask=rows < T)
 
 
 @triton.jit
@@ -243,16 +232,15 @@ def _terms_of_alpha(y, p, slope, order):
 
 def centers_pass(call: Call, first: FirstPass, dalpha: Tensor) -> FirstPass:
     """`first` with the centers as delta, and the support; fills `dalpha` unless it is empty."""
-    (B, H, T, D), (_, _, S, Dv) = call.query.shape, call.value.shape
-    tiles = tiles_for("entmax_attention.centers", call.query, D, Dv)
+    B, H, T, S = call.sizes
+    tiles = tiles_of_pass(call, "centers")
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
     flags = call.query.new_zeros((B, H, row_tiles, key_tiles), dtype=torch.uint8)
     support = Support(flags, tiles.block_m, tiles.block_n)
     centers = torch.empty_like(first.reads.delta)
-    written = CentersWritten(centers, dalpha if dalpha.numel() else None, support)
     launch(
         _centers_kernel, B * H * row_tiles, call.query, tiles,
-        first.operands, first.reads, written, sizes_of(call),
-        TILE=tile_constants(call, tiles, first.kind),
+        first.operands, first.reads, centers, dalpha if dalpha.numel() else None, support, sizes_of(call),
+        TILE=tile_constants(call, tiles),
     )  # fmt: skip
     return first._replace(reads=first.reads._replace(delta=centers), support=support)

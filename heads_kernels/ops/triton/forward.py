@@ -24,7 +24,7 @@ from heads_kernels.backends import FARTHEST_ROW
 from heads_kernels.call import Call, can_close
 from heads_kernels.ops.attention import Results
 from heads_kernels.ops.buffers import key_splits, programs_in_turn, split_attended
-from heads_kernels.ops.triton.attend import Share, SoftmaxSums, accumulate, attend, no_sums, normalized, opened
+from heads_kernels.ops.triton.attend import SoftmaxSums, accumulate, attend, no_sums, normalized, opened
 from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import FEWEST_KEYS, describable, load_values, store_tile, tiles_in
@@ -35,21 +35,18 @@ from heads_kernels.ops.triton.operands import (
     RowLse,
     Rows,
     Splits,
-    gate_kind,
     gate_of,
     grouped_heads_of,
-    has_terms,
     operands_of,
     row_lse_of,
     rows_of,
     sizes_of,
-    tiles_of_pass,
     with_positive_scale,
 )
 from heads_kernels.ops.triton.rows import Reads
 from heads_kernels.ops.triton.score_tiles import KeyTiles, own_rows, place_of_rows
 from heads_kernels.ops.triton.scores import online_softmax, softmax_scale
-from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
+from heads_kernels.ops.triton.tiles import Tiles, has_terms, padded, tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import with_tile_lists
 
 #: Splits of a row that are read at once: usually all. 32 x 256 numbers take 64 registers of 128 threads.
@@ -129,8 +126,7 @@ def _split_kernel(of, key_tiles, value_tiles, gate, written, sizes, splits, TILE
         rows = first_row + tl.arange(0, BLOCK_M)
     place = Place(b, h, hk, first_row, rows)
     tiles = KeyTiles(key_tiles, value_tiles)
-    share = Share(split, splits.shares)
-    sums = accumulate(of, tiles, place, share, opened(sizes, taking_part), TILE)
+    sums = accumulate(of, tiles, place, split, splits, opened(sizes, taking_part), TILE)
     part = split * splits.batches + b
     store_tile(written.acc, part, head, first_row, length, sums.acc, TILE.dv)
     at = (part * H + h).to(tl.int64) * T + rows
@@ -196,7 +192,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     launch(
         _combine_kernel, B * H * T, call.query, tiles,
         of.terms, of.dropout, gate, SplitParts(acc, row_max, row_sum), written, sizes_of(call), Splits(B, splits),
-        BLOCK_SPLITS=_SPLITS_AT_ONCE, TILE=tile_constants(call, tiles, gate_kind(call.gate)),
+        BLOCK_SPLITS=_SPLITS_AT_ONCE, TILE=tile_constants(call, tiles),
     )  # fmt: skip
 
 
@@ -276,5 +272,5 @@ def _launch(
         value_tiles = tiles_in(call.value, block, padded(call.Dv))
     launch(
         kernel, programs, call.query, tiles, of, key_tiles, value_tiles, gate, *others,
-        TILE=tile_constants(call, tiles, gate_kind(call.gate)),
+        TILE=tile_constants(call, tiles),
     )  # fmt: skip

@@ -26,8 +26,6 @@ Memory   Shared: keys, values, rings, dscores, dquery. Scores, probabilities, bo
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -46,7 +44,6 @@ from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate
 from heads_kernels.ops.triton.gluon_row_tiles import (
     Global,
-    Order,
     Seen,
     Shared,
     adder,
@@ -56,21 +53,14 @@ from heads_kernels.ops.triton.gluon_row_tiles import (
     tiles_of_head,
 )
 from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, tiles_of
+from heads_kernels.ops.triton.keys import KeysWritten
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
-from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of
+from heads_kernels.ops.triton.operands import Place, Splits, rows_of, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass
 from heads_kernels.ops.triton.scores import finish, probabilities
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
 from heads_kernels.ops.triton.visible import with_tile_lists
-
-
-class Written(NamedTuple):
-    """The outputs of the consumers."""
-
-    dkey: Rows
-    dvalue: Rows
-    end: None = None
 
 
 @gluon.jit
@@ -89,16 +79,6 @@ def _make_finite(rows, TILE: gl.constexpr):
         part.store(gl.where(wide - wide == 0.0, wide, 0.0).to(rows.dtype))
     fence_async_shared()
     return ones
-
-
-@gluon.jit
-def _visible_keys(visible, place, S, KEY: gl.constexpr, TILE: gl.constexpr):
-    """The indices of a program's keys; -1, which is in no range, for a key that `key_visible` hides."""
-    keys = place.first + gl.arange(0, TILE.block_n, layout=KEY)
-    if visible.key_visible is not None:
-        at = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys + keys
-        keys = gl.where(gl.load(at, mask=keys < S, other=0) != 0, keys, -1)
-    return keys
 
 
 @gluon.jit
@@ -129,7 +109,11 @@ def _consumers(reads, shared, written, terms, visible, place, part, heads, sizes
     if BLOCK_D == 64:  # registers have room for the left operands of scores and dp: less is read of shared memory
         LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
         left_keys, left_values = keys.load(LEFT), values.load(LEFT)
-    at = _visible_keys(visible, place, sizes.S, KEY, TILE)[:, None]
+    at = place.first + gl.arange(0, BLOCK_N, layout=KEY)
+    if visible.key_visible is not None:  # -1, which is in no range, for a hidden key
+        of_keys = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys + at
+        at = gl.where(gl.load(of_keys, mask=at < sizes.S, other=0) != 0, at, -1)
+    at = at[:, None]
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OF_ROWS)
     dkey = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=SUMS)
@@ -196,8 +180,13 @@ def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _backward_kernel(memory, terms, seen, reads, written, order, sizes, splits, together, TILE: gl.constexpr):
-    """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`."""
+def _backward_kernel(
+    memory, terms, seen, reads, written, tickets, counters, sizes, splits, together, TILE: gl.constexpr
+):
+    """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`.
+
+    `tickets` counts programs that have started, `counters` as in `adder`: int32, 0 at first.
+    """
     STAGES: gl.constexpr = TILE.stages
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
@@ -206,7 +195,7 @@ def _backward_kernel(memory, terms, seen, reads, written, order, sizes, splits, 
     # `together` owners run at once; the tiles of keys of each start one after the other.
     tiles = gl.cdiv(sizes.S, BLOCK_N)
     owners = gl.num_programs(0) // tiles
-    ticket = gl.atomic_add(order.ticket, 1, sem="relaxed")
+    ticket = gl.atomic_add(tickets, 1, sem="relaxed")
     first_owner = ticket // (together * tiles) * together
     beside = gl.minimum(owners - first_owner, together)
     program = ticket - first_owner * tiles
@@ -218,30 +207,28 @@ def _backward_kernel(memory, terms, seen, reads, written, order, sizes, splits, 
     heads = gl.minimum(share, sizes.group - split * share)
     place = Place(b, hk * sizes.group + split * share, hk, program // beside * BLOCK_N, None)
 
-    key = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], memory.key.layout)
-    value = gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], memory.value.layout)
-    query = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], memory.query.layout)
-    dout = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], memory.dout.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN)
-    lo = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
-    hi = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN)
     DSCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    dscores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DSCORES)
-    dquery = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout)
-    keys_ready = barriers(1, 1)
-    query_ready = barriers(STAGES, 1)
-    dout_ready = barriers(STAGES, 1)
-    terms_ready = barriers(STAGES, 1)
-    free = barriers(STAGES, 1)
-    dquery_ready = barriers(2, 1)
-    dquery_free = barriers(2, 1)
-    fence_async_shared()
     shared = Shared(
-        key, value, query, dout, lse, delta, lo, hi, dscores, dquery, keys_ready, query_ready, dout_ready, terms_ready,
-        free, dquery_ready, dquery_free,
-    )  # fmt: skip
+        key=gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], memory.key.layout),
+        value=gl.allocate_shared_memory(dtype, [1, 1, BLOCK_N, BLOCK_D], memory.value.layout),
+        query=gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], memory.query.layout),
+        dout=gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], memory.dout.layout),
+        lse=gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN),
+        delta=gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], PLAIN),
+        lo=gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN),
+        hi=gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_M], PLAIN),
+        dscores=gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DSCORES),
+        dquery=gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, BLOCK_D], memory.dquery.layout),
+        keys_ready=barriers(1, 1),
+        query_ready=barriers(STAGES, 1),
+        dout_ready=barriers(STAGES, 1),
+        terms_ready=barriers(STAGES, 1),
+        free=barriers(STAGES, 1),
+        dquery_ready=barriers(2, 1),
+        dquery_free=barriers(2, 1),
+    )
+    fence_async_shared()
     part = split * splits.batches + b
     visible = seen.by_keys
     gl.warp_specialize(
@@ -249,8 +236,8 @@ def _backward_kernel(memory, terms, seen, reads, written, order, sizes, splits, 
             (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE)),
             (reader, (reads, shared, visible, place, heads, sizes, TILE)),
             (producer, (memory, reads, shared, visible, place, heads, sizes, TILE)),
-            (adder, (memory, order, reads, shared, seen, place, heads, sizes, 0, TILE)),
-            (adder, (memory, order, reads, shared, seen, place, heads, sizes, 1, TILE)),
+            (adder, (memory, counters, reads, shared, seen, place, heads, sizes, 0, TILE)),
+            (adder, (memory, counters, reads, shared, seen, place, heads, sizes, 1, TILE)),
         ],
         [1, 1, 1, 1],
         [32, 32, 32, 32],
@@ -277,7 +264,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     (B, H, T, D), (_, Hk, S, Dv) = call.query.shape, call.value.shape
     sizes, of, reads = sizes_of(call), first.operands, first.reads
     width = max(64, padded(max(D, Dv)))
-    constants = tile_constants(call, tiles, first.kind, width)
+    constants = tile_constants(call, tiles, width)
     key_tiles, row_tiles = -(-S // tiles.block_n), -(-T // tiles.block_m)
     splits = splits_of(sizes.group, B * Hk * key_tiles, call.query)
     parts = [(grad, split_parts(grad, splits)) for grad in (dkey, dvalue)]
@@ -297,8 +284,8 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     )  # fmt: skip
     launch(
         _backward_kernel, splits * B * Hk * key_tiles, call.query, tiles,
-        memory, of.terms, Seen(by_keys, by_rows), reads, Written(of_key, of_value),
-        Order(counters[:1], counters[1:]), sizes, Splits(B, splits), together,
+        memory, of.terms, Seen(by_keys, by_rows), reads, KeysWritten(of_key, of_value),
+        counters[:1], counters[1:], sizes, Splits(B, splits), together,
         TILE=constants,
     )  # fmt: skip
     launch(

@@ -19,17 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from heads_kernels.ops.triton.load import described_strides
 from heads_kernels.ops.triton.operands import Mixing, Place, Rows, Terms, Visible
 from heads_kernels.ops.triton.score_tiles import chunk_at, load_content_bias
-from heads_kernels.ops.triton.visible import (
-    SCAN,
-    before_hidden,
-    full_tile,
-    listed_tiles,
-    ordered,
-    partial_count,
-    partial_tile,
-    ranges,
-    tiles_of_ranges,
-)
+from heads_kernels.ops.triton.visible import full_tile, partial_count, partial_tile
 
 # Older names until Triton 3.7.
 load_tiles: Final = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -101,22 +91,6 @@ def place_of(sizes, together, TILE: gl.constexpr, ROWS: gl.constexpr):
     b, h = pair // sizes.H, pair % sizes.H
     first_row = (tiles - 1 - program // beside) * TILE.block_m
     return Place(b, h, h // sizes.group, first_row, first_row + gl.arange(0, TILE.block_m, layout=ROWS))
-
-
-@gluon.jit
-def visits_of(visible, place, T, S, TILE: gl.constexpr, ROWS: gl.constexpr):
-    """The tiles of keys that the rows of `place` see; see `visible`."""
-    BLOCK_N: gl.constexpr = TILE.block_n
-    if visible.lists is not None:
-        visits = listed_tiles(visible, place.b, place.h, place.first // TILE.block_m, T)
-    else:
-        lo, hi = ranges(visible, place.b, place.h, place.at, T, S)
-        start, full_start, full_end, end = tiles_of_ranges(lo, hi, place.at, T, BLOCK_N)
-        if visible.key_visible is not None:
-            scanned = gl.arange(0, SCAN, layout=ROWS)
-            full_end = before_hidden(visible, place.b, full_start, full_end, end, scanned, BLOCK_N)
-        visits = ordered(start, full_start, full_end, end, end * 0)  # no first keys
-    return visits
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_features, load_values, store_tile
-from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of, tiles_of_pass
+from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Chunks,
@@ -41,7 +41,7 @@ from heads_kernels.ops.triton.score_tiles import (
     scores_of_rows,
 )
 from heads_kernels.ops.triton.scores import dropped, gradient_of_tile, kept, product, weigh
-from heads_kernels.ops.triton.tiles import tile_constants
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import (
     full_tile,
     partial_count,
@@ -65,7 +65,7 @@ class KeysWritten(NamedTuple):
 
     dkey: Rows | None  # float32 with mixing
     dvalue: Rows | None
-    dcontent_bias: Tensor | None
+    dcontent_bias: Tensor | None = None
     end: None = None
 
 
@@ -281,7 +281,7 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor, dconte
         kernel, programs * splits, call.query, tiles,
         of, first.reads,
         KeysWritten(of_key, of_value, dcontent_bias if dcontent_bias.numel() else None), sizes, Splits(B, splits),
-        TILE=tile_constants(call, tiles, first.kind),
+        TILE=tile_constants(call, tiles),
     )  # fmt: skip
     for grad, part in parts:
         sum_parts(part, grad, splits)

@@ -16,9 +16,7 @@ from torch import Tensor
 from heads_kernels.batch import bias_batches
 from heads_kernels.call import Call
 from heads_kernels.mask import Intervals
-from heads_kernels.ops.gate import is_elementwise
 from heads_kernels.ops.philox import threshold
-from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 
 
 class Rows(NamedTuple):
@@ -110,13 +108,6 @@ class TileLists(NamedTuple):
     length: int
     stride_b: int
     stride_h: int
-
-
-class ListsWritten(NamedTuple):
-    """The outputs of the kernels of lists: see `TileLists`."""
-
-    tiles: Tensor
-    counts: Tensor
 
 
 class Support(NamedTuple):
@@ -266,34 +257,16 @@ def grouped_heads_of(tensor: Tensor, key_heads: int) -> Rows:
     return Rows(tensor, batch, head * (tensor.shape[1] // key_heads), head)
 
 
-def tiles_of_pass(call: Call, part: str, descriptors: bool = False) -> Tiles:
-    """The tiles of a pass of the operator, such as "keys"; `descriptors` as in `tiles_for`."""
-    name = f"{call.operator}.{part}"
-    return tiles_for(name, call.query, call.D, call.Dv, has_terms(call), descriptors)
-
-
-def has_terms(call: Call) -> bool:
-    """Whether the loops over tiles have a bias, a cap, a dense mask, dropout or entmax."""
-    parts = call.bias, call.offset_bias, call.dense_mask, call.alpha
-    return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
-
-
 def _terms_of(call: Call) -> Terms:
+    bias, table = None, call.offset_bias
+    if table is not None:  # row i reads columns T - 1 - i and on
+        of_head, of_key = strides_of(table)
+        bias = Bias(table[:, call.T - 1 :], 1, 0, 0, of_head, -of_key, of_key)
+    elif call.bias is not None:
+        bias = Bias(call.bias, max(bias_batches(call.bias, call.B)[1], 1), *strides_of(call.bias))
     sinks = None if call.sinks is None else call.sinks.contiguous()
-    bias = call.bias if call.offset_bias is None else call.offset_bias
     alpha = None if call.alpha is None else call.alpha.contiguous()
-    return Terms(_bias_of(call), _far(bias), call.softcap or None, sinks, alpha)
-
-
-def _bias_of(call: Call) -> Bias | None:
-    B, _, T, _ = call.sizes
-    if call.offset_bias is not None:  # row i reads columns T - 1 - i and on
-        of_head, of_key = strides_of(call.offset_bias)
-        return Bias(call.offset_bias[:, T - 1 :], 1, 0, 0, of_head, -of_key, of_key)
-    if call.bias is None:
-        return None
-    inner = max(bias_batches(call.bias, B)[1], 1)
-    return Bias(call.bias, inner, *strides_of(call.bias))
+    return Terms(bias, _far(call.bias if table is None else table), call.softcap or None, sinks, alpha)
 
 
 def with_positive_scale(call: Call) -> Call:
@@ -302,15 +275,6 @@ def with_positive_scale(call: Call) -> Call:
         return call
     content_bias = None if call.content_bias is None else call.content_bias.neg()
     return call._replace(scale=-call.scale, query=call.query.neg(), content_bias=content_bias)
-
-
-def gate_kind(gate: Tensor | None) -> str:
-    """What kernels compile for: no gate, one value for a head, for a row, or for an element."""
-    if gate is None:
-        return "none"
-    if is_elementwise(gate):
-        return "elements"
-    return "rows" if gate.dim() > 2 and gate.shape[2] != 1 else "heads"
 
 
 def gate_of(gate: Tensor | None) -> Gate | None:

@@ -23,7 +23,7 @@ from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_features, load_values, store_tile
-from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of, tiles_of_pass
+from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     ALL_CHUNKS,
@@ -44,7 +44,7 @@ from heads_kernels.ops.triton.score_tiles import (
     scores_of_keys,
 )
 from heads_kernels.ops.triton.scores import finite_part, product
-from heads_kernels.ops.triton.tiles import tile_constants
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import (
     full_tile,
     partial_count,
@@ -234,7 +234,7 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Ten
     row_tiles = -(-T // tiles.block_m)
     of = with_tile_lists(call, first.operands, tiles, support=first.support)
     sizes = sizes_of(call)
-    constants = tile_constants(call, tiles, first.kind)
+    constants = tile_constants(call, tiles)
     if call.mixing is None:
         written = QueriesWritten(rows_of(dquery), None)
         launch(

@@ -17,7 +17,7 @@ from heads_kernels.call import Call
 from heads_kernels.ops.statistics import AttentionStatistics
 from heads_kernels.ops.triton.attend import accumulate
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.operands import Place, has_terms, operands_of, sizes_of, strides_of, with_positive_scale
+from heads_kernels.ops.triton.operands import Place, operands_of, sizes_of, strides_of, with_positive_scale
 from heads_kernels.ops.triton.score_tiles import (
     Features,
     KeyTiles,
@@ -29,7 +29,7 @@ from heads_kernels.ops.triton.score_tiles import (
     scores_of_rows,
 )
 from heads_kernels.ops.triton.scores import LN2, add_sink, log_sum_exp, natural, softmax_scale, weights_over
-from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
 from heads_kernels.ops.triton.visible import full_tile, partial_count, partial_tile, tiles_seeing, with_tile_lists
 
 
@@ -55,7 +55,7 @@ def _statistics_kernel(of, results, shares, sizes, TILE: tl.constexpr):
     `shares` is None if `received` is not requested.
     """
     place = place_of_rows(of, sizes, TILE)
-    seen = accumulate(of, KeyTiles(), place, None, sizes, TILE)
+    seen = accumulate(of, KeyTiles(), place, None, None, sizes, TILE)
     terms = of.terms
     scale_log2 = softmax_scale(sizes.scale, terms)
     at = (place.b * sizes.H + place.h).to(tl.int64) * sizes.T + place.at  # [BLOCK_M]
@@ -145,11 +145,13 @@ def _received_kernel(of, shares, received, sizes, TILE: tl.constexpr):
 def statistics_passes(call: Call, results: AttentionStatistics) -> None:
     """Fill `results`."""
     call = with_positive_scale(call)
-    (B, H, T, S), mixes = call.sizes, call.mixing is not None
-    name = "attention_statistics.collaborative" if mixes else "attention_statistics.gated"
-    tiles = tiles_for(name, call.query, call.D, 0, has_terms(call))
+    B, H, T, S = call.sizes
+    tiles = tiles_of_pass(call, "gated" if call.mixing is None else "collaborative")
     of, sizes = operands_of(call), sizes_of(call)
-    shares = None if call.row_weights is None else _shares_of(call, call.row_weights)
+    shares, weights = None, call.row_weights
+    if weights is not None:
+        row_max, share = weights.new_empty((2, B, H, T)).unbind()
+        shares = Shares(row_max, share, weights, *strides_of(weights))
     launch(
         _statistics_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         with_tile_lists(call, of, tiles), results, shares, sizes,
@@ -164,8 +166,3 @@ def statistics_passes(call: Call, results: AttentionStatistics) -> None:
         with_tile_lists(call, of, tiles, by_keys=True), shares,
         results.received, sizes, TILE=tile_constants(call, tiles),
     )  # fmt: skip
-
-
-def _shares_of(call: Call, weights: Tensor) -> Shares:
-    row_max, share = weights.new_empty((2, *call.sizes[:3])).unbind()
-    return Shares(row_max, share, weights, *strides_of(weights))

@@ -41,6 +41,7 @@ from heads_kernels.backends import TRITON_INTERPRETED
 from heads_kernels.build_info import PACKAGE
 from heads_kernels.call import Call
 from heads_kernels.ops.buffers import SHORT_QUERY
+from heads_kernels.ops.gate import is_elementwise
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,23 @@ class TileConstants:
     stages: tl.constexpr  # tiles in Gluon's ring of values (forward) or of rows (backward)
     key_stages: tl.constexpr  # tiles of the ring of keys, of Gluon's forward kernel
     partial_stages: tl.constexpr  # of loops over partial tiles
-    gate: tl.constexpr  # its kind: `operands.gate_kind`
+    gate: tl.constexpr  # its kind: `gate_kind`
     activation: tl.constexpr
 
 
-def tile_constants(call: Call, tiles: Tiles, gate: str = "none", width: int = 0) -> TileConstants:
-    """The constants of kernels with these tiles; `gate` is a kind of gate, `width` the width of all tiles if not 0."""
-    mixes, activation = call.mixing is not None, call.gate_activation
-    return _constants(tiles, call.D, call.Dv, mixes, gate, activation, width)
+def gate_kind(gate: Tensor | None) -> str:
+    """What kernels compile for: no gate, one value for a head, for a row, or for an element."""
+    if gate is None:
+        return "none"
+    if is_elementwise(gate):
+        return "elements"
+    return "rows" if gate.dim() > 2 and gate.shape[2] != 1 else "heads"
+
+
+def tile_constants(call: Call, tiles: Tiles, width: int = 0) -> TileConstants:
+    """The constants of kernels with these tiles; `width` is the width of all tiles if not 0."""
+    kind, mixes = gate_kind(call.gate), call.mixing is not None
+    return _constants(tiles, call.D, call.Dv, mixes, kind, call.gate_activation, width)
 
 
 @functools.cache
@@ -127,9 +137,21 @@ def tiles_for(kernel: str, like: Tensor, D: int, Dv: int, terms: bool = False, d
     """
     if TRITON_INTERPRETED:
         return _interpreted(like, D, descriptors)
-    gpu, kind = _named(like.device.index) if like.is_cuda else ("", _kind_of_target())
+    gpu, kind = _gpu_of(like)
     short = like.shape[-2] <= SHORT_QUERY and kernel.endswith((".forward", ".queries"))
     return _chosen(kernel, gpu, kind, like.dtype, D, Dv, terms, short, descriptors)
+
+
+def tiles_of_pass(call: Call, part: str, descriptors: bool = False) -> Tiles:
+    """The tiles of a pass of the operator, such as "keys"; `descriptors` as in `tiles_for`."""
+    name = f"{call.operator}.{part}"
+    return tiles_for(name, call.query, call.D, call.Dv, has_terms(call), descriptors)
+
+
+def has_terms(call: Call) -> bool:
+    """Whether the loops over tiles have a bias, a cap, a dense mask, dropout or entmax."""
+    parts = call.bias, call.offset_bias, call.dense_mask, call.alpha
+    return bool(call.softcap or call.dropout_p) or any(part is not None for part in parts)
 
 
 def warp_tiles(kernel: str, like: Tensor, D: int, Dv: int) -> Tiles | None:
@@ -139,12 +161,10 @@ def warp_tiles(kernel: str, like: Tensor, D: int, Dv: int) -> Tiles | None:
     """
     if TRITON_INTERPRETED or like.dtype.itemsize != 2:
         return None
-    kind = _named(like.device.index)[1] if like.is_cuda else _kind_of_target()
-    if kind != "sm_90":
+    if _gpu_of(like)[1] != "sm_90":
         return None
-    shared = "collaborative" in kernel
     rows = _rows_of("Gluon", kernel, "wide" if D > _MOST_RESIDENT else "")
-    width = Dv if shared else max(D, Dv)
+    width = Dv if "collaborative" in kernel else max(D, Dv)
     return next((row.tiles for row in rows if width <= row.widest), None)
 
 
@@ -197,6 +217,11 @@ def _interpreted(like: Tensor, D: int, descriptors: bool) -> Tiles:
         block_rest=128,  # wider queries go chunk by chunk
         num_warps=4, num_stages=1, full_tiles=2 * descriptors,
     )  # fmt: skip
+
+
+def _gpu_of(like: Tensor) -> tuple[str, str]:
+    """`_named` of the GPU that holds `like`; elsewhere no name, and the kind that Triton compiles for."""
+    return _named(like.device.index) if like.is_cuda else ("", _kind_of_target())
 
 
 @functools.cache

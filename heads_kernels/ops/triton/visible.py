@@ -25,7 +25,7 @@ import triton.language as tl
 from heads_kernels.call import Call
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import pair_addresses
-from heads_kernels.ops.triton.operands import ListsWritten, Operands, Pairs, Support, TileLists
+from heads_kernels.ops.triton.operands import Operands, Pairs, Support, TileLists
 from heads_kernels.ops.triton.scores import load_bias
 from heads_kernels.ops.triton.tiles import Tiles
 
@@ -74,31 +74,21 @@ def ranges(visible, b, h, rows, T, S):
 
 
 @triton.jit
-def tiles_seen(visible, place, tile, lo, hi, T, BLOCK: tl.constexpr):
+def tiles_seen(visible, place, tile, lo, hi, T, BLOCK: tl.constexpr, scanned=None):
     """Tiles of keys for the query rows of `tile` with ranges `lo`, `hi`."""
     if visible.lists is None:
-        visits = tiles_in_ranges(visible, place.b, place.h, lo, hi, place.at, T, BLOCK)
+        visits = tiles_in_ranges(visible, place.b, place.h, lo, hi, place.at, T, BLOCK, scanned)
     else:
         visits = listed_tiles(visible, place.b, place.h, tile, T)
     return visits
 
 
 @triton.jit
-def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr):
-    """The same from intervals alone, for rows of head `h`, or of a head each."""
-    start, full_start, full_end, end = tiles_of_ranges(lo, hi, rows, T, BLOCK)
-    if visible.key_visible is not None:
-        full_end = before_hidden(visible, b, full_start, full_end, end, tl.arange(0, SCAN), BLOCK)
-    front = end * 0
-    if visible.first_keys is not None:
-        keys = first_keys_of(visible, h)
-        front = tl.cdiv(tl.max(tl.where(lo < hi, tl.minimum(keys, hi), 0)), BLOCK)
-    return ordered(start, full_start, full_end, end, front)
+def tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK: tl.constexpr, scanned=None):
+    """The same from intervals alone, for rows of head `h`, or of a head each.
 
-
-@triton.jit
-def tiles_of_ranges(lo, hi, rows, T, BLOCK: tl.constexpr):
-    """The four numbers of `Visits`, not yet in order, for rows with ranges `lo`, `hi` in which no key is hidden."""
+    In Gluon, `scanned` is 0 to SCAN - 1 in a layout.
+    """
     sees = lo < hi
     start = tl.min(tl.where(sees, lo, 2147483647), 0) // BLOCK
     end = tl.cdiv(tl.max(hi, 0), BLOCK)
@@ -106,19 +96,22 @@ def tiles_of_ranges(lo, hi, rows, T, BLOCK: tl.constexpr):
     there = rows < T
     full_start = tl.cdiv(tl.max(tl.where(there, lo, 0), 0), BLOCK)
     full_end = tl.min(tl.where(there, hi, 2147483647), 0) // BLOCK
-    return tl.minimum(start, end), full_start, full_end, end
-
-
-@triton.jit
-def before_hidden(visible, b, full_start, full_end, end, scanned, BLOCK: tl.constexpr):
-    """The end of the full tiles: at most the tile of the first hidden key. `scanned` is 0 to SCAN - 1."""
-    hole = full_end * BLOCK
-    at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
-    for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, SCAN):
-        keys = scan + scanned
-        seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
-        hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys), 0))
-    return hole // BLOCK
+    start = tl.minimum(start, end)
+    if visible.key_visible is not None:  # full tiles end at the first hidden key
+        if scanned is None:
+            scanned = tl.arange(0, SCAN)
+        hole = full_end * BLOCK
+        at = visible.key_visible + b.to(tl.int64) * visible.stride_keys
+        for scan in range(full_start * BLOCK, tl.minimum(full_end, end) * BLOCK, SCAN):
+            keys = scan + scanned
+            seen = tl.load(at + keys, mask=keys < hole, other=1) != 0
+            hole = tl.minimum(hole, tl.min(tl.where(seen, 2147483647, keys), 0))
+        full_end = hole // BLOCK
+    front = end * 0
+    if visible.first_keys is not None:
+        keys = first_keys_of(visible, h)
+        front = tl.cdiv(tl.max(tl.where(lo < hi, tl.minimum(keys, hi), 0)), BLOCK)
+    return ordered(start, full_start, full_end, end, front)
 
 
 @triton.jit
@@ -304,8 +297,9 @@ def _own_list(H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def _lists_kernel(
-    visible, terms, support, written, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    visible, terms, support, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """A program writes the two lists of one tile of rows, or with BY_KEYS of keys, and their lengths."""
     b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
     if BY_KEYS:
@@ -314,7 +308,7 @@ def _lists_kernel(
         rows = owner * BLOCK_M + tl.arange(0, BLOCK_M)
         lo, hi = ranges(visible, b, h, rows, T, S)
         visits = tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK_N)
-    at = written.tiles + tl.program_id(0).to(tl.int64) * (2 * length)
+    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
     for number in range(tile_count(visits)):
         tile = tile_at(visits, number)
@@ -338,19 +332,19 @@ def _lists_kernel(
         tl.store(at + length + partial, tile, mask=is_seen & ~is_full)
         full += is_full.to(tl.int32)
         partial += (is_seen & ~is_full).to(tl.int32)
-    counts = written.counts + tl.program_id(0).to(tl.int64) * 2
-    tl.store(counts, full)
-    tl.store(counts + 1, partial)
+    of_program = counts + tl.program_id(0).to(tl.int64) * 2
+    tl.store(of_program, full)
+    tl.store(of_program + 1, partial)
 
 
 @triton.jit
 def _ranges_kernel(
-    visible, written, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    visible, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The lists of `_lists_kernel` where ranges alone say which pairs are visible, AT_ONCE tiles at a time."""
     b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
-    at = written.tiles + tl.program_id(0).to(tl.int64) * (2 * length)
+    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
     for start in range(0, length, AT_ONCE):
         tile = start + tl.arange(0, AT_ONCE)
@@ -374,9 +368,9 @@ def _ranges_kernel(
         tl.store(at + length + partial + tl.cumsum(count_partial) - 1, tile, mask=is_partial)
         full += tl.sum(count_full)
         partial += tl.sum(count_partial)
-    counts = written.counts + tl.program_id(0).to(tl.int64) * 2
-    tl.store(counts, full)
-    tl.store(counts + 1, partial)
+    of_program = counts + tl.program_id(0).to(tl.int64) * 2
+    tl.store(of_program, full)
+    tl.store(of_program + 1, partial)
 
 
 @triton.jit
@@ -406,22 +400,22 @@ def with_tile_lists(
     owners, length = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
     count = batches * heads * owners
     lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
-    written = ListsWritten(lists, lists.new_empty(count, 2))
+    counts = lists.new_empty(count, 2)
     i = call.intervals
     others = i.dense_mask, i.key_visible, i.first_keys, of.terms.bias, support
     if all(each is None for each in others):
         launch(
-            _ranges_kernel, count, call.query, tiles, of.visible, written, heads, T, S,
+            _ranges_kernel, count, call.query, tiles, of.visible, lists, counts, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             AT_ONCE=max(2, min(triton.next_power_of_2(length), SCAN.value // tiles.block_m)),
         )  # fmt: skip
     else:
         launch(
-            _lists_kernel, count, call.query, tiles, of.visible, of.terms, support, written, heads, T, S,
+            _lists_kernel, count, call.query, tiles, of.visible, of.terms, support, lists, counts, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         )  # fmt: skip
     strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
-    of_tiles = TileLists(*written, length, *strides)
+    of_tiles = TileLists(lists, counts, length, *strides)
     return of._replace(visible=of.visible._replace(lists=of_tiles))
 
 
