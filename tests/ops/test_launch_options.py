@@ -1,6 +1,7 @@
 """What Triton is asked for when a kernel is launched, beside its arguments, how the kernels of a step are compiled, and
 how many programs share its work."""
 
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,6 +86,10 @@ def test_options_of_the_compiler(maxnreg: int) -> None:
     assert options.get("maxnreg", 0) == maxnreg
 
 
+#: What Triton submits of a kernel; since 3.9 also what undoes a failed compilation.
+_SUBMITTED = len(inspect.signature(_async_compile.AsyncCompileMode.submit).parameters) - 1
+
+
 class Kernel:
     """A kernel as Triton has it: compiled at its first launch, or by the mode that is active then."""
 
@@ -99,7 +104,8 @@ class Kernel:
         if self.compiled is None:
             mode: Any = _async_compile.active_mode.get()
             if mode is not None:
-                mode.submit(id(self), self.compile, self.keep)
+                job = id(self), self.compile, self.keep, lambda failed: None
+                mode.submit(*job[:_SUBMITTED])
                 return None
             self.keep(self.compile())
         self.launches += not warmup
