@@ -285,30 +285,26 @@ def keys_visible(visible, terms, b, h, rows, lo, hi, keys, T, S):
 # ---------------------------------------------------------------------- lists
 @triton.jit
 def _own_list(H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a program's lists: batch, head, their tile of rows (with BY_KEYS of keys), and their capacity."""
-    row_tiles, key_tiles = tl.cdiv(T, BLOCK_M), tl.cdiv(S, BLOCK_N)
-    if BY_KEYS:
-        owners, length = key_tiles, row_tiles
-    else:
-        owners, length = row_tiles, key_tiles
+    """Of a program's lists: batch, head, and their tile of rows (with BY_KEYS of keys)."""
+    owners = tl.cdiv(S, BLOCK_N) if BY_KEYS else tl.cdiv(T, BLOCK_M)
     pair = tl.program_id(0) // owners
-    return pair // H, pair % H, tl.program_id(0) % owners, length
+    return pair // H, pair % H, tl.program_id(0) % owners
 
 
 @triton.jit
 def _lists_kernel(
-    visible, terms, support, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    visible, terms, support, lists, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """A program writes the two lists of one tile of rows, or with BY_KEYS of keys, and their lengths."""
-    b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
+    b, h, owner = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
     if BY_KEYS:
         visits = tiles_that_see(visible, b, h, owner * BLOCK_N, T, S, BLOCK_N, BLOCK_M)
     else:
         rows = owner * BLOCK_M + tl.arange(0, BLOCK_M)
         lo, hi = ranges(visible, b, h, rows, T, S)
         visits = tiles_in_ranges(visible, b, h, lo, hi, rows, T, BLOCK_N)
-    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
+    length = lists.length
+    at = lists.tiles + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
     for number in range(tile_count(visits)):
         tile = tile_at(visits, number)
@@ -332,19 +328,19 @@ def _lists_kernel(
         tl.store(at + length + partial, tile, mask=is_seen & ~is_full)
         full += is_full.to(tl.int32)
         partial += (is_seen & ~is_full).to(tl.int32)
-    of_program = counts + tl.program_id(0).to(tl.int64) * 2
+    of_program = lists.counts + tl.program_id(0).to(tl.int64) * 2
     tl.store(of_program, full)
     tl.store(of_program + 1, partial)
 
 
 @triton.jit
 def _ranges_kernel(
-    visible, lists, counts, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):  # fmt: skip
+    visible, lists, H, T, S, BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr
+):
     """The lists of `_lists_kernel` where ranges alone say which pairs are visible, AT_ONCE tiles at a time."""
-    b, h, owner, length = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
-    at = lists + tl.program_id(0).to(tl.int64) * (2 * length)
+    b, h, owner = _own_list(H, T, S, BY_KEYS, BLOCK_M, BLOCK_N)
+    length = lists.length
+    at = lists.tiles + tl.program_id(0).to(tl.int64) * (2 * length)
     full, partial = owner * 0, owner * 0
     for start in range(0, length, AT_ONCE):
         tile = start + tl.arange(0, AT_ONCE)
@@ -368,7 +364,7 @@ def _ranges_kernel(
         tl.store(at + length + partial + tl.cumsum(count_partial) - 1, tile, mask=is_partial)
         full += tl.sum(count_full)
         partial += tl.sum(count_partial)
-    of_program = counts + tl.program_id(0).to(tl.int64) * 2
+    of_program = lists.counts + tl.program_id(0).to(tl.int64) * 2
     tl.store(of_program, full)
     tl.store(of_program + 1, partial)
 
@@ -399,24 +395,23 @@ def with_tile_lists(
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
     owners, length = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
     count = batches * heads * owners
-    lists = call.query.new_empty((count, 2, length), dtype=torch.int32)
-    counts = lists.new_empty(count, 2)
+    strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
+    numbers = call.query.new_empty((count, 2, length), dtype=torch.int32)
+    lists = TileLists(numbers, numbers.new_empty(count, 2), length, *strides)
     i = call.intervals
     others = i.dense_mask, i.key_visible, i.first_keys, of.terms.bias, support
     if all(each is None for each in others):
         launch(
-            _ranges_kernel, count, call.query, tiles, of.visible, lists, counts, heads, T, S,
+            _ranges_kernel, count, call.query, tiles, of.visible, lists, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             AT_ONCE=max(2, min(triton.next_power_of_2(length), SCAN.value // tiles.block_m)),
         )  # fmt: skip
     else:
         launch(
-            _lists_kernel, count, call.query, tiles, of.visible, of.terms, support, lists, counts, heads, T, S,
+            _lists_kernel, count, call.query, tiles, of.visible, of.terms, support, lists, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
         )  # fmt: skip
-    strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
-    of_tiles = TileLists(lists, counts, length, *strides)
-    return of._replace(visible=of.visible._replace(lists=of_tiles))
+    return of._replace(visible=of.visible._replace(lists=lists))
 
 
 def _varying_pairs(call: Call) -> tuple[int, int]:
