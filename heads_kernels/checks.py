@@ -82,9 +82,11 @@ def check_size(argument: str, size: object, least: int = 1) -> int:
 
 
 def check_rows(rows: object) -> None:
-    """Check that `rows` is a slice of neighbours."""
-    if isinstance(rows, slice) and rows.step in (None, 1) and {type(rows.start), type(rows.stop)} <= {int, type(None)}:
-        return
+    """Check that `rows` is a slice without a step."""
+    if isinstance(rows, slice) and rows.step in (None, 1):
+        ends = [each for each in (rows.start, rows.stop) if each is not None]
+        if all(as_int(each) is not None for each in ends):
+            return
     refuse("rows", f"is {rows!r}", "pass a slice of ints without a step", TypeError)
 
 

@@ -128,6 +128,7 @@ class _Task:
 
     def __init__(self, model: nn.Module, layers: list[AttentionLayer], loss: Loss, estimator: str) -> None:
         self.model, self.loss, self.estimator = model, loss, estimator
+        self.every = attention_layers(model)
         self.layers = [layer for layer in layers if layer.num_heads]
         self.names = [layer.name for layer in layers]
         self.signs = torch.Generator().manual_seed(0)
@@ -184,7 +185,7 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
     with ExitStack() as block:
         block.enter_context(observe(task.model, look, task.names))
         for layer in task.layers:
-            block.enter_context(_gates(layer, partial(multiply, layer.index)))
+            block.enter_context(_gates(task.every, layer, partial(multiply, layer.index)))
         block.enter_context(torch.enable_grad())
         value = task.loss(task.model, batch)
         is_over = True
@@ -253,7 +254,7 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
             def close(gates: Tensor, B: int, T: int, closed: Tensor = closed) -> Tensor:
                 return gates.index_fill(min(1, gates.dim() - 1), closed, 0)
 
-            with _gates(layer, of_this_thread(close)):
+            with _gates(task.every, layer, of_this_thread(close)):
                 change = task.loss(task.model, batch).double() - whole.double()
             change = change.square() if whole.dim() > 1 else change
             terms[layer.index][head] = change.sum().cpu()
@@ -262,16 +263,22 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
 
 # ---------------------------------------------------------------------- gates
 @contextmanager
-def _gates(layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Iterator[None]:
-    """In this block `change` replaces the gates of a layer, or ones, unless it returns None; it also gets B and T."""
+def _gates(layers: list[AttentionLayer], layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Iterator[None]:
+    """In this block `change` replaces the gates of a layer, or ones, unless it returns None; it also gets B and T.
+
+    `layers` are all of the model.
+    """
     before = layer.gate
-    gate = FixedGate(gates_of(layer)) if before is None else copy(before)
-    gate._forward_hooks = gate._forward_hooks.copy()  # other layers may have the same gate
-    gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
+    gate = FixedGate(gates_of(layer)) if before is None else before
+    if sum(each.gate is gate for each in layers) > 1:  # a hook on it would change the gates of all of them
+        gate = copy(gate)
+        gate._forward_hooks = gate._forward_hooks.copy()
+    hook = gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
     try:
         layer.module.head_gate = gate
         yield
     finally:
+        hook.remove()
         layer.module.head_gate = before
 
 

@@ -53,7 +53,8 @@ def observe(
     Raises:
         TypeError, ValueError: a layer does not exist, or has an observer that was set by hand; the attention function
             of a transformers model is not this package's, now or in a forward pass; in the forward pass, a layer ran
-            without calling its observer.
+            without calling its observer, with another number of heads than it says, or in a replica of
+            `nn.DataParallel`.
     """
     if not callable(observer):
         refuse_type("observer", observer, "pass a function of an AttentionLayer and its AttentionCall")

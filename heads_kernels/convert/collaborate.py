@@ -164,7 +164,7 @@ def curves(
 ) -> Curves:
     """The error of each layer of a model for every `dim`, without changing the model; `plot` draws it.
 
-    Arguments and errors are those of `collaborate`.
+    `model`, `calibration`, `layers` and `progress` are those of `collaborate`, and so are errors.
     """
     check_flag("progress", progress)
     with undone(model, lambda: prepare(model, layers)) as chosen:

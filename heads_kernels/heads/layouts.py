@@ -178,8 +178,10 @@ def layout_of(module: nn.Module) -> HeadLayout | None:
 
 
 def form_of(module: nn.Module) -> HeadLayout | None:
-    """The form of a transformers module, by the names of its parts. What comes between projections and scores is
-    unknown."""
+    """The form of a transformers module, by the names of its parts.
+
+    Classes of a form cannot be converted, since what comes between their projections and scores is unknown.
+    """
     for form in FORMS:
         inner = at_path(module, form.inner)
         if (

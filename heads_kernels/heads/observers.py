@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -23,8 +23,15 @@ from heads_kernels.nn.multihead import CallObserver, Change, Multihead
 LayerObserver: TypeAlias = Callable[[AttentionLayer, AttentionCall], Change | None]
 
 
-#: The blocks of this thread; they may end in any order, and on another thread.
-_BLOCKS: Final[ContextVar[frozenset[object]]] = ContextVar("blocks", default=frozenset())
+@dataclass(eq=False)
+class _Block:
+    """A block, which may end in any order, and on another thread."""
+
+    ended: bool = False
+
+
+#: The blocks of this thread.
+_BLOCKS: Final[ContextVar[tuple[_Block, ...]]] = ContextVar("blocks", default=())
 _LOCK: Final = threading.Lock()
 
 
@@ -34,7 +41,7 @@ def observed(model: nn.Module, chosen: Collection[AttentionLayer], observer: Lay
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
     gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size in the
-    block, which is observed too. What is refused is in the docstrings of `hk.analysis.observe` and `hk.heads.patch`.
+    block, which is observed too. `hk.analysis.observe` says what is refused.
     """
     asks_cross = any(layer.kind == "cross" for layer in chosen)
     decoders = _decoders(model) if asks_cross else []
@@ -57,16 +64,21 @@ def observed(model: nn.Module, chosen: Collection[AttentionLayer], observer: Lay
     layers = [*chosen, *also]
     for layer in layers:
         check_runs_operators(layer)
-    block = object()
+    block = _Block()
     with ExitStack() as stack:
         for layer in layers:
             if layer.num_heads:
                 stack.callback(_Slot.enter(layer, block, partial(see, layer)).leave, block)
-        _BLOCKS.set(_BLOCKS.get() | {block})
+        _BLOCKS.set((*_open_blocks(), block))
         try:
             yield
         finally:
-            _BLOCKS.set(_BLOCKS.get() - {block})
+            block.ended = True
+            _BLOCKS.set(_open_blocks())
+
+
+def _open_blocks() -> tuple[_Block, ...]:
+    return tuple(block for block in _BLOCKS.get() if not block.ended)
 
 
 def _decoders(model: nn.Module) -> list[AttentionLayer]:
@@ -88,7 +100,7 @@ class _Slot:
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
-        self._observers: dict[object, CallObserver] = {}  # by their blocks, in the order of these
+        self._observers: dict[_Block, CallObserver] = {}  # by their blocks, in the order of these
         self._was_there = "observer" in vars(layer.module)  # its value is None
         self._pass = _Pass()
         # Not methods, which a copy of the module would bind to a copy of this slot.
@@ -102,7 +114,7 @@ class _Slot:
         return _remove, self._hooks
 
     @classmethod
-    def enter(cls, layer: AttentionLayer, block: object, observer: CallObserver) -> _Slot:
+    def enter(cls, layer: AttentionLayer, block: _Block, observer: CallObserver) -> _Slot:
         with _LOCK:
             slot = getattr(layer.module, "observer", None)
             if slot is None or (isinstance(slot, cls) and slot._layer.module is not layer.module):
@@ -112,7 +124,7 @@ class _Slot:
             slot._observers[block] = observer
             return slot
 
-    def leave(self, block: object) -> None:
+    def leave(self, block: _Block) -> None:
         with _LOCK:
             del self._observers[block]
             if not self._observers:

@@ -232,10 +232,11 @@ def share(model: nn.Module, layer: ProjectedLayer, dim: int, *, ragged: bool, sl
     modules keep their forward and get a `SharedProjection` (of `slots`) for query and for key, `mixing`, `ragged` and
     `num_value_heads`.
 
-    Returns the new parameters, uninitialised, with dtype, device and `requires_grad` of the old projections: `query`
-    `[Ds, D_in]`, `key` `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`. With rotary positions `mixing`
-    is `[H, Ds / 2]`, and the buffers `query_places` and `key_places`, and biases `[Ds]` if there were some, replace
-    `content`.
+    Returns:
+        The new parameters, uninitialised, with dtype, device and `requires_grad` of the old projections: `query`
+        `[Ds, D_in]`, `key` `[Ds, D_in_k]`, `mixing` `[H, Ds]` and `content` `[H, D_in_k]`. With rotary positions
+        `mixing` `[H, Ds / 2]`, biases instead of `content`, `query_bias` and `key_bias` `[Ds]`, if there were some, and
+        the buffers `query_places` and `key_places`.
     """
     module = layer.module
     if isinstance(module, GatedMultiheadAttention):

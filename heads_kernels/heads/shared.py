@@ -22,10 +22,12 @@ class SharedProjection(nn.Module):
     """The query or key that all heads share, for a module that expects heads of `head_dim` features.
 
     The module reshapes the output to `[..., n, head_dim]`, so the output is `Ds` features, in a key followed by the
-    content biases of the heads, padded with zeros to a multiple of `head_dim`. The attention function separates them
-    (`split_shared`). A module that rotates heads by their position turns features f and f + head_dim/2 of every head by
-    the angle of frequency f. So each shared pair of features has a place in one of `slots` heads, at its frequency;
-    other places hold zeros (`split_rotary`).
+    content biases of the heads, and padded with zeros to a multiple of `head_dim`. The attention function separates
+    them (`split_shared`). A cache keeps this one key per token for all heads.
+
+    A module that rotates heads by their position turns features f and f + head_dim/2 of every head by the angle of
+    frequency f. So each shared pair of features has a place in one of `slots` heads, at its frequency; other places
+    hold zeros. The attention function takes the features from their places (`split_rotary`), a cache keeps them alone.
 
     It is not a `nn.Linear`, so that tools that wrap or quantise those skip it. It is created on the meta device.
     """
@@ -82,9 +84,12 @@ class SharedProjection(nn.Module):
 
 
 class FusedProjection(nn.Module):
-    """Projections of the same inputs, of query, key and value or of two of them, as one module: its submodules, whose
-    outputs are concatenated; with `equal` padded with zeros to the widest, for a module that splits the output into
-    equal parts."""
+    """Projections of the same inputs as one module, its submodules; their outputs are concatenated.
+
+    Args:
+        parts: `{"query": ..., "key": ..., "value": ...}`, or two of them in this order.
+        equal: whether parts are padded with zeros to the widest, for a module that splits the output into equal parts.
+    """
 
     def __init__(self, parts: Mapping[str, nn.Linear | SharedProjection], equal: bool = False) -> None:
         super().__init__()
@@ -106,18 +111,21 @@ class FusedProjection(nn.Module):
 
 
 def split_shared(query: Tensor, key: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands of `hk.collaborative_attention` from the outputs of `SharedProjection`s: the query `[B, T, Ds]`, the key
-    `[B, S, Ds]` and the content bias `[B, H, S]` of a query `[B, n, T, D]`, a key `[B, m, S, D]`, or from a cache `[B,
-    1, S, m * D]`, which is not copied, and mixing `[H, Ds]`."""
+    """Operands of `hk.collaborative_attention` from the outputs of `SharedProjection`s.
+
+    Of a query `[B, n, T, D]`, a key `[B, m, S, D]`, or from a cache `[B, 1, S, m * D]`, which is not copied, and mixing
+    `[H, Ds]` these are the query `[B, T, Ds]`, the key `[B, S, Ds]` and the content bias `[B, H, S]`.
+    """
     H, Ds = mixing.shape
     query, key = (heads.transpose(1, 2).flatten(2) for heads in (query, key))
     return query[..., :Ds], key[..., :Ds], key[..., Ds : Ds + H].transpose(1, 2)
 
 
 def split_rotary(query: Tensor, key: Tensor, mixing: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from rotated outputs of `SharedProjection`s with places `[Ds]`: query, key and mixing vectors `[H, Ds]`.
+    """The same from rotated outputs of `SharedProjection`s with places `[Ds]`.
 
-    A cache gives the features of the key alone, `[B, 1, S, Ds]`. Mixing is `[H, Ds / 2]`, a weight for each pair.
+    A cache gives the features of the key alone, `[B, 1, S, Ds]`, which are not copied; mixing is `[H, Ds / 2]`, a
+    weight for each pair. The operands are the query `[B, T, Ds]`, the key `[B, S, Ds]` and mixing vectors `[H, Ds]`.
     """
     query = query.transpose(1, 2).flatten(2)[..., places]
     # Projections have two slots or more where one would have as many features as the cache.

@@ -85,8 +85,8 @@ class AttentionCall:
 
     @property
     def real_queries(self) -> Tensor:
-        """bool `[B, T]`: rows that are tokens: `rows`; else in self-attention those that see themselves, or that see a
-        key."""
+        """bool `[B, T]`: rows that are tokens: `rows` if given, in self-attention rows that see themselves, otherwise
+        rows that see a key."""
         if self.rows is not None:
             return self.rows
         if self.self_attention:
@@ -209,8 +209,11 @@ class AttentionCall:
 
 
 def _visible_under(added: Tensor) -> Tensor:
-    """Which keys a float tensor `[..., S]` that is added to scores leaves visible, bool. Models hide keys by -inf,
-    -10000, -1e9 or the lowest number, to which another bias may have been added."""
+    """Which keys a float tensor `[..., S]` that is added to scores leaves visible, bool.
+
+    A key is hidden by -inf, by half of the dtype's lowest number, and by 5000 less than the largest of its row: models
+    hide keys by -10000, -1e9 or the lowest number, to which another bias may have been added.
+    """
     added = added.detach()
     lowest = torch.finfo(added.dtype).min / 2
     if not added.shape[-1]:

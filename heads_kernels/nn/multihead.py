@@ -145,6 +145,7 @@ class Multihead(nn.Module, ABC):
 
     @property
     def closed_grad(self) -> bool:
+        """The operator's argument `closed_grad`."""
         return self.head_gate is None or self.head_gate.closed_grad
 
     # ------------------------------------------------------------------ a call

@@ -21,9 +21,8 @@ _MOST_STEPS: Final = 64
 
 
 def check_alpha_values(alpha: Tensor) -> None:
-    """Refuse values for which entmax is not defined; under `torch.vmap` they can't be read."""
-    if _is_batched(alpha):
-        return
+    """Refuse values for which entmax is not defined."""
+    alpha = _unwrapped(alpha)
     outside = ~((alpha > 1) & (alpha <= 2))
     if bool(outside.any()):
         refuse(
@@ -82,20 +81,17 @@ def threshold(scores: Tensor, visible: Tensor | None, order: Tensor) -> Tensor:
         excess = -torch.expm1(-order * total.log()) / order * total
         step = (excess / slopes(logs, order).sum(-1, keepdim=True)).clamp(min=0.0)
         moved = shift + step.masked_fill(top == NEG_INF, 0.0)
-        if not _is_batched(moved) and not bool((moved > shift).any()):
+        if not bool(_unwrapped(moved > shift).any()):
             break
         shift = moved
     return torch.stack([top, moved])[..., 0]
 
 
-def _is_batched(tensor: Tensor) -> bool:
-    """Whether `torch.vmap` has wrapped a tensor, whose numbers then have no single truth value."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that transforms of `torch.func` have wrapped: under `torch.vmap`, the numbers of the whole batch."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def alpha_derivative(logs: Tensor, order: Tensor) -> Tensor:

@@ -52,10 +52,14 @@ def attention_forward(
     """The operators as an attention function of transformers (`AttentionInterface`).
 
     A converted layer, with `module.mixing` and query and key from `SharedProjection`s, runs `collaborative_attention`;
-    others run `gated_attention`. The gate of a head is the product of `module.head_gate`, if there is one, and of the
-    head mask passed to the model, `[H]` or `[L, H]`, with gradient. In a layer converted to ragged heads the gradient
-    of a gate is 0 where the gate is 0: the operator has one flag (`closed_grad`) for gates and mixing. In a pruned
-    layer, which has the buffer `kept_heads`, biases, sinks and head masks may cover the original heads.
+    others run `gated_attention`. With `module.ragged` zeros of mixing stay zero.
+
+    The gate of a head is the product of `module.head_gate` (`hk.nn.HeadGate`), if the module has one, and of the head
+    mask passed to the model: `head_mask`, `decoder_head_mask` or `cross_attn_head_mask`, `[H]` or `[L, H]`, of any
+    floating or integer dtype, with gradient. Closed heads cost nothing. In a layer converted to ragged heads the
+    gradient of a gate is 0 where the gate is 0: the operator has one flag (`closed_grad`) for gates and mixing.
+
+    In a pruned layer, which has the buffer `kept_heads`, biases, sinks and head masks may cover the original heads.
 
     Args:
         module: the calling layer.
@@ -68,7 +72,12 @@ def attention_forward(
         output_gate: logits `[B, H, T]` or `[B, H, T, Dv]` of an output-gated layer, under `gate_activation`.
 
     Returns:
-        `[B, T, H, Dv]`, contiguous; and with `output_attentions=True` the `hk.AttentionStatistics` of the layer.
+        `[B, T, H, Dv]`, contiguous; and with `output_attentions=True`, in the place of the `[B, H, T, S]` map of
+        probabilities, the `hk.AttentionStatistics` of the layer.
+
+    Raises:
+        ValueError: an argument that nothing reads, such as sinks by row, sparse indices, a paged cache; a mask of
+            another length than the keys; a head mask that does not fit, or that is given to a model not in use.
     """
     _check_served(module, kwargs)
     output_attentions = output_attentions or requests_statistics(module)

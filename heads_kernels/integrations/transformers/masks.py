@@ -151,15 +151,24 @@ def prepare_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PreparedMask | None:
-    """The mask of a forward pass: a mask function of transformers (`AttentionMaskInterface`), with its arguments.
+    """The mask of a forward pass: a mask function of transformers (`AttentionMaskInterface`).
 
     What transformers' own functions express (causal, bidirectional, windows, chunks, packed sequences; padding on
     either side; a growing or sliding cache) becomes an `hk.Mask`. Of data on a device no values are read, so nothing
     waits for it, but where transformers itself has read them, to see that sequences are packed.
 
-    A `PreparedMask` holds the bool tensor of stock `sdpa_mask` for functions that the caller wrote (`use_vmap`), and
-    where an offset is a tensor (decoding with a static cache: T = 1, and `[B, 1, 1, S]` has the shape of a key mask).
-    None where a bidirectional pass has no padding.
+    Args:
+        batch_size, q_length, kv_length: B, T and S.
+        q_offset, kv_offset: position of the first row, and of the first key: an int, or a tensor.
+        mask_function: True where a key is visible, of (batch, head, position of the row, position of the key).
+        attention_mask: bool `[B, positions]`, True = real key.
+        local_size: size of the window or chunk, in keys.
+        use_vmap: True where the caller wrote the function.
+
+    Returns:
+        A `PreparedMask`; None where a bidirectional pass has no padding. It holds the bool tensor of stock `sdpa_mask`
+        for functions that the caller wrote, and where an offset is a tensor (decoding with a static cache: T = 1, and
+        `[B, 1, 1, S]` has the shape of a key mask).
     """
     align = _alignment(q_length, kv_length, q_offset, kv_offset)
     sides = "allow_is_bidirectional_skip" in kwargs  # passed for bidirectional masks only

@@ -142,8 +142,10 @@ class _WithoutHooks(nn.Module):
 
 
 def outputs_of(layer: nn.Module, device: torch.device, *calls: Arguments) -> list[list[Tensor]]:
-    """The tensors that a layer gives for each of some arguments, in evaluation mode without gradients, in float32 or
-    better."""
+    """The tensors that a layer gives for each of some arguments, in evaluation mode and without gradients.
+
+    Weights and arguments in half precision are converted to float32. The state of random generators is restored.
+    """
     shell = _WithoutHooks(layer)
     weights = {
         name: tensor.float()
