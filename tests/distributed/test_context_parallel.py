@@ -140,7 +140,6 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.check
 @OPERATORS
 @pytest.mark.processes(4)
 def test_memory_of_a_ring(operator: str) -> None:
