@@ -233,6 +233,11 @@ def test_bad_options(assert_refused: Refused, tmp_path: Path, monkeypatch: pytes
     assert_refused("pip install 'heads_kernels[report]'")
 
 
+def interrupted_download(path: Path) -> None:
+    weights = saved(path, "bert") / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 100)
+
+
 def tokenizer_of_another_model(path: Path) -> None:
     model = transformers.AutoModel.from_pretrained(saved(path, "bert"))
     model.resize_token_embeddings(8)
@@ -244,7 +249,7 @@ def tokenizer_of_another_model(path: Path) -> None:
     [
         (lambda path: transformers.AutoConfig.for_model("t5").save_pretrained(path), "encoder-decoder"),
         (lambda path: saved(path, "vit"), "takes pixel_values (vit), not text"),
-        (lambda path: os.truncate(saved(path, "bert") / "model.safetensors", 1000), "cannot be read"),
+        (interrupted_download, "cannot be read"),
         (lambda path: (saved(path, "bert") / "tokenizer.json").unlink(), "has no tokenizer"),
         (tokenizer_of_another_model, "embeddings of 8 tokens"),
     ],

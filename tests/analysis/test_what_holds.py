@@ -281,13 +281,16 @@ def test_a_pass_of_another_thread(name: str) -> None:
     model, data = model_of(), [batch_of(*SENTENCES)]
     others = batch_of(*(each.flip(0) for each in SENTENCES))
     expected, alone = READINGS[name](model, data), model(**others)[0].detach()
+    passes: list[Tensor] = []
 
     def run(*_: object) -> None:
         found = ThreadPoolExecutor(1).submit(model, **others).result()[0]
         assert_alike(found.detach(), alone)
+        passes.append(found)
 
     with hk.analysis.observe(model, run):
         assert_alike(READINGS[name](model, data), expected)
+    assert passes
 
 
 # ---------------------------------------------------------------------- put back

@@ -87,5 +87,5 @@ def test_command() -> None:
 def test_command_of_torchrun(tmp_path: Path) -> None:
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     script = EXAMPLES / "distributed" / "train.py"
-    done = python(*run, script, *OPTIONS, cwd=tmp_path, PYTHONPATH=str(EXAMPLES.parent))
+    done = python(*run, script, *OPTIONS, cwd=tmp_path, timeout=120, PYTHONPATH=str(EXAMPLES.parent))
     assert done.stdout.count("loss") == 3

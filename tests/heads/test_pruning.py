@@ -151,21 +151,34 @@ class Slow(nn.Linear):
 #: 4 bits, two to a byte, in a column, as bitsandbytes has them.
 PACKED = nn.Parameter(torch.zeros(512, 1, dtype=torch.uint8), requires_grad=False)
 #: What is done to a projection, and what is said of it then.
-REFUSED: list[tuple[Callable[[Any], object], str]] = [
-    (lambda own: setattr(own, "weight", PACKED), "has a Parameter of dtype torch.uint8 as its weight; {} the model"),
-    (lambda own: setattr(own, "__class__", Slow), r"is a .*Slow; {} a model of nn\.Linear or Conv1D, before"),
-    (lambda own: own.register_forward_hook(print), "has forward hooks; remove them first"),
-    (lambda own: setattr(own, "forward", print), "has a replaced forward; restore its forward"),
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "4 bits": (
+        lambda own: setattr(own, "weight", PACKED),
+        "has a Parameter of dtype torch.uint8 as its weight; {} the model",
+    ),
+    "a subclass": (
+        lambda own: setattr(own, "__class__", Slow),
+        r"is a .*Slow; {} a model of nn\.Linear or Conv1D, before",
+    ),
+    "hooks": (lambda own: own.register_forward_hook(print), "has forward hooks; remove them first"),
+    "a forward": (lambda own: setattr(own, "forward", print), "has a replaced forward; restore its forward"),
     # As accelerate does: a hook with the weights, and a forward that asks it for them.
-    (lambda own: vars(own).update(_hf_hook=SimpleNamespace(offload=True), forward=print), "is offloaded; load"),
-    (lambda own: own.register_buffer("weight_mask", torch.ones(32, 32)), "has weight_mask beside its weight; fold"),
-    (nn.utils.parametrizations.spectral_norm, r"is parametrised; .*remove_parametrizations"),
-    (Lora, r"has an adapter, .*Lora; merge .*merge_and_unload"),
-]
+    "offloaded": (
+        lambda own: vars(own).update(_hf_hook=SimpleNamespace(offload=True), forward=print),
+        "is offloaded; load",
+    ),
+    "masked": (
+        lambda own: own.register_buffer("weight_mask", torch.ones(32, 32)),
+        "has weight_mask beside its weight; fold",
+    ),
+    "parametrised": (nn.utils.parametrizations.spectral_norm, r"is parametrised; .*remove_parametrizations"),
+    "an adapter": (Lora, r"has an adapter, .*Lora; merge .*merge_and_unload"),
+}
 
 
-@pytest.mark.parametrize(("change", "refusal"), REFUSED)
-def test_what_no_surgery_serves(change: Callable[[Any], object], refusal: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_surgery_serves(name: str) -> None:
+    change, refusal = REFUSED[name]
     words = r"layer 0 .*: its key projection " + refusal
     model = hk.integrations.transformers.use(build("bert"))
     for layer in model.encoder.layer:

@@ -93,7 +93,7 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_any_shape_is_the_formula(form: str, sizes: tuple[int, ...], causal: bool, alone: bool, gated: bool) -> None:
     """Outputs and all gradients, with padded keys, of self-attention and of cross-attention of other widths.
 
-    Without a bias of the scores and gates of heads, and with both.
+    Without a bias of the scores and gates of heads, and with both: a bias that hides pairs, and a closed head.
     """
     b, t, s, key_heads, group, D, Dv, width = sizes
     make, options = FORMS[form]
@@ -111,8 +111,11 @@ def test_any_shape_is_the_formula(form: str, sizes: tuple[int, ...], causal: boo
     visible = visible & ~hidden[:, None, :, None] if alone else visible
     gates = bias = None
     if gated:
-        layer.head_gate = Gates(torch.randn(layer.num_heads).tolist()).double()
-        gates, bias = layer.head_gate.gates[:, None, None], random(layer.num_heads, t, y.shape[1]).requires_grad_()
+        layer.head_gate = Gates([0.0, *torch.randn(layer.num_heads - 1).tolist()]).double()
+        gates, bias = layer.head_gate.gates[:, None, None], random(layer.num_heads, t, y.shape[1])
+        bias[torch.rand(bias.shape) < 0.2] = -torch.inf
+        visible = visible & bias.isfinite()
+        bias.requires_grad_()
     out = layer(x, y, key_padding_mask=hidden, is_causal=causal, bias=bias)[0]
     expected = formula(layer, x, y, visible.tril() if causal else visible, gates, bias)
     assert_alike(out, expected)

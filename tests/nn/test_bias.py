@@ -197,7 +197,10 @@ def test_relevance_takes_a_bias_as_constant() -> None:
     for attention in ("constant", "full"):
         found = hk.analysis.relevance(model, [x], attention=attention).table()
         assert_alike(found.sum(1), torch.ones(2, dtype=found.dtype))
-    depending = partial(Paired.forward, depends=True)
+
+    def depending(model: Any, x: Tensor) -> Tensor:
+        return model(x, depends=True)
+
     hk.analysis.relevance(model, [x], depending)
     refused = partial(hk.analysis.relevance, model, [x], depending, attention="full")
     assert_refused((refused, "attention, whose bias depends on heads"), unchanged=[model])

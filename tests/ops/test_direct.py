@@ -32,12 +32,12 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     """For every pass the way that it took, "direct" or "op"; calls of a test with a `backend` run on it."""
     taken: list[str] = []
 
-    def watch(name: str, ways: Callable[[Any], list[str]]) -> None:
+    def watch(name: str, ways_of: Callable[[Any], list[str]]) -> None:
         function = getattr(direct, name)
 
         def watched(*arguments: Any) -> Any:
             found = function(*arguments)
-            taken.extend(ways(found))
+            taken.extend(ways_of(found))
             return found
 
         monkeypatch.setattr(direct, name, watched)
@@ -106,8 +106,8 @@ ROWS = [
 def test_same_bits_as_the_op(operator: str, name: str, dtype: torch.dtype, backend: str, ways: list[str]) -> None:
     """Of the output, and of the gradients of all tensors."""
     given = {
-        name: value.detach().requires_grad_()
-        for name, value in {**tensors(operator, dtype=dtype), **CALLS[name]}.items()
+        each: value.detach().requires_grad_()
+        for each, value in {**tensors(operator, dtype=dtype), **CALLS[name]}.items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
     options = {each: value for each, value in CALLS[name].items() if each not in given}
@@ -175,12 +175,14 @@ def test_backward_passes_see_the_modes_that_are_active_then() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_signs_that_are_not_in_memory_are_read(backend: str, ways: list[str]) -> None:
-    query, key, value = operands()
+    query, key, value = given = operands()
     query.requires_grad_()
     dout = torch.randn(B, H, T, Dv)
     out = attend(query, key, value)
-    assert torch.equal(attend(torch._neg_view(-query.detach()), key, value), out)
-    assert ways == ["direct", "op"]
+    for index, each in enumerate(given):
+        negated = torch._neg_view(-each.detach())
+        assert torch.equal(attend(*given[:index], negated, *given[index + 1 :]), out)
+    assert ways == ["direct", "op", "op", "op"]
     (expected,) = torch.autograd.grad(out, query, dout)
     (grad,) = torch.autograd.grad(attend(query, key, value), query, torch._neg_view(-dout))
     assert torch.equal(grad, expected)

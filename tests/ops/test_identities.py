@@ -1,4 +1,7 @@
-"""Identities that tie features together: two ways to say the same thing give the same numbers."""
+"""Identities that tie features together: two ways to say the same thing give the same numbers.
+
+Also the log-sum-exp of calls without values, and what `merge_attention` refuses.
+"""
 
 from typing import Any
 

@@ -225,6 +225,10 @@ def test_vmap_of_entmax_on_eager(alpha: float | Tensor) -> None:
     query, key, value = torch.randn(3, 3, 2, 5, 4)
     run = partial(hk.entmax_attention, key=key, value=value, alpha=alpha, backend="eager")
     assert_alike(torch.vmap(run)(torch.stack([query, key])), torch.stack([run(query), run(key)]))
+
+
+def test_vmap_over_alpha_on_eager() -> None:
+    query, key, value = torch.randn(3, 3, 2, 5, 4)
     alphas = torch.tensor([[1.2, 2.0], [1.5, 1.5]])
     run = partial(hk.entmax_attention, query, key, value, backend="eager")
     whole = torch.vmap(lambda alpha: run(alpha=alpha))(alphas)

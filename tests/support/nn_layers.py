@@ -122,7 +122,7 @@ class Layers(nn.Module):
 def calls_of(model: nn.Module, *args: Any, layers: list[int] | None = None, **kwargs: Any) -> list[tuple[Any, Any]]:
     """Attention layers and their calls that an observer sees in a forward pass."""
     seen: list[tuple[Any, Any]] = []
-    with torch.no_grad(), hk.analysis.observe(model, lambda *call: seen.append(call), layers):
+    with hk.analysis.observe(model, lambda *call: seen.append(call), layers):
         model(*args, **kwargs)
     return seen
 

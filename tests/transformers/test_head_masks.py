@@ -128,7 +128,7 @@ def test_failed_passes_leave_no_head_mask() -> None:
             outputs(model, head_mask=torch.zeros(4))
         handle.remove()
         # Compiled passes without masks have no state of their own.
-        assert_alike(outputs(torch.compile(model, backend="eager")), expected)
+        assert_alike(outputs(torch.compile(model, fullgraph=True, backend="eager")), expected)
         assert torch.equal(outputs(model), expected)
 
 
