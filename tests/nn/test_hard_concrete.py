@@ -217,7 +217,7 @@ def test_settle_fixes_every_sample_and_both_rules(options: dict[str, Any]) -> No
 
 
 # ---------------------------------------------------------------------- in a model
-@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("per_sample", [pytest.param(False, marks=pytest.mark.check), True])
 def test_compiled_and_checkpointed(per_sample: bool) -> None:
     """They draw the same gates, and sampled closed heads have the gradients of the full backward pass."""
     layer, x = hk.nn.GatedMultiheadAttention(32, 4), torch.randn(3, 5, 32, requires_grad=True)

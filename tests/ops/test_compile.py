@@ -142,7 +142,10 @@ def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
             compare_compiled(run, compiled, list(compiled_arguments(operator, t, s, **beside).values()))
 
 
-@pytest.mark.parametrize(("operator", "backend"), [*FUSED, EAGER, ("entmax_attention", "cpu")])
+@pytest.mark.parametrize(
+    ("operator", "backend"),
+    [*FUSED, *(pytest.param(*row, marks=pytest.mark.check) for row in (EAGER, ("entmax_attention", "cpu")))],
+)
 def test_compile_masks(operator: str, backend: str) -> None:
     """A mask made of tensors of the batch, in the graph: other lengths do not compile again. With lse, or a gate."""
     torch.compiler.reset()
@@ -200,6 +203,7 @@ def test_compile_with_what_was_made_outside(name: str) -> None:
     assert_alike(compiled(*values, made), run(*values, made))
 
 
+@pytest.mark.check
 def test_first_calls_of_a_process() -> None:
     """They are compiled: nothing on their way is made lazily in a way that is not traced. Then they are counted, by a
     counter that was imported before the package."""

@@ -185,8 +185,8 @@ def test_few_rows_are_accurate(operator: str, data: st.DataObject, T: int, S: in
     assert report.ok, str(report)
 
 
-#: Of this one `make test` runs each operator in one dtype.
-QUICK = {("gated_attention", torch.float32), ("collaborative_attention", torch.bfloat16)}
+#: Of this one `make test` runs one row.
+QUICK = {("collaborative_attention", torch.bfloat16)}
 
 
 @pytest.mark.parametrize(
