@@ -16,6 +16,7 @@
 #include "cpu/kernels.h"
 #include "selftest/reference.h"
 
+// Pairs are tested at the level that csrc/build.py adds for this program, which needs none of the instructions.
 #define HK_LEVEL emulated
 #include "selftest/pairs.h"
 

@@ -26,7 +26,7 @@ from typing import Final
 MOST_STACK: Final = {"bf16": 24, "fp16": 24, "float": 160}
 
 _SECTION: Final = re.compile(r"^arch = (sm_\w+)$|^ Function (\S+):$|^\s+REG:(\d+) STACK:(\d+)", re.M)
-#: entry<Kernel<dtype, numbers...>, blocks> as the compiler mangles it.
+#: entry<Kernel<dtype, numbers...>, least blocks> as the compiler mangles it.
 _ENTRY: Final = re.compile(r"entryINS0_\d+(?P<kernel>[A-Za-z]+)I(NS0_4(?P<half>\w{4})E|f)(?P<rest>.*?)ELi\d+EEEv")
 _NUMBERS: Final = re.compile(r"L(?:i|b|NS0_\d+\w+?E)(\d+)E")
 

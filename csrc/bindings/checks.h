@@ -115,12 +115,15 @@ inline bool is_dense(const Tensor& t) {
 }
 
 // A contiguous tensor of these sizes, without memory.
-inline Tensor dense(std::initializer_list<int64_t> sizes) {
+inline Tensor contiguous(std::initializer_list<int64_t> sizes) {
   Tensor t;
   t.rank = static_cast<int>(sizes.size());
   std::copy(sizes.begin(), sizes.end(), t.size);
   int64_t step = 1;
-  for (int d = t.rank - 1; d >= 0; step *= std::max<int64_t>(1, t.size[d--])) t.stride[d] = step;
+  for (int d = t.rank - 1; d >= 0; --d) {
+    t.stride[d] = step;
+    step *= std::max<int64_t>(1, t.size[d]);
+  }
   return t;
 }
 
@@ -320,11 +323,13 @@ inline Sizes set_call(AttentionParams& p, const CallArguments& call, bool has_va
   return n;
 }
 
-// A [B, H, T, Dv] without memory, in the memory order of the query, or of the value if the query is shared, like
-// `empty_heads` of ops/buffers.py.
+// The tensor whose memory order the output has: the value if the query is shared, else the query.
+inline const Tensor& order_of_heads(const AttentionParams& p) { return p.mixing ? p.value : p.query; }
+
+// A [B, H, T, Dv] without memory, in the order of `order_of_heads`, like `empty_heads` of ops/buffers.py.
 inline Tensor heads_like(const AttentionParams& p, const Sizes& n) {
-  const Tensor& like = p.mixing ? p.value : p.query;
-  Tensor t = dense({n.B, n.H, n.T, p.value.size[3]});
+  const Tensor& like = order_of_heads(p);
+  Tensor t = contiguous({n.B, n.H, n.T, p.value.size[3]});
   if (like.stride[1] < like.stride[2]) {  // tokens first
     t.stride[1] = t.stride[2];
     t.stride[2] *= std::max<int64_t>(1, n.H);

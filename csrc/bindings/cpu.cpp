@@ -57,12 +57,12 @@ py::object empty(py::handle query, const hk::Tensor& t, PyObject* dtype = nullpt
 
 // An empty contiguous tensor in the compute dtype of the query.
 py::object empty_sums(py::handle query, const Sizes& n, Numbers sizes) {
-  return empty(query, dense(sizes), Torch::get().dtypes[static_cast<int>(n.compute)].ptr());
+  return empty(query, contiguous(sizes), Torch::get().dtypes[static_cast<int>(n.compute)].ptr());
 }
 
-// An empty `heads_like`.
+// An empty [B, H, T, Dv] in the dtype of the query and the memory order of `heads_like`.
 py::object empty_heads(const hk::AttentionParams& params, const Sizes& n, const py::tuple& call) {
-  const hk::Tensor& like = params.mixing ? params.value : params.query;
+  const hk::Tensor& like = order_of_heads(params);
   const hk::Tensor t = heads_like(params, n);
   if (std::equal(t.size, t.size + 4, like.size) && std::equal(t.stride, t.stride + 4, like.stride))
     return empty_like(call[params.mixing ? 2 : 0]);  // in half of the time

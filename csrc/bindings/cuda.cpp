@@ -68,20 +68,20 @@ Sizes set_single_call(hk::AttentionParams& params, const CallArguments& call, bo
 }
 
 // The parameters of a pass that skips what the cells of a dense mask hide: every one but the first of the backward.
-Sizes set_tiled_call(hk::AttentionParams& params, const CallArguments& call, py::handle given, dlpack::Device device,
+Sizes set_tiled_call(hk::AttentionParams& params, const CallArguments& call, py::handle cells, dlpack::Device device,
                      bool has_value = true) {
   const Sizes n = set_single_call(params, call, has_value);
   hk::MaskParams& mask = params.mask;
   if (!mask.dense) return n;
-  const hk::Tensor cells = cells_of(given, device);
+  const hk::Tensor found = cells_of(cells, device);
   const int64_t full[4] = {n.B, n.H, cells_along(n.T), cells_along(n.S)};
-  require(cells.rank == 4, "dense_cells");
+  require(found.rank == 4, "dense_cells");
   for (int d = 0; d < 4; ++d) {
     const bool broadcasts = mask.dense_stride[d] == 0;
-    require(cells.size[d] == full[d] || (cells.size[d] == 1 && broadcasts), "dense_cells");
-    mask.cell_stride[d] = cells.size[d] == 1 ? 0 : cells.stride[d];
+    require(found.size[d] == full[d] || (found.size[d] == 1 && broadcasts), "dense_cells");
+    mask.cell_stride[d] = found.size[d] == 1 ? 0 : found.stride[d];
   }
-  mask.dense_cells = static_cast<const uint8_t*>(cells.data);
+  mask.dense_cells = static_cast<const uint8_t*>(found.data);
   return n;
 }
 

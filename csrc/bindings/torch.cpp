@@ -86,7 +86,8 @@ struct Output {
   Given given;
 
   Output(const hk::Tensor& like, Element element) {
-    hk::Tensor& t = given.tensor = like;
+    hk::Tensor& t = given.tensor;
+    t = like;
     given.element = element;
     AtenTensorHandle made;
     check(
@@ -181,8 +182,9 @@ void attention(StableIValue* stack, uint64_t, uint64_t) {
   require(params.value.size[3] > 0 || !save, "value", "has no columns");
   const Element element = call.query.element, compute = static_cast<Element>(n.compute);
   const hk::Tensor heads = heads_like(params, n);
-  Output out(heads, element), attended(save && params.gate ? heads : dense({0}), element);
-  Output lse(!save ? dense({0}) : params.alpha ? dense({2, n.B, n.H, n.T}) : dense({n.B, n.H, n.T}), compute);
+  Output out(heads, element), attended(save && params.gate ? heads : contiguous({0}), element);
+  const hk::Tensor rows = params.alpha ? contiguous({2, n.B, n.H, n.T}) : contiguous({n.B, n.H, n.T});
+  Output lse(save ? rows : contiguous({0}), compute);
   params.out = output(out.given, "out");
   params.attended = output(attended.given, "attended");
   params.lse = output(lse.given, "lse");
@@ -202,14 +204,14 @@ void attention_statistics(StableIValue* stack, uint64_t, uint64_t) {
   const Sizes n = set_call(params, call, false);
   params.threads = threads();
   const Element compute = static_cast<Element>(n.compute);
-  const hk::Tensor rows = dense({n.B, n.H, n.T});
+  const hk::Tensor rows = contiguous({n.B, n.H, n.T});
   Output lse(rows, compute), max_score(rows, compute), max_prob(rows, compute), entropy(rows, compute);
   Output argmax(rows, Element::kInt64);
   params.lse = floating(lse.given, "lse");
   params.max_score = floating(max_score.given, "max_score");
   params.max_prob = floating(max_prob.given, "max_prob");
   params.entropy = floating(entropy.given, "entropy");
-  Output received(call.row_weights ? dense({n.B, n.H, n.S}) : dense({0}), compute);
+  Output received(call.row_weights ? contiguous({n.B, n.H, n.S}) : contiguous({0}), compute);
   params.received = output(received.given, "received");
   set_statistics(params, call, n, argmax.given);
   hk::kernels().attention_statistics(params);

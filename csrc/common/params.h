@@ -53,6 +53,8 @@ struct MaskParams {
   int64_t visible_stride = 0;            // elements between batch entries, 0 if shared
   int64_t dense_stride[4] = {};
   // CUDA kernels only: which pairs `dense` shows in cells of kCell x kCell pairs, a DenseCell each (cuda/kernels.h).
+  // A pass with a ScoreTile (cuda/scores.h) has them whenever it has `dense`. attention_rows has neither cells nor a
+  // ScoreTile.
   const uint8_t* dense_cells = nullptr;  // [B, H, cells of rows, cells of keys]
   int64_t cell_stride[4] = {};           // 0 where it broadcasts
 

@@ -89,9 +89,13 @@ inline void store_statistics(const StatisticsParams& params, const StatisticsTil
         sees ? static_cast<Real>((rest * sum - tile.energy[m]) * share / total) : Real(0);
     params.argmax[row + m] = found ? tile.best_key[m] : -1;
     if (params.received) {
-      const int64_t i = tile.visible.first + m, *stride = params.row_weights.stride;
-      const int64_t at = tile.head.b * stride[0] + tile.head.h * stride[1] + i * stride[2];
-      const Real weight = sees ? static_cast<const Real*>(params.row_weights.data)[at] : Real(0);
+      Real weight = 0;
+      if (sees) {
+        const int64_t* const stride = params.row_weights.stride;
+        const int64_t i = tile.visible.first + m;
+        const int64_t at = tile.head.b * stride[0] + tile.head.h * stride[1] + i * stride[2];
+        weight = static_cast<const Real*>(params.row_weights.data)[at];
+      }
       rows.reference[row + m] = sees ? reference : Real(0);
       rows.share[row + m] = weight == Real(0) ? Real(0) : static_cast<Real>(weight * (share / total));
     }

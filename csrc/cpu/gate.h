@@ -74,7 +74,8 @@ struct Gate {
     read(at(b, h, first), count, stride[2], values);
   }
 
-  // Multiplies the row of a token, in whole vectors, by its elements, for which `scratch` is, or by its `value`.
+  // Multiplies the row of a token, in whole vectors: by the elements of an elementwise gate, which are read into
+  // `scratch`, else by `value`, that of `tokens`.
   void apply(int64_t b, int64_t h, int64_t token, int64_t width, Real value, Real* row, Real* scratch) const {
     if (elementwise) {
       read(at(b, h, token), width, stride[3], scratch);

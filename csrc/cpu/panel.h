@@ -1,8 +1,6 @@
 // Keys or values of one window of a head, as the products read them.
 #pragma once
 
-#include <tuple>
-#include <utility>
 #include <vector>
 
 #include "cpu/operand.h"
@@ -21,13 +19,22 @@ struct Summands {
 
 // Which rows a panel holds: the data and the stride of their tensor, and the window. The address of the first row does
 // not identify them: if rows overlap or the stride is 0, windows of other keys may start at the same address.
-using Held = std::tuple<const char*, int64_t, int64_t, int64_t>;
+struct Held {
+  const char* data = nullptr;
+  int64_t stride = 0, begin = 0, end = 0;
 
-// Records these rows as held; returns whether they already were.
-inline bool replace(Held& held, const Rows& source, const KeySpan& window) {
-  const Held now{source.data, source.stride, window.begin, window.end};
-  return std::exchange(held, now) == now;
-}
+  bool operator==(const Held& other) const {
+    return data == other.data && stride == other.stride && begin == other.begin && end == other.end;
+  }
+
+  // Records these rows as held; returns whether they already were.
+  bool hold(const Rows& source, const KeySpan& window) {
+    const Held now{source.data, source.stride, window.begin, window.end};
+    const bool same = *this == now;
+    *this = now;
+    return same;
+  }
+};
 
 // A window of up to BLOCK_N rows in Real. Rows that several query tiles read are copied once, next to each other (rows
 // in the projections' layout [B, T, H, D] are a page apart, and reading them there costs more than the copy); rows of
@@ -53,7 +60,7 @@ class Panel {
       for (int64_t r = tile.begin; r < tile.end; ++r) prefetch_next_head<false>(source, r, width_);
       return rows_of(reinterpret_cast<const Real*>(source.at(tile.begin)), source.stride);
     }
-    if (!replace(held_, source, window))
+    if (!held_.hold(source, window))
       for (int64_t r = 0; r < window.count(); ++r) read_row(source, window.begin + r, width_, buffer_ + r * stride_);
     return rows_of<Real>(buffer_ + (tile.begin - window.begin) * stride_, stride_);
   }
@@ -101,7 +108,7 @@ class Panel<Pair> {
   void forget() { held_ = {}; }
 
   Left<Pair, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
-    if (!replace(held_, source, window)) {
+    if (!held_.hold(source, window)) {
       const bool contiguous = source.stride == width_;
       for (int64_t r = 0; r < window.count(); ++r) {
         prefetch_next_head<false>(source, window.begin + r, width_);

@@ -163,8 +163,8 @@ struct BiasGradient {
     constexpr ScoreLayout kLayout = ScoreLayout::kRowsFirst;
     const int warp_row = warp() * 16;
     const TileRows<kLayout, kBiasTile> row = {rows, warp_row};
-    const LeftOut<kLayout, 1, kBiasTile> left_out(p, visible, rows.range + warp_row, partial || hides, on_chip.terms,
-                                                  hides, at.b, at.h, first_row + warp_row, first_key);
+    const LeftOut<kLayout, 1, kBiasTile> left_out(p, visible, rows.range + warp_row, partial, on_chip.terms, hides,
+                                                  at.b, at.h, first_row + warp_row, first_key);
     scores.each([&](float& value, int, int n, int e) { value += on_chip.content_bias[column_of(n, e)]; });
     centre(dscores, row, left_out);
     on_chip.terms.to_scores(p, scores);
@@ -210,10 +210,11 @@ struct BiasGradient {
   }
 
   // Writes the sums of all warps to shared memory, over tiles that are not read any more.
-  HK_DEVICE static SumTile put(const Memory& on_chip, Scores& sums) {
+  HK_DEVICE static SumTile put(const Memory& on_chip, const Scores& sums) {
     const SumTile tile = {reinterpret_cast<float*>(on_chip.rows[0].data)};
     sync_block();
-    sums.each([&](float& sum, int m, int n, int e) { *tile.at(warp() * 16 + row_of(m, e), column_of(n, e)) = sum; });
+    sums.each(
+        [&](const float& sum, int m, int n, int e) { *tile.at(warp() * 16 + row_of(m, e), column_of(n, e)) = sum; });
     sync_block();
     return tile;
   }

@@ -56,7 +56,7 @@ struct CollaborativeForward {
     Buffer<float> bias = take<float>(kBlockN);
     Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
     Buffer<bool> bad = take<bool>(kBlockN);
-    Buffer<Sources<T>> sources = take<Sources<T>>();
+    Buffer<QuerySources<T>> sources = take<QuerySources<T>>();
     Buffer<BlockCoord> at = take<BlockCoord>();
     Terms terms = Terms(*this);
     Features features;
@@ -71,7 +71,7 @@ struct CollaborativeForward {
 
   HK_DEVICE static void run(const Params& p) {
     const Memory memory(p.query.size[2], p.keeps_query);
-    Sources<T>& rows = *memory.sources;
+    QuerySources<T>& rows = *memory.sources;
     BlockCoord& at = *memory.at;
     Features features = memory.features;
 

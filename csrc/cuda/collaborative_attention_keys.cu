@@ -102,7 +102,7 @@ struct CollaborativeKeys {
     Sums sums;
     const int group = heads_per_value(p);
     for (int h = at.first_head; h < at.last_head; ++h) {
-      if (h % group == 0) sums.dvalue.clear();
+      if (h % group == 0) sums.dvalue.clear();  // of the next value head
       for (auto& of_group : sums.dbias) of_group[0] = of_group[1] = 0.0f;
       if (h == at.first_head || p.mask.by_head()) {
         const TileList seen_by =

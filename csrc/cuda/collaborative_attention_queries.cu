@@ -62,7 +62,7 @@ struct CollaborativeQueries {
     Buffer<float> sums = take<float>(Sizes::kWarps * kSlice);
     Buffer<float> bias = take<float>(kBlockN);
     Buffer<int> scratch = take<int>(Sizes::kWarps * 4);
-    Buffer<Sources<T>> sources = take<Sources<T>>();
+    Buffer<QuerySources<T>> sources = take<QuerySources<T>>();
     Buffer<BlockCoord> at = take<BlockCoord>();
     Terms terms = Terms(*this);
     Features features;
@@ -105,7 +105,7 @@ struct CollaborativeQueries {
     const auto from = [&](int index) { return Terms::shown_from(index, list, at.first_row(), p, head_of(p, at.b, h)); };
     const int first_tile = from(0);
     if (kTerms && first_tile == list.count()) return;
-    const Sources<T>& sources = *on_chip.sources;
+    const QuerySources<T>& sources = *on_chip.sources;
     if (thread_index() == 0) {
       *on_chip.sources = {rows_of<T>(p.query, at.b, 0), rows_of<T>(p.key, at.b, 0),
                           rows_of<T>(p.value, at.b, h / heads_per_value(p))};

@@ -77,7 +77,7 @@ HK_DEVICE int heads_per_value(const AttentionParams& p) {
 // The sources of copies of a block that owns query rows. They are in shared memory, as its BlockCoord is, where they
 // take no registers between uses.
 template <typename T>
-struct Sources {
+struct QuerySources {
   Rows<T> query, key, value;
 };
 

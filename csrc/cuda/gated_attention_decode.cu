@@ -168,8 +168,8 @@ struct GatedDecode {
     }
   }
 
-  // Adds the terms to the scores of the warp's keys, from `first_key` on; returns whether this lane found a hidden
-  // pair.
+  // Sets `addends`, which are zeros, to the terms of the warp's keys, from `first_key` on; returns whether this lane
+  // found a hidden pair.
   HK_DEVICE static bool add_terms(const Params& p, const RowsOfGroup& rows, int S, int first_key,
                                   const HeadRow* head_rows, Accumulator<1, kOwn>& addends) {
     bool hides = false;
@@ -186,13 +186,14 @@ struct GatedDecode {
 
   // Adds up the sums of the warps and stores them as those of one split. All threads of the block take part; the shared
   // memory is overwritten.
-  HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows, Accumulator<1, kWidth>& attended,
-                              const OnlineSoftmax<1, kTerms>& softmax) {
+  HK_DEVICE static void store(const Params& p, int split, const RowsOfGroup& rows,
+                              const Accumulator<1, kWidth>& attended, const OnlineSoftmax<1, kTerms>& softmax) {
     sync_block();
     const SumMemory memory;
     float *const row_max = memory.row_max, *const row_sum = memory.row_sum;
-    attended.each(
-        [&](float& value, int m, int n, int e) { *memory.acc[warp()].at(row_of(m, e), column_of(n, e)) = value; });
+    attended.each([&](const float& value, int m, int n, int e) {
+      *memory.acc[warp()].at(row_of(m, e), column_of(n, e)) = value;
+    });
     each_row<1>([&](int m, int half, int row) {
       const int index = warp() * kBlockM + row;
       row_max[index] = softmax.row_max[m][half];

@@ -28,17 +28,17 @@ HK_DEVICE int64_t index_of_split(const ForwardTask& p, int split, int b, int h, 
 // Stores the sums of one split for the warp's rows, from `first_row` of head (b, h) up to row T.
 template <int kGroups, int kWidth, bool kTerms>
 HK_DEVICE void store_split(const ForwardTask& p, int split, int b, int h, int first_row, int T,
-                           Accumulator<kGroups, kWidth>& acc, const OnlineSoftmax<kGroups, kTerms>& softmax) {
+                           const Accumulator<kGroups, kWidth>& acc, const OnlineSoftmax<kGroups, kTerms>& softmax) {
   const int width = static_cast<int>(p.out.size[3]);
-  each_row<kGroups>([&](int m, int half, int warp_row) {
-    const int row = first_row + warp_row;
+  each_row<kGroups>([&](int m, int half, int own) {
+    const int row = first_row + own;
     const float sum = sum_of_row(softmax.row_sum[m][half]);
     if (row >= T || lane() % 4 != 0) return;
     const int64_t index = index_of_split(p, split, b, h, row);
     p.splits.row_max[index] = softmax.row_max[m][half];
     p.splits.row_sum[index] = sum;
   });
-  acc.each([&](float& value, int m, int n, int e) {
+  acc.each([&](const float& value, int m, int n, int e) {
     const int row = first_row + row_of(m, e), column = column_of(n, e);
     if (row < T && column < width) p.splits.acc[index_of_split(p, split, b, h, row) * width + column] = value;
   });
@@ -60,13 +60,13 @@ class HeadOutput {
 
   // Stores `attended` and `lse` of the warp's rows; the block's first row of head (b, h) is `first_row`.
   HK_DEVICE static void store(const ForwardTask& p, const Gate& gate, int b, int h, int first_row,
-                              Accumulator<kGroups, kWidth>& attended, const float (&lse)[kGroups][2]) {
+                              const Accumulator<kGroups, kWidth>& attended, const float (&lse)[kGroups][2]) {
     const HeadOutput rows(warp());
     const AttendedTile tile = rows.tile;
     float* const row_lse = rows.lse;
     sync_block();
     each_row<kGroups>([&](int m, int half, int row) { row_lse[row] = lse[m][half]; });
-    attended.each([&](float& value, int m, int n, int e) { *tile.at(row_of(m, e), column_of(n, e)) = value; });
+    attended.each([&](const float& value, int m, int n, int e) { *tile.at(row_of(m, e), column_of(n, e)) = value; });
     sync_warp();
     rows.add_sink(p, h);
     const BlockCoord at = {b, h, first_row + warp() * kWarpRows};

@@ -178,12 +178,11 @@ HK_DEVICE void fill(Accumulator<kGroups, kColumns>& tile, const Set& set, float 
 template <ScoreLayout kLayout, int kGroups, int kColumns>
 class LeftOut {
  public:
-  // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones. A tile whose terms hide
-  // pairs is `partial` too.
+  // `ranges` are those of the tile's query rows, `first_row` and `first_key` its first ones.
   template <typename Terms>
   HK_DEVICE LeftOut(const AttentionParams& p, const Visible& visible, const Range* ranges, bool partial,
                     const Terms& terms, bool hides, int b, int h, int first_row, int first_key)
-      : partial_(partial), drops_(p.dropout.active), keep_scale_(static_cast<float>(p.dropout.keep_scale)) {
+      : partial_(partial || hides), drops_(p.dropout.active), keep_scale_(static_cast<float>(p.dropout.keep_scale)) {
     if (partial_) add_hidden<kLayout>(hidden_, visible, ranges, first_key);
     if (hides) terms.add_hidden(hidden_);
     if (drops_) dropped_.template draw<kLayout>(p.dropout, b, h, first_row, first_key);

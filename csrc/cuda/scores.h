@@ -86,7 +86,7 @@ class Addends {
 };
 
 // The terms of tiles of kRows query rows and kKeys keys. Functions take the parameters of the kernel, which are
-// available everywhere and cost no registers.
+// available everywhere and cost no registers. A dense mask comes with its cells (MaskParams).
 template <bool kThere, ScoreLayout kLayout, int kRows, int kKeys>
 class ScoreTile {
   // Padded as tiles are (16 columns are not: the widest kernels have no shared memory left).

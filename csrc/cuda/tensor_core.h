@@ -28,12 +28,23 @@ struct Accumulator {
   // f(value, m, n, e) for every element of this lane.
   template <typename F>
   HK_DEVICE void each(F&& f) {
+    each_of(c, f);
+  }
+  template <typename F>
+  HK_DEVICE void each(F&& f) const {
+    each_of(c, f);
+  }
+
+ private:
+  // `values` are c, const or not.
+  template <typename Values, typename F>
+  HK_DEVICE static void each_of(Values& values, F&& f) {
     HK_UNROLL
     for (int m = 0; m < kGroups; ++m) {
       HK_UNROLL
       for (int n = 0; n < kTiles; ++n) {
         HK_UNROLL
-        for (int e = 0; e < 4; ++e) f(c[m][n][e], m, n, e);
+        for (int e = 0; e < 4; ++e) f(values[m][n][e], m, n, e);
       }
     }
   }

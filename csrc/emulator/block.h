@@ -29,7 +29,7 @@ constexpr int kLanes = 32;
 // block, threads in whole warps.
 void run_grid(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 
-// The sizes of the last launch of this thread.
+// The sizes of the last launch of this host thread.
 struct Launch {
   int64_t blocks = 0;
   int threads = 0;

@@ -175,6 +175,7 @@ inline bool any_in_warp(bool vote) {
 
 template <typename V>
 inline V shuffle_xor(V value, int mask) {
+  static_assert(sizeof(V) == sizeof(uint32_t));
   static constexpr emulator::Operation kOperation{"shuffle_xor", false, software::shuffle_xor<V>};
   software::Shuffled<V> lane{value, mask};
   emulator::take_part(kOperation, &lane);
@@ -183,7 +184,8 @@ inline V shuffle_xor(V value, int mask) {
 
 template <bool kTransposed>
 inline void load_matrices(uint32_t (&matrices)[4], const void* row) {
-  static constexpr emulator::Operation kOperation{"load_matrices", false, software::load_matrices<kTransposed>};
+  static constexpr emulator::Operation kOperation{kTransposed ? "load_matrices_transposed" : "load_matrices", false,
+                                                  software::load_matrices<kTransposed>};
   emulator::check_shared(row, "loads a row of a matrix from");
   software::Matrices lane{matrices, static_cast<const char*>(row)};
   emulator::take_part(kOperation, &lane);

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,20 @@ def test_results_are_those_of_the_package(dtype: torch.dtype, tmp_path: Path) ->
         for case in QUICK:
             case.make(dtype, requires_grad=dtype == torch.float32).call("cpu")
     assert repeated(calls, tmp_path) == ["attention"] * len(QUICK)
+
+
+def test_closed_rows_are_those_of_the_package(tmp_path: Path) -> None:
+    """Tiles in which a gate per token closes all rows are computed only for what is saved for the gate's gradient."""
+    given = tensors("gated_attention", T=140, dtype=torch.float32)
+    gate = torch.ones(2, 4, 140)
+    gate[:, 1, :64] = 0
+    with Calls() as calls:
+        for closed_grad, saves in product((True, False), repeat=2):
+            leaf = gate.clone().requires_grad_(saves)
+            hk.gated_attention(**given, gate=leaf, closed_grad=closed_grad, backend="cpu")
+    attended = [results[1] for _, _, results in calls.recorded]
+    assert [bool(each[:, 1, :64].any()) if each.numel() else None for each in attended] == [True, None, False, None]
+    assert repeated(calls, tmp_path) == ["attention"] * 4
 
 
 def test_statistics_are_those_of_the_package(tmp_path: Path) -> None:
