@@ -185,10 +185,33 @@ def check_tensors(**tensors: Tensor) -> None:
         check_device(name, tensor, query.device)
 
 
-def check_groups(name: str, heads: int, H: int) -> None:
-    """Check that groups of the same number of the H query heads can share the heads of key or value."""
-    if (H == 0) != (heads == 0) or (heads and H % heads):
-        refuse(name, f"has {heads} heads, but the call has H = {H}", "H must be a multiple of them (grouped heads)")
+def check_grouped_heads(query: Tensor, key: Tensor) -> None:
+    """Check that `query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree."""
+    (_, H, _, D), (_, Hk, _, width) = query.shape, key.shape
+    if width != D:
+        refuse("key", f"has width {width}, but query has width {D}", "make D equal")
+    if (H == 0) != (Hk == 0) or (Hk and H % Hk):
+        instead = "H must be a multiple of Hk (grouped-query heads)"
+        refuse("key", f"has {Hk} heads, but query has {H}", instead)
+
+
+def check_mixing(query: Tensor, key: Tensor, mixing: Tensor) -> None:
+    """Check that `query` `[B, T, Ds]`, `key` `[B, S, Ds]` and mixing agree."""
+    Ds, width = query.shape[2], key.shape[2]
+    if width != Ds:
+        refuse("key", f"has width {width}, but query has width {Ds}", "make Ds equal")
+    check_companion("mixing", mixing, query)
+    if mixing.dim() != 2 or mixing.shape[1] != Ds:
+        was = f"has shape {shape_of(mixing)}, but query has width {Ds}"
+        refuse("mixing", was, "pass [H, Ds]")
+
+
+def check_value_heads(value: Tensor, H: int, S: int) -> None:
+    """Check that `value` `[B, Hv, S, Dv]` of collaborative attention fits H heads and S keys."""
+    Hv = value.shape[1]
+    if value.shape[2] != S or (H == 0) != (Hv == 0) or (Hv and H % Hv):
+        was = f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}"
+        refuse("value", was, "pass [..., Hv, S, Dv], H a multiple of Hv (grouped value heads)")
 
 
 def check_sizes(B: int, H: int, T: int, S: int) -> None:

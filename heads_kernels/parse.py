@@ -22,13 +22,15 @@ from heads_kernels.checks import (
     check_excluded,
     check_flag,
     check_gate_activation,
-    check_groups,
+    check_grouped_heads,
+    check_mixing,
     check_row_weights,
     check_scale,
     check_sizes,
     check_softcap,
     check_tensor,
     check_tensors,
+    check_value_heads,
     check_whole_sequence,
     refuse,
     shape_of,
@@ -243,30 +245,27 @@ def check(call: Call) -> None:
         check_tensors(query=query, key=key)
     else:
         check_tensors(query=query, key=key, value=value)
-    names = [name for name in _COMPANIONS if getattr(call, name) is not None]
-    for name in names if mixing is None else ("mixing", *names):
-        check_companion(name, getattr(call, name), query)
-    B, H, T, S = call.sizes
-    check_sizes(B, H, T, S)
-    # The layouts of operands, of which nearly all fit, are read only where they do not.
     if mixing is None:
+        check_grouped_heads(query, key)
+        if value is not None and value.shape[1:3] != key.shape[1:3]:
+            was = f"has shape {shape_of(value)}, but key is {shape_of(key)}"
+            instead = "make heads and S of value equal to those of key: [..., Hk, S, Dv]"
+            refuse("value", was, instead)
         if call.content_bias is not None:
             instead = "pass mixing [H, Ds] too, or leave it out"
             refuse("content_bias", "is given without mixing", instead)
-        check_groups("key", key.shape[1], H)
-        fit = key.shape[3] == query.shape[3] and (value is None or value.shape[1:3] == key.shape[1:3])
     else:
-        check_groups("value", call.Hv, H)
-        fit = mixing.shape[1:] == query.shape[2:] == key.shape[2:] and (value is None or value.shape[2] == S)
-    if names or not fit:
-        sizes = call.named_sizes()
-        if mixing is None:
-            sizes["Hv"] = sizes["Hk"]
-        for name in names if fit else ("key", "value", "mixing", *names):
-            tensor = getattr(call, name)
-            if tensor is not None:
-                check_layout(name, tensor, LAYOUTS[name], sizes)
+        check_mixing(query, key, mixing)
+        if value is not None:
+            check_value_heads(value, call.H, call.S)
+    B, H, T, S = call.sizes
+    check_sizes(B, H, T, S)
     check_gate_activation(call.gate, call.gate_activation)
+    for name in _COMPANIONS:
+        tensor = getattr(call, name)
+        if tensor is not None:
+            check_companion(name, tensor, query)
+            check_layout(name, tensor, LAYOUTS[name], call.named_sizes())
     if call.alpha is not None:
         for name, field in zip(call._fields, call, strict=True):
             if is_sharded(field):

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.call import Call
+from heads_kernels.call import Call, can_close, compute_dtype
 from heads_kernels.ops import entmax, formula
 from heads_kernels.ops.formula import NEG_INF
-from heads_kernels.ops.gate import multiply, without_gradient_at_0
+from heads_kernels.ops.gate import activate, as_4d, without_gradient_at_0
 
 #: Newton steps from the threshold of entmax that are differentiated: n steps give derivatives up to order 2^n - 1.
 _STEPS: Final = 3
@@ -26,7 +26,9 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     if call.mixing is not None and not call.closed_grad:
         call = call._replace(mixing=without_gradient_at_0(call.mixing))
     visible = formula.visible_pairs(call)
-    raw = _product(*formula.operands_of_scores(call, visible))  # the slope of mixing is NaN where a query is
+    raw = _product(
+        *formula.operands_of_scores(call, visible)
+    )  # hidden rows are 0: the slope of mixing is NaN where a query is
     if call.content_bias is not None:
         raw = raw + call.content_bias[:, :, None].to(raw.dtype)
     # Before the cap: the derivative of a hidden NaN is NaN times 0.
@@ -39,7 +41,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     weights = formula.times(p, formula.kept_share(call, p))
     touched = visible if call.alpha is None else weights != 0
     attended = formula.product(weights, formula.per_head(call.value, p), touched)
-    return multiply(attended, call, None if visible is None else ~visible.any(-1)), lse
+    return _gated(attended, call, visible).to(call.query.dtype), lse
 
 
 def _product(query: Tensor, key: Tensor) -> Tensor:
@@ -68,3 +70,19 @@ def _entmax(finished: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         slopes = formula.only(inside, torch.exp((1.0 - order) * logs)).sum(-1, keepdim=True)
         above = above + excess / slopes.masked_fill(blank, 1.0)
     return formula.only(inside, logs_of(above).exp()), (top + above)[..., 0]
+
+
+def _gated(attended: Tensor, call: Call, visible: Tensor | None) -> Tensor:
+    """`act(gate) * attended`, exactly 0 in closed heads and in rows that see no key."""
+    gate, activation = call.gate, call.gate_activation
+    if gate is None:
+        return attended
+    if activation == "identity" and not call.closed_grad:
+        gate = without_gradient_at_0(gate)
+    read = as_4d(gate.to(compute_dtype(call.query.dtype)))
+    if visible is not None:  # before the activation, whose slope is NaN where a gate is
+        read = read.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    if can_close(gate, activation):
+        infinite = ~torch.isfinite(attended.detach()) & (as_4d(gate) == 0)
+        attended = attended.masked_fill(infinite, 0.0)
+    return attended * activate(read, activation)

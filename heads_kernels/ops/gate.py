@@ -11,6 +11,8 @@ writing its zeros, and building a list would cost a launch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,31 +31,38 @@ def activate(gate: Tensor, activation: str) -> Tensor:
     return gate
 
 
-def multiply(attended: Tensor, call: Call, hidden: Tensor | None) -> Tensor:
-    """`act(gate) * attended`, in the dtype of the call, by operations that PyTorch differentiates to any order.
+def multiply(attended: Tensor, call: Call, hidden: Tensor) -> Tensor:
+    """`act(gate) * attended` of a call that ran without its gate, in the dtype of the call.
 
-    Rows that see no key, `hidden` `[B, H, T]` (None: all see one), and closed heads are exactly 0, whatever their gates
-    and values.
+    Rows that see no key, `hidden` `[B, H, T]`, and closed heads are exactly 0, whatever their gates and values.
     """
     gate, activation = call.gate, call.gate_activation
-    if gate is None:
-        return attended.to(call.query.dtype)
+    assert gate is not None
     if activation == "identity" and not call.closed_grad:
         gate = without_gradient_at_0(gate)
-    read = as_4d(gate.to(compute_dtype(attended.dtype)))
-    if hidden is not None:
-        # Before the activation, whose slope is NaN where a gate is.
-        read = read.masked_fill(hidden[..., None], 0.0)
+    # A gate of a hidden row may be NaN and is replaced first: the slope of its activation would be NaN too.
+    read = as_4d(gate.to(compute_dtype(attended.dtype))).masked_fill(hidden[..., None], 0.0)
+    product = attended * activate(read, activation)
     if can_close(gate, activation):
-        values = attended.detach()
-        infinite = (values - values != 0.0) & (as_4d(gate) == 0)  # isfinite would run five operations
-        attended = attended.masked_fill(infinite, 0.0)
-    return (attended * activate(read, activation)).to(call.query.dtype)
+        product = _Closed.apply(product, as_4d(gate) == 0)  # type: ignore[no-untyped-call]
+    return product.to(call.query.dtype)
 
 
 def without_gradient_at_0(tensor: Tensor) -> Tensor:
     """The same values; entries that are exactly 0 get gradient 0 (`closed_grad=False`)."""
     return torch.where(tensor == 0, tensor.detach(), tensor)
+
+
+class _Closed(torch.autograd.Function):
+    """Write zeros for closed heads, and pass the gradient through to their gates."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, closed: Tensor) -> Tensor:
+        return product.masked_fill(closed, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
 
 
 def sizes_4d(gate: Tensor) -> tuple[int, ...]:

@@ -85,8 +85,8 @@ _LAYOUTS: Final = {
 }
 _FIXED_SIZES: Final = {"parts": 2, "numbers": SEED_LENGTH}
 #: Tensors that kernels read as they are: in the dtype of the query, in that of scores (`compute_dtype`), or in that of
-#: `_DTYPES`. (`check` has compared the key and the value with the query.)
-_OF_QUERY: Final = ("dout", "attended")
+#: `_DTYPES`.
+_OF_QUERY: Final = ("key", "value", "dout", "attended")
 _OF_SCORES: Final = ("alpha", "row_weights", "lse", "dlse")
 _DTYPES: Final = {
     **dict.fromkeys(("k_lo", "k_hi", "first_keys"), torch.int32),

@@ -46,13 +46,13 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
         "gate has shape [3, 2, 4], but the batch dimensions of the call are [2, 3]; pass [2, 3, H]"),
     (GATED, ValueError, SEVERAL | {"attn_mask": f32(3, 2, H, T, S).bool()},
         "attn_mask has shape [3, 2, 4, 5, 7], but the batch dimensions of the call are [2, 3];"),
-    (GATED, ValueError, {"key": f32(B, Hk, S, 9)}, "key has shape [2, 2, 7, 9]"),
-    (COLLABORATIVE, ValueError, {"key": f32(B, S, 9)}, "key has shape [2, 7, 9]"),
+    (GATED, ValueError, {"key": f32(B, Hk, S, 9)}, "key has width 9"),
+    (COLLABORATIVE, ValueError, {"key": f32(B, S, 9)}, "key has width 9"),
     (GATED, ValueError, {"key": f32(B, 3, S, D)}, "key has 3 heads"),
     (GATED, ValueError, {"key": f32(B, 0, S, D)}, "key has 0 heads"),
     (GATED, ValueError, {"value": f32(B, Hk, 6, Dv)}, "value has shape [2, 2, 6, 6]"),
     (GATED, ValueError, {"value": f32(B, 1, S, Dv)}, "value has shape [2, 1, 7, 6]"),
-    (COLLABORATIVE, ValueError, {"value": f32(B, 3, S, Dv)}, "value has 3 heads"),
+    (COLLABORATIVE, ValueError, {"value": f32(B, 3, S, Dv)}, "value has shape [2, 3, 7, 6]"),
     (COLLABORATIVE, ValueError, {"mixing": f32(D)}, "mixing has shape [8]"),
     (COLLABORATIVE, ValueError, {"mixing": f32(())}, "mixing has shape []"),
     (COLLABORATIVE, ValueError, {"mixing": f32(H, 9)}, "mixing has shape [4, 9]"),
@@ -251,6 +251,18 @@ def test_the_op_refuses_a_bias_of_other_batches(entries: tuple[int, int]) -> Non
         attention_op(*Call(*operands, bias=f32(*fits, 1, 1, 1)), False, "eager")
     with pytest.raises(ValueError, match=r"^bias has shape"):
         attention_op(*Call(*operands, bias=f32(*entries, 1, 1, 1)), False, "eager")
+
+
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_op_refuses_keys_and_values_of_other_batches(name: str, shared: bool) -> None:
+    """Kernels would read past their end."""
+    operands = {"query": f32(B, T, D), "key": f32(B, S, D), "value": f32(B, H, S, Dv), "mixing": f32(H, D)}
+    if not shared:
+        operands = {"query": f32(B, H, T, D), "key": f32(B, H, S, D), "value": f32(B, H, S, Dv)}
+    operands[name] = operands[name][:1]
+    with pytest.raises(ValueError, match=rf"^{name} has shape"):
+        attention_op(*Call(**operands), False, "eager")
 
 
 def test_explain_refuses_what_it_can_not_read() -> None:

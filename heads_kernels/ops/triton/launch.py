@@ -46,8 +46,6 @@ _POINTERS: Final = frozenset(POINTERS)
 T = TypeVar("T", bound=NamedTuple)
 
 _LOGGER: Final = logging.getLogger("heads_kernels")
-#: More than a step and those that follow it have kernels.
-_THREADS: Final = 32
 #: Seconds of compilation after which a line is logged: most kernels of gated attention take less.
 _SILENT: Final = 2.0
 
@@ -55,18 +53,17 @@ _SILENT: Final = 2.0
 _COMPILING: Final = threading.RLock()
 
 
-class _Compilation(AsyncCompileMode):  # type: ignore[misc]
-    """In this context Triton compiles in the threads of its executor, or not at all if that is None. A launch that
-    needs a kernel that is not compiled launches nothing, and returns None."""
+class _Uncompiled(AsyncCompileMode):  # type: ignore[misc]
+    """In this context Triton compiles nothing. A launch that needs it launches nothing either and returns None, and
+    `jobs` has, by the hash of the kernel, the function that compiles it and the one that gives the result to Triton."""
 
-    is_needed = False
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.jobs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
-    def submit(self, *compilation: Any) -> None:
-        """Called by Triton for a kernel that it has not compiled. It keeps what this returns: if the compilation fails,
-        it compiles the kernel again where it is launched."""
-        self.is_needed = True
-        if self.executor is not None:
-            super().submit(*compilation)
+    def submit(self, key: str, compile: Callable[[], Any], keep: Callable[[Any], None], *_: Any) -> None:
+        """Called by Triton for a kernel that it has not compiled; 3.9 also passes what undoes a failed compilation."""
+        self.jobs[key] = compile, keep
 
 
 class _Step(threading.local):
@@ -74,8 +71,8 @@ class _Step(threading.local):
 
     #: They launch the kernels of the step that is running, and of those that will follow it; see `compiled_together`.
     launchers: Sequence[Callable[[], None]] = ()
-    #: Whether kernels are compiled, not launched.
-    compiles: bool = False
+    #: Not None: nothing is launched, kernels that are not compiled are collected here.
+    uncompiled: _Uncompiled | None = None
 
 
 _step: Final = _Step()
@@ -107,8 +104,9 @@ def launch(kernel: Any, programs: int, like: Tensor, tiles: Tiles, *args: Any, *
         with torch.cuda.device(like.device):
             launch(kernel, programs, like, tiles, *args, **constants)
         return
-    if _step.compiles:
-        kernel.warmup(*args, grid=(programs,), **constants, **tiles.launch_options)
+    if (uncompiled := _step.uncompiled) is not None:
+        with uncompiled:
+            kernel.warmup(*args, grid=(programs,), **constants, **tiles.launch_options)
         return
     options = tiles.num_warps, tiles.num_stages, tiles.maxnreg
     facts: list[object] = [id(kernel), like.device, *options, *constants, *constants.values()]
@@ -175,40 +173,48 @@ def is_sound(release: str) -> bool:
 def _start_with_others(start: Callable[[], Any], like: Tensor) -> Any:
     """`start()`, Triton's own launch; if the kernel is not compiled, the others of the step are compiled with it.
 
-    Not while a CUDA graph is captured: it would record what `_compile_step` does between launches.
+    Not while a CUDA graph is captured: it would record what `_collect` does between launches.
     """
     if not _step.launchers or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return start()
-    without = _Compilation(None)
+    uncompiled = _Uncompiled()
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(RuntimeError):  # in a mode of the user's, Triton compiles
-            stack.enter_context(without)
+            stack.enter_context(uncompiled)
         compiled = start()
-    if not without.is_needed:
+    if not uncompiled.jobs:
         return compiled
-    _compile_step()
+    _collect(uncompiled)
+    _compile(uncompiled)
     return start()
 
 
-def _compile_step() -> None:
-    """Compile the kernels of the step, and of those to follow, that are not compiled.
-
-    In threads: MLIR, LLVM and ptxas, which take most of the time, run without Python's lock. The error of a kernel that
-    does not compile is raised where it is launched.
-    """
+def _collect(uncompiled: _Uncompiled) -> None:
+    """Add the kernels of the step, and of those to follow, that are not compiled."""
     launchers, _step.launchers = _step.launchers, ()
-    _step.compiles = True
+    _step.uncompiled = uncompiled
     try:
-        with ThreadPoolExecutor(_THREADS) as pool, _Compilation(pool, ignore_errors=True) as mode:
-            for run in launchers:
-                # There may be no memory for the buffers; other errors are raised when it runs.
-                with contextlib.suppress(Exception):
-                    run()
-            if wait(mode.raw_futures, _SILENT).not_done:
-                text = "Triton compiles %d kernel(s) for a new kind of call; its cache keeps them"
-                _LOGGER.warning(text, len(mode.raw_futures))
+        for run in launchers:
+            # There may be no memory for the buffers; other errors are raised when it runs.
+            with contextlib.suppress(Exception):
+                run()
     finally:
-        _step.launchers, _step.compiles = launchers, False
+        _step.launchers, _step.uncompiled = launchers, None
+
+
+def _compile(uncompiled: _Uncompiled) -> None:
+    """Compile in threads: MLIR, LLVM and ptxas, which take most of the time, run without Python's lock.
+
+    The error of a kernel that does not compile is raised where it is launched.
+    """
+    with ThreadPoolExecutor(len(uncompiled.jobs)) as pool:
+        futures = {pool.submit(compile): keep for compile, keep in uncompiled.jobs.values()}
+        if wait(futures, _SILENT).not_done:
+            text = "Triton compiles %d kernel(s) for a new kind of call; its cache keeps them"
+            _LOGGER.warning(text, len(futures))
+        for future, keep in futures.items():
+            if future.exception() is None:
+                keep(future.result())
 
 
 def _collect_facts(values: tuple[Any, ...], facts: list[object]) -> None:

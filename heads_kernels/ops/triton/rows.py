@@ -102,10 +102,10 @@ def _see_a_key(visible, terms, b, h, rows, T, S, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _rows_kernel(dout, attended, gate, terms, lse, dlse, visible, written, sizes, TILE: tl.constexpr):
+def _rows_kernel(dout, attended, gate, terms, lse, dlse, visible, hides, written, sizes, TILE: tl.constexpr):
     """A program reads BLOCK_M rows of a head once. Rows that see no key get 0, even if `dout` is not finite there.
 
-    `visible` is None if `lse` says which rows see a key.
+    Unless `hides` is None, `lse` does not say which rows see a key, but `visible` does.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     T = sizes.T
@@ -117,7 +117,7 @@ def _rows_kernel(dout, attended, gate, terms, lse, dlse, visible, written, sizes
     of_pair = pair.to(tl.int64) * T + rows
     row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
     sees = row_lse != float("-inf")
-    if visible is not None:
+    if hides is not None:
         sees = sees & _see_a_key(visible, terms, b, h, rows, T, sizes.S, BLOCK_M)
     do = load_values(dout, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
     products = do * load_values(attended, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
@@ -231,7 +231,7 @@ def first_pass(
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
         of_dout, rows_of(saved.attended), gate, operands.terms,
-        of_rows.ptr, saved.dlse, operands.visible if hides else None, written, sizes_of(call),
+        of_rows.ptr, saved.dlse, operands.visible, 1 if hides else None, written, sizes_of(call),
         TILE=tile_constants(call, tiles),
     )  # fmt: skip
     return FirstPass(operands, Reads(dattended, None if gated else gate, of_rows._replace(ptr=lse), delta))
