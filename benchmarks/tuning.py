@@ -5,8 +5,8 @@
 reads jobs from stdin, one JSON object a line, and prints a row for each. What kernels do may end the process, or block
 it: `run_jobs` starts another for the jobs that are left. With TRITON_INTERPRET=1 calls have toy sizes, on the CPU.
 
-The launchers ask `tiles_for(kernel, like, D, Dv, ...)`, which each module imports by name. It is replaced in every
-module that has it, so kernels need no list here: what a call asks for is what there is to tune.
+The launchers ask `tiles_for(kernel, like, D, Dv, ...)`, most of them through `tiles_of_pass`. It is replaced in every
+module that has it by name, so kernels need no list here: what a call asks for is what there is to tune.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate
 from heads_kernels.ops.triton.gluon_row_tiles import (
     Global,
+    Order,
     Seen,
     Shared,
     adder,
@@ -180,13 +181,8 @@ def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _backward_kernel(
-    memory, terms, seen, reads, written, tickets, counters, sizes, splits, together, TILE: gl.constexpr
-):
-    """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`.
-
-    `tickets` counts programs that have started, `counters` as in `adder`: int32, 0 at first.
-    """
+def _backward_kernel(memory, terms, seen, reads, written, order, sizes, splits, together, TILE: gl.constexpr):
+    """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`."""
     STAGES: gl.constexpr = TILE.stages
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
@@ -195,7 +191,7 @@ def _backward_kernel(
     # `together` owners run at once; the tiles of keys of each start one after the other.
     tiles = gl.cdiv(sizes.S, BLOCK_N)
     owners = gl.num_programs(0) // tiles
-    ticket = gl.atomic_add(tickets, 1, sem="relaxed")
+    ticket = gl.atomic_add(order.ticket, 1, sem="relaxed")
     first_owner = ticket // (together * tiles) * together
     beside = gl.minimum(owners - first_owner, together)
     program = ticket - first_owner * tiles
@@ -236,8 +232,8 @@ def _backward_kernel(
             (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE)),
             (reader, (reads, shared, visible, place, heads, sizes, TILE)),
             (producer, (memory, reads, shared, visible, place, heads, sizes, TILE)),
-            (adder, (memory, counters, reads, shared, seen, place, heads, sizes, 0, TILE)),
-            (adder, (memory, counters, reads, shared, seen, place, heads, sizes, 1, TILE)),
+            (adder, (memory, order, reads, shared, seen, place, heads, sizes, 0, TILE)),
+            (adder, (memory, order, reads, shared, seen, place, heads, sizes, 1, TILE)),
         ],
         [1, 1, 1, 1],
         [32, 32, 32, 32],
@@ -285,7 +281,7 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     launch(
         _backward_kernel, splits * B * Hk * key_tiles, call.query, tiles,
         memory, of.terms, Seen(by_keys, by_rows), reads, KeysWritten(of_key, of_value),
-        counters[:1], counters[1:], sizes, Splits(B, splits), together,
+        Order(counters[:1], counters[1:]), sizes, Splits(B, splits), together,
         TILE=constants,
     )  # fmt: skip
     launch(

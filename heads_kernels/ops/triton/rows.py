@@ -30,6 +30,7 @@ from heads_kernels.ops.triton.operands import (
     RowLse,
     Rows,
     Support,
+    Visible,
     gate_of,
     operands_of,
     row_lse_of,
@@ -60,6 +61,16 @@ class FirstPass(NamedTuple):
     operands: Operands
     reads: Reads
     support: Support | None = None  # of entmax; all gradients outside of it are 0
+
+
+class RowsRead(NamedTuple):
+    """The data of rows that the first kernel reads besides tiles."""
+
+    lse: Tensor | None
+    dlse: Tensor | None
+    visible: Visible
+    hides: int | None  # not None: `lse` does not say which rows see a key, `visible` does
+    end: None = None
 
 
 class RowsWritten(NamedTuple):
@@ -102,11 +113,8 @@ def _see_a_key(visible, terms, b, h, rows, T, S, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _rows_kernel(dout, attended, gate, terms, lse, dlse, visible, hides, written, sizes, TILE: tl.constexpr):
-    """A program reads BLOCK_M rows of a head once. Rows that see no key get 0, even if `dout` is not finite there.
-
-    Unless `hides` is None, `lse` does not say which rows see a key, but `visible` does.
-    """
+def _rows_kernel(dout, attended, gate, terms, read, written, sizes, TILE: tl.constexpr):
+    """A program reads BLOCK_M rows of a head once. Rows that see no key get 0, even if `dout` is not finite there."""
     BLOCK_M: tl.constexpr = TILE.block_m
     T = sizes.T
     tiles = tl.cdiv(T, BLOCK_M)
@@ -115,10 +123,10 @@ def _rows_kernel(dout, attended, gate, terms, lse, dlse, visible, hides, written
     first_row = (tl.program_id(0) % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     of_pair = pair.to(tl.int64) * T + rows
-    row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
+    row_lse = tl.load(read.lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
     sees = row_lse != float("-inf")
-    if hides is not None:
-        sees = sees & _see_a_key(visible, terms, b, h, rows, T, sizes.S, BLOCK_M)
+    if read.hides is not None:
+        sees = sees & _see_a_key(read.visible, terms, b, h, rows, T, sizes.S, BLOCK_M)
     do = load_values(dout, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
     products = do * load_values(attended, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
     products = tl.where(sees[:, None], products, 0.0)  # [BLOCK_M, BLOCK_DV]
@@ -138,8 +146,8 @@ def _rows_kernel(dout, attended, gate, terms, lse, dlse, visible, hides, written
             if written.dattended is not None:
                 store_tile(written.dattended, b, h, first_row, T, do * g[:, None], TILE.dv)
     of_lse = tl.zeros((BLOCK_M,), tl.float32)
-    if dlse is not None:
-        of_lse = tl.load(dlse + of_pair, mask=rows < T, other=0.0)
+    if read.dlse is not None:
+        of_lse = tl.load(read.dlse + of_pair, mask=rows < T, other=0.0)
         total = tl.where(sees, total - of_lse, 0.0)
     to_read = tl.where(sees, prepared(row_lse, terms) + total * 0.0, float("inf"))
     tl.store(written.lse + of_pair, to_read, mask=rows < T)
@@ -227,11 +235,12 @@ def first_pass(
         dgate_rows = rows_of(dgate) if by_element else dgate
     biased = call.bias is not None or call.offset_bias is not None
     hides = call.sinks is not None and (call.S == 0 or biased or call.intervals.hides)
+    read = RowsRead(of_rows.ptr, saved.dlse, operands.visible, 1 if hides else None)
     written = RowsWritten(lse, delta, dgate_rows, dattended if gated else None, dsinks if dsinks.numel() else None)
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
         of_dout, rows_of(saved.attended), gate, operands.terms,
-        of_rows.ptr, saved.dlse, operands.visible, 1 if hides else None, written, sizes_of(call),
+        read, written, sizes_of(call),
         TILE=tile_constants(call, tiles),
     )  # fmt: skip
     return FirstPass(operands, Reads(dattended, None if gated else gate, of_rows._replace(ptr=lse), delta))
