@@ -85,7 +85,7 @@ class RingCall(NamedTuple):
         if sinks is not None:
             sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
             attended, _ = merge_attention([attended, torch.zeros_like(attended)], [lse, sink])
-        return gates.multiply(attended, call, hidden)
+        return attended if gate is None else gates.multiply(attended, call, hidden)
 
     def block(self, step: int, keys: Tensors) -> Call:
         call, positions = self.call, self.ring.positions[self.ring.source(step)]
