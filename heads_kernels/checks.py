@@ -323,7 +323,7 @@ def check_excluded(exclude_keys: Tensor | None, query: Tensor, sizes: tuple[int,
     instead = f"pass bool [S] = [{S}] or [B, S] = [{B}, {S}], True for the keys to exclude"
     check_tensor("exclude_keys", exclude_keys, instead, (1, 2), (torch.bool,))
     *batch, keys = exclude_keys.shape
-    if keys != S or batch not in ([], [1], [B]):
+    if keys != S or (batch and batch[0] not in (1, B)):
         refuse("exclude_keys", f"has shape {shape_of(exclude_keys)}", instead)
     check_device("exclude_keys", exclude_keys, query.device)
     return (exclude_keys if batch else exclude_keys[None]).contiguous()
