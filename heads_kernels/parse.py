@@ -261,11 +261,13 @@ def check(call: Call) -> None:
     B, H, T, S = call.sizes
     check_sizes(B, H, T, S)
     check_gate_activation(call.gate, call.gate_activation)
+    sizes: dict[str, int] = {}
     for name in _COMPANIONS:
         tensor = getattr(call, name)
         if tensor is not None:
+            sizes = sizes or call.named_sizes()
             check_companion(name, tensor, query)
-            check_layout(name, tensor, LAYOUTS[name], call.named_sizes())
+            check_layout(name, tensor, LAYOUTS[name], sizes)
     if call.alpha is not None:
         for name, field in zip(call._fields, call, strict=True):
             if is_sharded(field):

@@ -102,8 +102,10 @@ class HeadScores:
         return float((centred[0] @ centred[1]) / norm)
 
     def normalised(self) -> HeadScores:
-        """The scores of each layer divided by their l2 norm, as in Michel et al. 2019 (section 4.1), which hides
-        differences between layers. A layer of zeros stays zero."""
+        """The scores of each layer divided by their l2 norm, as in Michel et al. 2019 (section 4.1).
+
+        This hides differences between layers. A layer of zeros stays zero.
+        """
         scores = (each / norm if (norm := each.norm()) > 0 else each for each in self.scores)
         return replace(self, scores=tuple(scores), method=f"{self.method}, l2 per layer")
 

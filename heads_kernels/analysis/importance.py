@@ -96,14 +96,15 @@ def importance(
         refuse("reduce", f"is {reduce!r}, but the method is {method!r}", "leave it out")
     if not callable(loss):
         refuse_type("loss", loss, "pass a function loss(model, batch) -> Tensor")
-    chosen = choose_layers(attention_layers(model), layers)
+    every = attention_layers(model)
+    chosen = choose_layers(every, layers)
     if not any(layer.num_heads for layer in chosen):
         was = f"has no heads left in its {len(chosen)} attention layer(s)"
         refuse("model", was, "score heads before all of them are pruned")
     if method != "leave_one_out" and any(weight.is_inference() for weight in model.parameters()):
         was = "has weights of inference mode, through which no gradient goes"
         refuse("model", was, "load it outside of torch.inference_mode, or use 'leave_one_out'")
-    task = _Task(model, chosen, loss, reduce if method == "gradient" else method)
+    task = _Task(model, every, chosen, loss, reduce if method == "gradient" else method)
     sums = {layer.index: torch.zeros(layer.num_heads).double() for layer in chosen}
     examples = 0
     with evaluation(model):
@@ -126,9 +127,10 @@ def importance(
 class _Task:
     """What a method reads: the layers that are scored, the loss, and how the terms of a batch are summed."""
 
-    def __init__(self, model: nn.Module, layers: list[AttentionLayer], loss: Loss, estimator: str) -> None:
-        self.model, self.loss, self.estimator = model, loss, estimator
-        self.every = attention_layers(model)
+    def __init__(
+        self, model: nn.Module, every: list[AttentionLayer], layers: list[AttentionLayer], loss: Loss, estimator: str
+    ) -> None:
+        self.model, self.every, self.loss, self.estimator = model, every, loss, estimator
         self.layers = [layer for layer in layers if layer.num_heads]
         self.names = [layer.name for layer in layers]
         self.signs = torch.Generator().manual_seed(0)

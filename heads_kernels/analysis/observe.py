@@ -70,8 +70,10 @@ def observe(
 # ---------------------------------------------------------------------- passes over data
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with `requires_grad=False` for all weights, but those created under `torch.inference_mode()`,
-    which never have a gradient; both are restored after the block."""
+    """Evaluation mode with `requires_grad=False` for all weights; both are restored after the block.
+
+    Weights created under `torch.inference_mode()` are not changed, since they never have a gradient.
+    """
     asking = [p for p in model.parameters() if p.requires_grad and not p.is_inference()]
     with evaluating(model):
         try:

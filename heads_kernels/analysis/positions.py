@@ -18,8 +18,11 @@ from heads_kernels.ops.formula import NEG_INF
 
 
 def own_keys(call: AttentionCall) -> Tensor:
-    """The key at the position of each row, int64 `[B or 1, T]`; it may be outside of [0, S). In encoder-decoder
-    attention positions are counted from the first real row and key, so that the side of the padding does not matter."""
+    """The key at the position of each row, int64 `[B or 1, T]`; it may be outside of [0, S).
+
+    In self-attention it is the row itself. In encoder-decoder attention positions are counted from the first real row
+    and key, so that the side of the padding does not matter.
+    """
     if call.self_attention:
         return call.own_keys[None]
     rows = torch.arange(call.call.T, device=call.query.device)[None]

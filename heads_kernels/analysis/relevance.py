@@ -194,7 +194,9 @@ def _rule_of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Te
 
 class _Tape(TorchFunctionMode):
     """Context manager in which autograd records what a model computes from its heads to its output, by the rules.
-    Gradients must be off: operators are visible only where autograd does not record them."""
+
+    Gradients must be off: operators are visible only where autograd does not record them.
+    """
 
     def __init__(self, full: bool) -> None:
         super().__init__()
@@ -211,8 +213,10 @@ class _Tape(TorchFunctionMode):
         self.rows[call.B, call.T] = call.real_queries
 
     def heads(self, output: Tensor, relevance: Tensor) -> dict[int, Tensor]:
-        """The relevance of each head, `{index of the layer: [B, H]}`, up to a factor of each example; the sum over the
-        runs of a layer that runs several times."""
+        """The relevance of each head, `{index of the layer: [B, H]}`, up to a factor of each example.
+
+        For a layer that runs several times it is the sum.
+        """
         total = relevance.sum(tuple(range(1, relevance.dim())), keepdim=True)
         start = torch.where(total > 0, relevance / total * _TOTAL, 0.0).to(output.dtype)
         heads = [each for _, each in self._heads]

@@ -86,8 +86,10 @@ def refusing(name: str, why: str) -> Callable[[Tensor], NoReturn]:
 
 # ---------------------------------------------------------------------- functions of rows
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Step:
-    """`input @ weight.T + bias`; the bias counts for all inputs equally. Outputs without relevance are skipped: of many
-    logits only those with relevance cost anything."""
+    """`input @ weight.T + bias`; the bias counts for all inputs equally.
+
+    Outputs without relevance are skipped: of many logits only those with relevance cost anything.
+    """
     if type(weight) not in (Tensor, nn.Parameter):  # torchao's quantised weights compute with few of their bits
         return [input], refusing("linear", f"whose weight is quantised ({type(weight).__name__})")
 
@@ -149,8 +151,10 @@ def _layer_norm(
 
 
 def _by_rows(input: Tensor, relevance: Tensor, tile_of: Callable[[Tensor], Tile]) -> Tensor:
-    """The relevance of `input` `[..., n]` from that of a function of its rows, `[..., m]`, in tiles of z. Rows without
-    relevance are skipped; `tile_of` takes the others, `[N, n]`."""
+    """The relevance of `input` `[..., n]` from that of a function of its rows, `[..., m]`; z is computed in tiles.
+
+    Rows without relevance are skipped; `tile_of` takes the others, `[N, n]`.
+    """
     n = input.shape[-1]
     flat = relevance.reshape(relevance.shape[:-1].numel(), relevance.shape[-1])
     rows = flat.any(1)
@@ -185,7 +189,8 @@ def module_rule(module: nn.Module, input: Tensor, output: Tensor) -> Step | None
 
 def rms_norm(input: Tensor, output: Tensor, eps: float) -> Step:
     """By its full Jacobian: with `w_i = x_i^2 / (sum x^2 + n * eps)` it has `z_ji = f_j * ((i == j) - w_i)` for any
-    weights: z has the sign of `f_j` for i = j, and the opposite sign for all other inputs."""
+    weights: z has the sign of `f_j` for i = j, and the opposite sign for all other inputs.
+    """
 
     def back(relevance: Tensor) -> Sequence[Tensor]:
         squares, size = input.to(relevance.dtype).square(), output.to(relevance.dtype).abs()
@@ -204,8 +209,10 @@ def _identity(input: Tensor, *rest: Any, **options: Any) -> Step:
 
 
 def _add(input: Any, other: Any, *, alpha: float = 1, sign: int = 1) -> Step:
-    """A sum with broadcasting. Over a row, the relevance of both terms together is that of the output. Tensors get a
-    share even if they carry no relevance; numbers get none."""
+    """A sum with broadcasting. Over a row, the relevance of both terms together is that of the output.
+
+    Tensors get a share even if they carry no relevance; numbers get none.
+    """
     both = ((input, 1), (other, sign * alpha))
     terms = [(x, factor) for x, factor in both if isinstance(x, Tensor)]
     inputs = [x for x, _ in terms]

@@ -135,8 +135,10 @@ def _checked(number: int, entry: Relations) -> list[tuple[str, str, int, int]]:
 
 # ---------------------------------------------------------------------- by token ids
 class _TokenCounts(ABC):
-    """Sums of every head of `layers`, by what `find` computes once for each batch from its `input_ids`. `argument` is
-    the argument of `roles` that needs token ids."""
+    """Sums of every head of `layers`, by what `find` computes once for each batch from its `input_ids`.
+
+    `argument` is the argument of `roles` that needs token ids; errors name it.
+    """
 
     argument: str
 

@@ -125,8 +125,11 @@ def dims_of(layers: Sequence[Sizes], spectra: Sequence[Spectrum], dim: Dim | Non
 
 
 def _in_rows(layers: Sequence[Sizes], spectra: Sequence[Spectrum], params: int) -> list[int]:
-    """As `allot` with `params`, in multiples of `_ROW`. What is over a multiple goes to the layers that lack least of
-    the next one. Layers stay exact that are, and those with less than a row."""
+    """As `allot` with `params`, in multiples of `_ROW`.
+
+    What is over a multiple goes to the layers that lack least of the next one. Layers stay exact that are, and those
+    with less than a row.
+    """
     dims = allot(layers, spectra, params, None)
     costs = [sizes.of_feature for sizes in layers]
     missing = [spectrum.rank - dim for spectrum, dim in zip(spectra, dims, strict=True)]

@@ -210,8 +210,10 @@ def calibrate(
 
 # ---------------------------------------------------------------------- the layers of a model
 def prepare(model: nn.Module, layers: Iterable[int | str] | None) -> list[ProjectedLayer]:
-    """The layers to convert, in the given order; all that have heads for None, none that cannot be converted. Models of
-    transformers that contain them run on the operators afterwards."""
+    """The layers to convert, in the given order; all that have heads for None, none that cannot be converted.
+
+    transformers models that contain them run on the operators afterwards.
+    """
     named = choose_layers(attention_layers(model), layers)
     _use(model, named)
     chosen = with_projections(model, named)
@@ -244,8 +246,10 @@ def _use(model: nn.Module, layers: Iterable[AttentionLayer]) -> None:
 
 
 def read_heads(layer: ProjectedLayer) -> AnyHeads:
-    """The query and key projections of a layer that has products, float64, on the device of its weights. Keys that
-    several heads share are repeated."""
+    """The query and key projections of a layer that has products, float64, on the device of its weights.
+
+    Projections may be `nn.Linear`, transformers' `Conv1D`, or fused. Keys that several heads share are repeated.
+    """
     check_has_products(layer)
     assert layer.scale is not None
     group = layer.num_heads // layer.num_key_heads
@@ -271,7 +275,9 @@ def _by_head(projection: Projection, repeats: int = 1) -> tuple[Tensor, Tensor |
 
 def install(model: nn.Module, layer: ProjectedLayer, factors: AnyFactors, *, ragged: bool) -> None:
     """Make a layer of `prepare` compute with factors of its heads, in place (`share`), without the record in configs.
-    With `ragged`, entries of mixing that are 0 stay 0 in training, and cost nothing."""
+
+    With `ragged`, entries of mixing that are 0 stay 0 in training, and cost nothing.
+    """
     if isinstance(factors, RotaryFactors):
         places, slots = factors.places(layer.head_dim // 2)
         values = {"mixing": factors.mixing, "query_places": places, "key_places": places}

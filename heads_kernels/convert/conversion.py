@@ -29,8 +29,11 @@ _ROUNDING: Final = 1e-7
 # ---------------------------------------------------------------------- before conversion
 @dataclass(frozen=True, eq=False)
 class CapturedEnergy:
-    """Shares of the squared singular values that the first 1, 2, ... dimensions hold, float64, rising to 1. The product
-    of a head, `W_Q^hT W_K^h`, unlike its factors, is the same for heads whose queries and keys are rotated alike."""
+    """Shares of the squared singular values that the first 1, 2, ... dimensions hold, float64, rising to 1.
+
+    The product of a head, `W_Q^hT W_K^h`, is what its scores are made of: unlike its factors it is the same for heads
+    whose queries and keys are rotated alike.
+    """
 
     query: Tensor  # [H, min(D, D_in)], of every head's query weights
     key: Tensor  # likewise

@@ -20,9 +20,11 @@ _ITERATIONS = 100
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """What features add to the scores of a layer, in groups from which the largest are chosen first. A squared value is
-    what a feature adds to the sum of squares of the weights of the scores, or with moments to their mean square, before
-    the scale; 0 where it is no more than rounding."""
+    """What features add to the scores of a layer, in groups from which the largest are chosen first.
+
+    A squared value is what a feature adds to the sum of squares of the weights of the scores, or with moments to their
+    mean square, before the scale; 0 where it is no more than rounding.
+    """
 
     values: Tensor  # [H, R], by group and descending
     content: float  # the sum of squares of the heads' content weights, whitened
@@ -44,8 +46,10 @@ class Spectrum:
         return self.scale**2 * self.square
 
     def largest(self, dim: int, multiple: int = 1) -> Tensor:
-        """int64 `[H]`: how many of the `dim` most important features each group has, `multiple` of them at a time; the
-        last of a group may be fewer. At least one feature is kept in total."""
+        """int64 `[H]`: how many of the `dim` most important features each group has, `multiple` of them at a time.
+
+        The last of a group may be fewer. At least one feature is kept in total.
+        """
         squares = self.values.square()
         squares = torch.nn.functional.pad(squares, (0, -squares.shape[1] % multiple))
         parts = squares.view(len(squares), -1, multiple)  # [H, parts, multiple]
@@ -123,8 +127,11 @@ def parse_weights(
 
 
 def chunked(counts: list[int], chunk: int = MIXING_CHUNK) -> list[int]:
-    """The head of each feature, ordered so that heads use few chunks. Whole chunks come first. The remainders of heads,
-    the largest first, go into the first chunk where they fit whole, or else are split over the remaining space."""
+    """The head of each feature, ordered so that heads use few chunks.
+
+    Whole chunks come first. The remainders of heads, the largest first, go into the first chunk where they fit whole,
+    or else are split over the remaining space.
+    """
     order = [head for head, count in enumerate(counts) for _ in range(count - count % chunk)]
     left = sum(counts) - len(order)
     bins: list[list[int]] = [[] for _ in range(-(-left // chunk))]
@@ -142,8 +149,11 @@ def chunked(counts: list[int], chunk: int = MIXING_CHUNK) -> list[int]:
 
 
 def separate(counts: Tensor, chunk: int = MIXING_CHUNK) -> tuple[Tensor, Tensor, Tensor]:
-    """So many features of each head, which no other head uses, in the order of `chunked`: int64 `[R]` the head of each,
-    and which of its head's features it is; mixing `[H, R]`, 1 for its head."""
+    """So many features of each head, which no other head uses, in the order of `chunked`.
+
+    Returns:
+        int64 `[R]` the head of each, and which of its head's features it is; mixing `[H, R]`, 1 for its head.
+    """
     owner = torch.tensor(chunked(counts.tolist(), chunk), device=counts.device)
     own = torch.nn.functional.one_hot(owner, len(counts)).T
     return owner, (own.cumsum(1) * own).sum(0) - 1, own.double()
@@ -180,8 +190,10 @@ class Fit:
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """The products of queries and keys of all heads, as Gram matrices of their rows over the inputs. Problems of a
-    batch are independent; entries may be complex, those of mixing are real."""
+    """The products of queries and keys of all heads, as Gram matrices of their rows over the inputs.
+
+    Problems of a batch are independent; entries may be complex, those of mixing are real.
+    """
 
     query_gram: Tensor  # [..., H D, H D]
     key_gram: Tensor  # [..., H D, H D]
@@ -190,8 +202,10 @@ class Products:
     ridge: float  # relative to the diagonal of a Gram matrix: above its rounding, below every error of interest
 
     def fit(self, start: tuple[Tensor, Tensor]) -> Fit:
-        """The best features from these coefficients of queries and keys on, by sweeps with Nesterov's momentum, which
-        starts anew after one that gained little or is undone."""
+        """The best features from these coefficients of queries and keys on.
+
+        Sweeps have Nesterov's momentum, which starts anew after one that gained little or is undone.
+        """
         query, asked = _unit(start[0], self.query_gram)
         fit = self._mixed(query, asked, query.mT @ asked, *_unit(start[1], self.key_gram))
         before, momentum = fit, 0

@@ -150,8 +150,10 @@ class Heads:
         return query @ moments.query_root, key @ moments.key_root
 
     def _content_weights(self, moments: Moments | None) -> Tensor:
-        """`[H, D_in_k]`: scores of the mean query, `W_K^hT (b_Q^h + W_Q^h mean)` (Cordonnier et al. 2020, eq. 12,
-        extended by the mean); without moments the mean is 0."""
+        """`[H, D_in_k]`: scores of the mean query, `W_K^hT (b_Q^h + W_Q^h mean)`; without moments the mean is 0.
+
+        Cordonnier et al. 2020, eq. 12, extended by the mean.
+        """
         mean_query = self.query.new_zeros(self.query.shape[:2])
         if self.query_bias is not None:
             mean_query = self.query_bias
@@ -171,8 +173,10 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class HeadSpectrum(Spectrum):
-    """The singular value decomposition of `W_Q^hT W_K^h` for every head, over whitened inputs if there are moments. The
-    groups are the heads; R is the smallest of D, D_in and D_in_k."""
+    """The singular value decomposition of `W_Q^hT W_K^h` for every head, over whitened inputs if there are moments.
+
+    The groups are the heads; R is the smallest of D, D_in and D_in_k.
+    """
 
     query: Tensor  # [H, R, D]: feature r of head h is row r times the head's query weights, up to the norm
     key: Tensor  # [H, R, D], the same of the keys

@@ -66,8 +66,10 @@ class RotaryHeads:
         return Sizes(width - 1, D_in_k, 2 * H * F, H, bias=self.bias, rotary=True)
 
     def spectrum(self, moments: RotaryMoments | None = None, method: str = "ragged") -> Spectrum:
-        """What the features of a method add to the scores; with `"cp"` no features add more. The groups are the heads,
-        with `"cp"` the frequencies; the two features of a pair have equal values."""
+        """What the features of a method add to the scores; with `"cp"` no features add more.
+
+        The groups are the heads, with `"cp"` the frequencies; the two features of a pair have equal values.
+        """
         check_choice("method", method, METHODS)
         moments = RotaryMoments.of_weights(self) if moments is None else moments
         squares = moments.shared_squares
@@ -165,14 +167,18 @@ class RotaryMoments(Sums):
 
     @cached_property
     def shared_squares(self) -> Tensor:
-        """`[F, H]`: at most so much of the mean square R shared pairs of a frequency hold: the first R; descending. R
-        pairs with a mixing vector each span R dimensions of the space of heads: these are its principal ones."""
+        """`[F, H]`: at most so much of the mean square R shared pairs of a frequency hold: the first R; descending.
+
+        R pairs with a mixing vector each span R dimensions of the space of heads: these are its principal ones.
+        """
         values: Tensor = torch.linalg.eigvalsh(self.products)
         return _above_rounding(values.flip(1))
 
     def _shared(self, used: Tensor) -> Fit:
-        """Pairs that all heads share, in the places that are `used` `[F, R]`, from own pairs of heads on; `cut` is
-        twice the mean square."""
+        """Pairs that all heads share, in the places that are `used` `[F, R]`; `cut` is twice the mean square.
+
+        They start from own pairs of heads.
+        """
         query, key = (each / self.count for each in (self.query_outer, self.key_outer))
         H = query.shape[1]
         products = Products(query, key, H, 2 * float(self.squares.sum()), ridge=1e-13)

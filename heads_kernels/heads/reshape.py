@@ -40,9 +40,11 @@ def read_key_heads(layer: ProjectedLayer, left: list[int], count: int | None = N
 
 
 def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]) -> None:
-    """Keep these heads and key heads of a layer, in this order; key heads may repeat, and are value heads where heads
-    share one key. The module then has `kept_heads`, an int64 buffer with the original numbers of its heads,
-    `heads_before`, their original number, and `kept_key_heads`."""
+    """Keep these heads and key heads of a layer, in this order; key heads may repeat.
+
+    Of a layer whose heads share one key `key_heads` are the value heads. The module then has `kept_heads`, an int64
+    buffer with the original numbers of its heads, `heads_before`, their original number, and `kept_key_heads`.
+    """
     if layer.layout.shared:
         projections = [(layer.value, key_heads)]
     else:
@@ -129,8 +131,11 @@ def count_heads(layer: ProjectedLayer, H: int, Hk: int) -> None:
 
 
 def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook before the forward of a pruned module of transformers: refuses stock attention that would add a position
-    bias of the heads before pruning, and a cache that has, or is made for, another number of key heads."""
+    """Hook before the forward of a pruned module of transformers.
+
+    It refuses stock attention that would add a position bias of the heads before pruning, and a cache that has, or is
+    made for, another number of key heads.
+    """
     given = {**dict(zip(stock_arguments(type(module)), args, strict=False)), **kwargs}
     H, before = len(module.kept_heads), module.heads_before
     if (runs := attention_function(module)) != NAME:

@@ -156,8 +156,11 @@ def record(model: nn.Module) -> dict[str, Any]:
 
 
 def shape(layer: ProjectedLayer) -> dict[str, Any]:
-    """The shape of a layer, for JSON: the original numbers of its heads, the number of its key heads, their widths, and
-    the number of value heads where it is another one."""
+    """The shape of a pruned layer, for JSON.
+
+    `heads`: original numbers of the remaining heads; `key_heads`: number of key heads; `head_dim` and `value_dim`:
+    their widths; `value_heads`: number of value heads where it is another one.
+    """
     found = {
         "heads": _kept_heads(layer),
         "key_heads": layer.num_key_heads,
@@ -209,8 +212,10 @@ def _updated(earlier: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 
 def record_in_config(model: nn.Module) -> None:
-    """Write `record` into the configs of transformers models, with the names that layers have in the base model. It
-    replaces an earlier record, also where no changed layer is left; other entries of the config's dict are kept."""
+    """Write `record` into the configs of transformers models, with the names that layers have in the base model.
+
+    It replaces an earlier record, also where no changed layer is left; other entries of the config's dict are kept.
+    """
     parts: list[Any] = [part for part in model.modules() if hasattr(part, "base_model_prefix")]
     if not record(model) and not any(hasattr(part.config, RECORD) for part in parts):
         return

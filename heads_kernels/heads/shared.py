@@ -142,8 +142,10 @@ def rotary_places(module: nn.Module) -> Tensor | None:
 
 # ---------------------------------------------------------------------- calls
 def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Hook before the forward of a converted transformers module, which needs this package's attention function, whole
-    projections of what heads share, and caches of one key for all heads."""
+    """Hook before the forward of a converted transformers module, whose queries, keys and caches need this package.
+
+    It refuses another attention function, tensor parallelism of what heads share, and caches of separate heads.
+    """
     if (runs := attention_function(module)) != NAME:
         was = f"is {runs!r} in a {type(module).__name__}"
         instead = "queries and keys that heads share need attn_implementation='heads_kernels': call "

@@ -135,8 +135,10 @@ class AttentionCall:
 
     @cached_property
     def _bounds(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Without `dense` and `key_visible`: the half-open key range of every row, `[B or 1, H or 1, T]` each, and the
-        first keys, `[H or 1, 1]`."""
+        """The half-open key range of every row, `[B or 1, H or 1, T]` each, and the first keys, `[H or 1, 1]`.
+
+        Without `dense` and `key_visible`.
+        """
         mask = self.call.intervals
         lo, hi = (x.clamp(0, self.call.S) for x in mask.bounds(self.call.T, self.query.device))
         first = mask.first_keys

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.call import Call, can_close, compute_dtype
+from heads_kernels.call import Call, can_close
 from heads_kernels.ops import entmax, formula
+from heads_kernels.ops import gate as gates
 from heads_kernels.ops.formula import NEG_INF
-from heads_kernels.ops.gate import activate, as_4d, without_gradient_at_0
 
 #: Newton steps from the threshold of entmax that are differentiated: n steps give derivatives up to order 2^n - 1.
 _STEPS: Final = 3
@@ -24,11 +24,10 @@ _STEPS: Final = 3
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` in the dtype of the query, and `lse` `[B, H, T]`; of entmax the thresholds."""
     if call.mixing is not None and not call.closed_grad:
-        call = call._replace(mixing=without_gradient_at_0(call.mixing))
+        call = call._replace(mixing=gates.without_gradient_at_0(call.mixing))
     visible = formula.visible_pairs(call)
-    raw = _product(
-        *formula.operands_of_scores(call, visible)
-    )  # hidden rows are 0: the slope of mixing is NaN where a query is
+    # Hidden rows of the query are 0: the slope of mixing would be NaN where a query is.
+    raw = _product(*formula.operands_of_scores(call, visible))
     if call.content_bias is not None:
         raw = raw + call.content_bias[:, :, None].to(raw.dtype)
     # Before the cap: the derivative of a hidden NaN is NaN times 0.
@@ -74,15 +73,10 @@ def _entmax(finished: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gated(attended: Tensor, call: Call, visible: Tensor | None) -> Tensor:
     """`act(gate) * attended`, exactly 0 in closed heads and in rows that see no key."""
-    gate, activation = call.gate, call.gate_activation
-    if gate is None:
+    if call.gate is None:
         return attended
-    if activation == "identity" and not call.closed_grad:
-        gate = without_gradient_at_0(gate)
-    read = as_4d(gate.to(compute_dtype(call.query.dtype)))
-    if visible is not None:  # before the activation, whose slope is NaN where a gate is
-        read = read.masked_fill(~visible.any(-1, keepdim=True), 0.0)
-    if can_close(gate, activation):
-        infinite = ~torch.isfinite(attended.detach()) & (as_4d(gate) == 0)
+    factors = gates.factors(call, None if visible is None else ~visible.any(-1))
+    if can_close(call.gate, call.gate_activation):
+        infinite = ~torch.isfinite(attended.detach()) & (gates.as_4d(call.gate) == 0)
         attended = attended.masked_fill(infinite, 0.0)
-    return attended * activate(read, activation)
+    return attended * factors

@@ -36,16 +36,28 @@ def multiply(attended: Tensor, call: Call, hidden: Tensor) -> Tensor:
 
     Rows that see no key, `hidden` `[B, H, T]`, and closed heads are exactly 0, whatever their gates and values.
     """
+    gate = call.gate
+    assert gate is not None
+    product = attended * factors(call, hidden)
+    if can_close(gate, call.gate_activation):
+        product = _Closed.apply(product, as_4d(gate) == 0)  # type: ignore[no-untyped-call]
+    return product.to(call.query.dtype)
+
+
+def factors(call: Call, hidden: Tensor | None) -> Tensor:
+    """`act(gate)` of a call that has a gate, in the compute dtype, with the sizes of `sizes_4d` or those of `hidden`.
+
+    `hidden` `[B, H, T]` are rows that see no key; None: all see one.
+    """
     gate, activation = call.gate, call.gate_activation
     assert gate is not None
     if activation == "identity" and not call.closed_grad:
         gate = without_gradient_at_0(gate)
-    # A gate of a hidden row may be NaN and is replaced first: the slope of its activation would be NaN too.
-    read = as_4d(gate.to(compute_dtype(attended.dtype))).masked_fill(hidden[..., None], 0.0)
-    product = attended * activate(read, activation)
-    if can_close(gate, activation):
-        product = _Closed.apply(product, as_4d(gate) == 0)  # type: ignore[no-untyped-call]
-    return product.to(call.query.dtype)
+    read = as_4d(gate.to(compute_dtype(call.query.dtype)))
+    if hidden is not None:
+        # A gate of a hidden row may be NaN and is replaced first: the slope of its activation would be NaN too.
+        read = read.masked_fill(hidden[..., None], 0.0)
+    return activate(read, activation)
 
 
 def without_gradient_at_0(tensor: Tensor) -> Tensor:

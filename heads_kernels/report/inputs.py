@@ -46,8 +46,10 @@ class Inputs:
 
 
 def load(options: argparse.Namespace) -> Inputs:
-    """Load the model and the text that the options name. Raises `BadOption` for a model that cannot be read or has no
-    tokenizer, and for a sentence or text without tokens."""
+    """Load the model and the text that the options name.
+
+    Raises `BadOption` for a model that cannot be read or has no tokenizer, and for a sentence or text without tokens.
+    """
     model = _model(options.model)
     tokenizer = _tokenizer(options.model)
     layers = hk.heads.attention_layers(model)

@@ -177,8 +177,10 @@ def _is_mark(word: str) -> bool:
 
 
 def roles(inputs: Inputs) -> Found:
-    """`hk.analysis.roles`: heads that attend to one offset or to the rarest word, counted in the text itself. With few
-    rare words chance alone finds the rarest: the role is left out if fewer than half of the words are rare."""
+    """`hk.analysis.roles`: heads that attend to one offset or to the rarest word, counted in the text itself.
+
+    With few rare words chance alone finds the rarest: the role is left out if fewer than half of the words are rare.
+    """
     special = _ids(inputs, *SPECIAL)
     counts = Counter(token for token in chain(*inputs.ids) if token not in special)
     found = hk.analysis.roles(

@@ -49,8 +49,10 @@ _ONE_SIGN: Final = 2.0**-14
 @dataclass(frozen=True)
 class Quantity:
     """Errors of one output or gradient against the oracle; `wrong` describes a wrong shape, dtype, NaN or infinity.
+
     `row` is the largest ratio of the error of a row to its bound. Mean errors are relative to the mean square of the
-    reference: 0.003 is the error of a factor of 1.003."""
+    reference: 0.003 is the error of a factor of 1.003.
+    """
 
     name: str
     error: float = 0.0

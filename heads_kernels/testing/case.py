@@ -340,8 +340,10 @@ GUARD_WIDTH = 17
 
 
 def surrounded(tensor: Tensor) -> Tensor:
-    """The same values as a slice of a larger storage full of NaN, which reveals reads out of bounds. The last dimension
-    has stride 1; the tensor is the same in every other respect, and a leaf."""
+    """The same values as a slice of a larger storage full of NaN, which reveals reads out of bounds.
+
+    The last dimension has stride 1; the tensor is the same in every other respect, and a leaf.
+    """
     if tensor.dim() == 0:
         return tensor.detach().clone()
     rows = tensor.shape[-2] if tensor.dim() > 1 else 1

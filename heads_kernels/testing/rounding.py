@@ -57,8 +57,10 @@ class Floor(NamedTuple):
 def floors(
     dtype: torch.dtype, oracle: dict[str, Tensor], simulate: Callable[[Rounding], dict[str, Tensor]]
 ) -> dict[str, Floor]:
-    """The floor of every quantity in `oracle`, of calls in `dtype`, from what `simulate` returns under roundings. For
-    float64, rounding to float32 is simulated, and its errors are scaled to those of float64."""
+    """The floor of every quantity in `oracle`, of calls in `dtype`, from what `simulate` returns under roundings.
+
+    For float64, rounding to float32 is simulated, and its errors are scaled to those of float64.
+    """
     working = at_most_float32(dtype)
     wide = torch.float64 if working == torch.float32 else torch.float32
     size = torch.finfo(dtype).eps / torch.finfo(working).eps

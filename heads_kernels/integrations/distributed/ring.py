@@ -58,9 +58,11 @@ class Ring(NamedTuple):
 
 
 class RingCall(NamedTuple):
-    """A call on the rows of this process and the keys of all. `call` has the keys of this process. Its mask, and the
-    columns of its table of offsets, are those of its rows and all keys; its seed is that of dropout at its first
-    row."""
+    """A call on the rows of this process and the keys of all.
+
+    `call` has the keys of this process. Its mask, and the columns of its table of offsets, are those of its rows and
+    all keys; its seed is that of dropout at its first row.
+    """
 
     backend: str
     call: Call
@@ -68,8 +70,11 @@ class RingCall(NamedTuple):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between two processes have no graph
     def attend(self) -> Tensor:
-        """The output `[B, H, T, Dv]`. Blocks are computed without gate and sinks, which belong to the result. A closed
-        head costs no work unless the gradient of its gate is asked for."""
+        """The output `[B, H, T, Dv]`.
+
+        Blocks are computed without gate and sinks, which belong to the result. A closed head costs no work unless the
+        gradient of its gate is asked for.
+        """
         call, skipped = self.call, None
         gate, sinks = call.gate, call.sinks
         closed = closed_heads(gate, call.gate_activation)

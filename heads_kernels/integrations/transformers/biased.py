@@ -23,8 +23,10 @@ from heads_kernels.ops.statistics import AttentionStatistics
 
 
 class Biased(Replacement):
-    """A layer whose stock forward computes attention itself. A tensor as mask comes from another attention function,
-    which the config names: the stock forward then runs."""
+    """A layer whose stock forward computes attention itself.
+
+    A tensor as mask comes from another attention function, which the config names: the stock forward then runs.
+    """
 
     calls_operator = True
 
@@ -51,7 +53,9 @@ class Biased(Replacement):
 # ---------------------------------------------------------------------- T5: layers hand the bias of the first on
 class OwnRelativePositions(Replacement):
     """Attention with T5's biases, which looks them up in an embedding of its own: nothing of size `[H, T, S]` is made.
-    UMT5's stock forward takes no bias of another layer: it adds zeros in cross-attention, where it has no embedding."""
+
+    UMT5's stock forward takes no bias of another layer: it adds zeros in cross-attention, where it has no embedding.
+    """
 
     def compute_bias(
         self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
@@ -185,8 +189,10 @@ class Mpt(Biased):
 
 # ---------------------------------------------------------------------- Swin v2
 class Swinv2(Biased):
-    """Cosine attention with a scale per head and a relative position bias, `[windows or 1, H, T, T]`. The model makes
-    the mask of its shifted windows itself, with any attention function."""
+    """Cosine attention with a scale per head and a relative position bias, `[windows or 1, H, T, T]`.
+
+    The model makes the mask of its shifted windows itself, with any attention function.
+    """
 
     def runs_stock(self, given: dict[str, Any]) -> bool:
         return False

@@ -84,9 +84,11 @@ def masks_among(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def given_head_mask(module: nn.Module, arguments: dict[str, Any]) -> Tensor | None:
-    """The head mask of the model's pass that reaches this attention module, or None: from the `arguments` of the
-    attention function, or else from the pass in progress. Masks that the model does not use, or that a layer would lose
-    when it runs again, are refused."""
+    """The head mask of the model's pass that reaches this attention module, or None.
+
+    It is taken from the `arguments` of the attention function, or else from the pass in progress. Masks that the model
+    does not use, or that a layer would lose when it runs again, are refused.
+    """
     masks = masks_among(arguments)
     place: HeadMaskPlace | None = getattr(module, PLACE, None)
     if place is None:

@@ -52,8 +52,8 @@ class PreparedMask(BlockMask):
     """The mask of a forward pass, shared by all layers. Only `attention_forward` can read it.
 
     As a `BlockMask` it passes in transformers for a mask that is already prepared. Model code may read its shape, dtype
-    and device and pass it on. Any other use is refused: code that computes attention itself would add True and False to
-    its scores, which hides nothing.
+    and device and pass it on. Any other use is refused: code that computes attention itself would add True and
+    False to its scores, which hides nothing.
     """
 
     dtype = torch.bool
@@ -268,8 +268,10 @@ def _real_keys(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor
 
 
 def whole_mask(module: nn.Module, context: Context, attention_mask: PreparedMask | Tensor) -> Mask:
-    """The mask of whole sequences whose part is `attention_mask`, with the same causal and window terms and the padding
-    of all parts; made once for a pass."""
+    """The mask of whole sequences whose part is `attention_mask`; made once for a pass.
+
+    It has the same causal and window terms, and the padding of all parts.
+    """
     if not isinstance(attention_mask, PreparedMask) or isinstance(attention_mask.mask, Tensor):
         was = f"of {type(module).__name__} is a tensor of pairs, of which this process has a part"
         refuse("attention_mask", was, "pass a padding mask [B, T], or none")
@@ -308,8 +310,10 @@ class RelativeBias:
         self.call: tuple[Any, ...] | None = None  # the call that `found` is for, without gradients
 
     def offsets(self, kept_heads: Tensor | None, sizes: tuple[int, int], device: torch.device) -> OffsetBias | None:
-        """The bias of a call of sizes (T, S), of these heads or of all; None where nothing is added. Without gradients
-        it is computed once for all layers that this object is handed to."""
+        """The bias of a call of sizes (T, S), of these heads or of all of them; None where nothing is added.
+
+        Without gradients it is computed once for all layers that this object is handed to.
+        """
         if self.module is None or (kept_heads is not None and len(kept_heads) == 0):
             return None
         call = (*sizes, device)

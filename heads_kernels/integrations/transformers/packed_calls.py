@@ -201,8 +201,11 @@ def has_tokens(value: Any) -> bool:
 
 # ---------------------------------------------------------------------- which calls are packed
 def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> PackedCall | str | None:
-    """How to pack a call of a layer; None if it runs as it is, because there is no padding or padded rows are asked
-    for; a string, the reason, if it runs as it is although there may be padding."""
+    """How to pack a call of a layer.
+
+    None if it runs as it is, because there is no padding or padded rows are asked for. A string, the reason, if it runs
+    as it is although there may be padding.
+    """
     masks = [value for name, value in arguments.items() if isinstance(value, PreparedMask) and not _is_of_keys(name)]
     pairs = arguments.get("attention_mask")
     if not masks and isinstance(pairs, Tensor) and pairs.dim() == 4 and pairs.shape[-1] > 1:

@@ -54,8 +54,11 @@ filling: ContextVar[Filling | None] = ContextVar("filling", default=None)
 
 
 def check_packed(layer: nn.Module, name: str, rows: Packing, padded: Arguments, packed: Arguments) -> None:
-    """Refuse a layer whose outputs for packed arguments differ from those for padded ones, on real tokens. The numbers
-    of a token may differ by (512 + K) eps of their norm, K the longest sum in the layer."""
+    """Refuse a layer whose outputs for packed arguments differ from those for padded ones, on real tokens.
+
+    Both are computed in evaluation mode without gradients, in float32 or better. The numbers of a token may
+    differ by (512 + K) eps of their norm, K the longest sum in the layer.
+    """
     expected, found = outputs_of(layer, rows.index.device, padded, packed)
     expected = [rows.pack(each) if each.shape[:2] == rows.sizes else each for each in expected]
     is_same, worst = differ(layer, expected, found, (1, len(rows.index)), rows.sizes[1])
@@ -102,8 +105,10 @@ def _filled(model: PreTrainedModel, own: Filling, args: tuple[Any, ...], kwargs:
 
 
 def _of_tokens(output: Tensor, own: Filling) -> Tensor:
-    """The entries of an output that are not those of padded tokens. A model may give several numbers for each token of
-    its layers, `[B, n T or more, features]` (SEW)."""
+    """The entries of an output that are not those of padded tokens.
+
+    A model may give several numbers for each token of its layers, `[B, n T or more, features]` (SEW).
+    """
     if output.dim() < 2:
         return output
     B, length = output.shape[:2]
@@ -165,8 +170,10 @@ def outputs_of(layer: nn.Module, device: torch.device, *calls: Arguments) -> lis
 def differ(
     layer: nn.Module, expected: list[Tensor], found: list[Tensor], tokens: tuple[int, int], T: int
 ) -> tuple[bool, float]:
-    """Whether outputs of a layer are the same numbers for each of `tokens`, the first two sizes of all outputs, and
-    their largest relative difference. Sequences have T tokens; for the bound see `check_packed`."""
+    """Whether outputs of a layer are the same numbers for each of `tokens`, and their largest relative difference.
+
+    `tokens` are the first two sizes of all outputs; sequences have T. For the bound see `check_packed`.
+    """
     K = max((max(p.shape) for p in layer.parameters() if p.dim() > 1), default=0)
     K = max(K, T)
     is_same = len(expected) == len(found)

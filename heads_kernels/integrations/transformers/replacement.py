@@ -15,9 +15,11 @@ from heads_kernels.ops.statistics import AttentionStatistics
 
 
 class Replacement(nn.Module):
-    """Methods that go before those of a stock class, in a subclass of both (`subclass`). One that repeats the stock
-    forward defines `fused`, whose arguments have the names of the stock ones, but for `cache`. The others add to stock
-    methods, which they call by `stock`."""
+    """Methods that go before those of a stock class, in a subclass of both (`subclass`).
+
+    A subclass that repeats the stock forward defines `fused`, whose arguments have the names of the stock ones, but for
+    `cache`. The others add to stock methods, which they call by `stock`.
+    """
 
     calls_operator = False  # whether it calls the operator although the stock class computes attention itself
     fused: Callable[..., Any] | None = None
@@ -52,7 +54,9 @@ class Replacement(nn.Module):
 
     def attend(self, *operands: Any, dropout: float, **options: Any) -> tuple[Tensor, AttentionStatistics | None]:
         """The attention output `[B, T, H * Dv]` of query, key, value and mask, and statistics where they are requested.
-        `dropout` is the probability in training; options are those of `attention_forward`."""
+
+        `dropout` is the probability in training; options are those of `attention_forward`.
+        """
         dropout = dropout if self.training else 0.0
         out, statistics = attention_forward(self, *operands, dropout=dropout, **options)
         return out.flatten(2), statistics

@@ -23,9 +23,11 @@ _REPLACED: Final[dict[str, type[Replacement]]] = {**OUTPUT_GATED, **BIASED}
 
 
 def replacement(kind: Any) -> type[Replacement] | None:
-    """What replaces the forward of a class; None where it stays. A class that calls the attention function stays where
-    its forward has arguments that the repeated one does not know, or where it is replaced only because other releases
-    compute attention themselves."""
+    """What replaces the forward of a class; None where it stays.
+
+    A class that calls the attention function stays, where its forward has arguments that the repeated one does not
+    know, or where it is replaced only because other releases compute attention themselves.
+    """
     stock = _unsharded(kind)
     found = _REPLACED.get(stock.__name__)
     if found is None or not stock.__module__.startswith("transformers."):

@@ -40,8 +40,11 @@ _TOKENS: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_in
 
 # ---------------------------------------------------------------------- hooks on and off
 def unpaddable_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The layers of a model that a padding mask reaches, by name: modules in lists that take hidden states and have
-    attention, those that transformers checkpoints, or the inmost ones. A model without any is refused."""
+    """The layers of a model that a padding mask reaches, by name; a model without any is refused.
+
+    They are modules in lists that take hidden states and have attention: those that transformers checkpoints, or the
+    inmost ones.
+    """
     # Its module imports `PreTrainedModel`, at whose import this module is imported.
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -32,7 +32,7 @@ from heads_kernels.ops.triton.score_tiles import (
     raw_scores,
 )
 from heads_kernels.ops.triton.scores import finish
-from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import keys_visible, ranges
 
 
@@ -129,7 +129,7 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     if 0 in (B, H, T, S):
         dbias.zero_()
         return
-    tiles = tiles_of_pass(call, "biases")
+    tiles = tiles_for(f"{call.operator}.biases", call.query, call.D, call.Dv)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_m)
     sum_rows, sum_keys = dbias.shape[3] != T, dbias.shape[4] != S
     entries = outer * inner
@@ -182,7 +182,7 @@ def offsets_pass(call: Call, first: FirstPass, doffset_bias: Tensor) -> None:
     if T == 0 or S == 0:
         doffset_bias.zero_()
         return
-    tiles = tiles_of_pass(call, "biases")
+    tiles = tiles_for(f"{call.operator}.biases", call.query, call.D, call.Dv)
     block = tiles.block_m
     row_tiles = -(-T // block)
     diagonals = row_tiles - (-S // block) - 1

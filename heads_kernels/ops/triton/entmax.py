@@ -50,7 +50,7 @@ from heads_kernels.ops.triton.scores import (
     powers,
     product,
 )
-from heads_kernels.ops.triton.tiles import tile_constants, tiles_of_pass
+from heads_kernels.ops.triton.tiles import tile_constants, tiles_for
 from heads_kernels.ops.triton.visible import ranges, tile_at, tile_count, tiles_in_ranges
 
 #: A limit; about 4 steps are usual.
@@ -233,7 +233,7 @@ def _terms_of_alpha(y, p, slope, order):
 def centers_pass(call: Call, first: FirstPass, dalpha: Tensor) -> FirstPass:
     """`first` with the centers as delta, and the support; fills `dalpha` unless it is empty."""
     B, H, T, S = call.sizes
-    tiles = tiles_of_pass(call, "centers")
+    tiles = tiles_for("entmax_attention.centers", call.query, call.D, call.Dv)
     row_tiles, key_tiles = -(-T // tiles.block_m), -(-S // tiles.block_n)
     flags = call.query.new_zeros((B, H, row_tiles, key_tiles), dtype=torch.uint8)
     support = Support(flags, tiles.block_m, tiles.block_n)
