@@ -117,6 +117,10 @@ inline void multiply_columns(int64_t rows, Left<Operand, kDown> a, const Operand
 // A panel of B of this depth and 64 columns (16 KiB of float) stays in the first-level cache while all rows of A pass.
 constexpr int64_t kPanelDepth = 64;
 
+// Of one or two rows: an error of a long chain of additions is not hidden by those of the numbers beside it, and sums
+// are in the first-level cache anyway.
+constexpr int64_t kPanelDepthOfFew = 8;
+
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns] by vectors; `columns` in whole ones.
 template <typename Operand, bool kDown>
 void multiply_vectors(int64_t rows, int64_t columns, int64_t depth, Left<Operand, kDown> a, const Operand* b,
@@ -125,8 +129,9 @@ void multiply_vectors(int64_t rows, int64_t columns, int64_t depth, Left<Operand
   constexpr int kWidest = HK_VECTOR_REGISTERS == 32 ? 4 : 2;
   if (depth == 0 && !accumulate)
     for (int64_t r = 0; r < rows; ++r) std::memset(c + r * ldc, 0, sizeof *c * columns);
-  for (int64_t k = 0; k < depth; k += kPanelDepth) {
-    const int64_t panel = std::min(kPanelDepth, depth - k);
+  const int64_t deepest = rows > 2 ? kPanelDepth : kPanelDepthOfFew;
+  for (int64_t k = 0; k < depth; k += deepest) {
+    const int64_t panel = std::min(deepest, depth - k);
     const Left<Operand, kDown> left{a.depth(k), a.stride};
     const bool add = accumulate || k > 0;
     int64_t column = 0;

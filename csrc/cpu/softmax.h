@@ -23,6 +23,10 @@ inline void hide(Real* scores, const KeySpan& keys, const VisibleRows<Real>& row
 // tiles after the first rescale the sums, and no unnormalised probability exceeds e^5.5 = 245.
 constexpr float kSlack = 5.5;
 
+// Weights of so many keys are summed before they are added to the sum of a tile: one large weight among small ones
+// makes every later addition of a long chain round in its units.
+constexpr int kKeysPerSum = 8;
+
 // Running reference (at most kSlack below the maximum) and sum of each query row.
 template <typename Real>
 struct OnlineSoftmax {
@@ -41,14 +45,18 @@ struct OnlineSoftmax {
       constexpr int V = vectors;
       Vec<Real> shift[V], row_sum[V] = {};
       const IntVec<Real> moved = raise<V>(scores, keys, m, Real(1), shift);
-      for (int n = 0; n < keys; ++n) {
+      for (int first = 0; first < keys; first += kKeysPerSum) {
+        Vec<Real> part[V] = {};
+        for (int n = first; n < std::min(first + kKeysPerSum, keys); ++n) {
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          Real* at = scores + n * BLOCK_M + m + v * kLanes<Real>;
-          const Vec<Real> p = exp<Real>(load(at) - shift[v]);
-          store<Real>(at, p);
-          row_sum[v] += p;
+          for (int v = 0; v < V; ++v) {
+            Real* at = scores + n * BLOCK_M + m + v * kLanes<Real>;
+            const Vec<Real> p = exp<Real>(load(at) - shift[v]);
+            store<Real>(at, p);
+            part[v] += p;
+          }
         }
+        for (int v = 0; v < V; ++v) row_sum[v] += part[v];
       }
       add_sums<V>(m, row_sum);
       return moved;

@@ -13,8 +13,8 @@ The floor is measured on simulated kernels. `chance` is the factor above it that
 once in a million quantities. It is 4 or more: few simulations say less about one row, or about a mean, than about many
 rows.
 
-NaN and infinities must be exactly where the oracle has them. In float64 eager is the oracle: its own error
-cannot be measured and is taken to be the floor.
+NaN and infinities must be exactly where the oracle has them. In float64 eager is the oracle: its own error cannot be
+measured. It is taken to be the floor, and in a single row the largest that a kernel may have by chance.
 """
 
 from __future__ import annotations
@@ -136,13 +136,15 @@ class Reference:
         of_eager = finite(eager.double() - oracle, oracle).nan_to_num(0.0, 0.0, 0.0)
         rows, eager_rows = of_rows(error), of_rows(of_eager)
         mean, eager_mean = (float((each * exact).sum()) for each in (error, of_eager))
+        by_chance = _chance(1.0, rows.numel()) * floor.rows
+        in_a_row = FACTOR * eager_rows + by_chance
         if eager.dtype == oracle.dtype and not of_eager.any():
             eager_rows, eager_mean = floor.rows, floor.mean
+            in_a_row = (FACTOR + 1) * by_chance
         size = float(exact.square().sum()) or 1.0
         squares = floor.rows.square()
         # How many rows have a share in the floor of all: 1 if it is that of one row.
         count = float(squares.sum().square() / squares.square().sum()) if squares.any() else 1.0
-        in_a_row = FACTOR * eager_rows + _chance(1.0, rows.numel()) * floor.rows
         in_all = FACTOR * _rms(eager_rows) + _chance(count) * _rms(floor.rows)
         in_mean = FACTOR * abs(eager_mean) + _chance(1.0) * floor.mean
         return Quantity(

@@ -91,6 +91,7 @@ GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("cross", 2, 2, 37, 130, D=32, Dv=48),
     GatedCase("grouped", 2, 6, 34, 35, D=16, Dv=16, Hk=2, gate="H"),
     GatedCase("multi_query", 1, 5, 34, 35, D=16, Dv=16, Hk=1, is_causal=True),
+    GatedCase("width_1_sharp", 2, 8, 130, 130, D=8, Dv=1, scale=1.5),  # no average over numbers hides an error
     GatedCase("width_3", 1, 2, 17, 18, D=3, Dv=5),
     GatedCase("width_40_72", 1, 2, 33, 34, D=40, Dv=72),
     GatedCase("width_72_40", 1, 2, 33, 34, D=72, Dv=40),
@@ -205,6 +206,7 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
     CollaborativeCase("length_63", 1, 2, 63, 65, Ds=32, Dv=32),
     CollaborativeCase("length_1000", 1, 2, 1000, 1001, Ds=32, Dv=16, content_bias=True, is_causal=True),
     CollaborativeCase("width_72", 1, 2, 33, 34, Ds=72, Dv=40),
+    CollaborativeCase("width_1_sharp", 2, 3, 64, 64, Ds=8, Dv=1, scale=1.5),
     CollaborativeCase("width_7", 1, 3, 33, 34, Ds=7, Dv=5),
     CollaborativeCase("width_384", 1, 2, 20, 35, Ds=384, Dv=64),
     CollaborativeCase("scale", 1, 2, 33, 34, Ds=32, Dv=16, scale=0.3, content_bias=True),
