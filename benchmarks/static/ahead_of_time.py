@@ -249,6 +249,8 @@ STATED: Final = (
     Bound(64, "base addresses outside of the loops over tiles, which spill nothing",
         "triton.gluon_*", "sm_90"),
     Bound(128, "the same beside the cells of a mask", "triton.gluon_forward", "sm_90", work="*dense mask*"),
+    Bound(96, "rows of a partial tile beside the sums of 256 features; the loops over full tiles spill nothing",
+        "gated_attention.*", "sm_90", work="gated_attention: *, D 256"),
     Bound(192, "the words of Philox beside a tile of scores",
         "gated_attention.keys", "sm_90", work="*dropout*"),
     Bound(192, "the number of first keys and of their tiles beside the other bounds",

@@ -278,7 +278,8 @@ _SM_90: Final = (
     Row("gated_attention.forward", 128, Tiles(128, 64, num_warps=8, num_stages=3, partial_stages=3)),
     Row("gated_attention.forward gated_attention.queries", 256, Tiles(128, 32, num_warps=8, num_stages=2)),
     Row("gated_attention.keys", 64, Tiles(64, 128, num_warps=8, num_stages=4)),
-    Row("gated_attention.keys", 256, Tiles(32, 128, num_warps=8, num_stages=2)),
+    Row("gated_attention.keys", 128, Tiles(32, 128, num_warps=8, num_stages=2)),
+    Row("gated_attention.keys", 256, Tiles(32, 128, num_warps=8, num_stages=3)),
     Row("gated_attention.queries", 64, Tiles(128, 64, num_warps=8, num_stages=3)),
     Row("gated_attention.queries", 128, Tiles(128, 64, num_warps=8, num_stages=2)),
     Row("collaborative_attention.forward", 64, Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=2)),
@@ -299,6 +300,7 @@ _SM_90: Final = (
     Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=256, num_warps=8, num_stages=3)),
     Row("backward.rows", 256, Tiles(64, 0, num_warps=4, num_stages=1)),
     Row("gated_attention.forward", 64, Tiles(128, 64, num_warps=8, num_stages=3), "terms"),
+    Row("gated_attention.keys", 256, Tiles(32, 128, num_warps=8, num_stages=2), "terms"),
     Row("gated_attention.forward", 128, Tiles(128, 64,
         num_warps=8, num_stages=2, partial_stages=3, full_tiles=2), "descriptors"),
     Row("gated_attention.forward", 256, Tiles(128, 32, num_warps=8, num_stages=2, full_tiles=2), "descriptors"),
@@ -364,6 +366,7 @@ _SM_100: Final = (
         if not {"collaborative_attention.keys", "attention_statistics"} & {*row.kernels.split()}
         and row.variant != "wide"
     ),
+    Row("gated_attention.keys", 256, Tiles(32, 128, num_warps=8, num_stages=2)),
     Row("attention_statistics", 256, Tiles(128, 64, block_d=64, block_slice=128, num_warps=8, num_stages=3)),
     Row("collaborative_attention.keys", 64, Tiles(16, 64, block_d=64, block_slice=256, num_warps=4, num_stages=2)),
     Row("collaborative_attention.keys", 256, Tiles(32, 128, block_d=64, block_slice=64, num_warps=8, num_stages=2)),
