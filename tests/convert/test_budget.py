@@ -93,23 +93,25 @@ def counted(call: Any) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.parametrize("Hk", [None, 2])
 @pytest.mark.parametrize("Ds", [None, 20])
-def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None) -> None:
+def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None, Hk: int | None) -> None:
+    """Converted, a layer has one key in the place of Hk; its values stay grouped."""
     T, D_in, D_in_k, H, D = 7, 12, 10, 4, 6
     x, y, heads = torch.randn(T, D_in), torch.randn(T, D_in_k), torch.randn(H, T, D)
-    width, head_width = Ds or H * D, Ds or D
+    grouped = (Hk or H) * D
     found = [
-        counted(lambda: x @ torch.randn(D_in, width)),
-        counted(lambda: y @ torch.randn(D_in_k, width)),
-        counted(lambda: torch.randn(H, T, head_width) @ torch.randn(H, head_width, T)),
+        counted(lambda: x @ torch.randn(D_in, Ds or H * D)),
+        counted(lambda: y @ torch.randn(D_in_k, Ds or grouped)),
+        counted(lambda: torch.randn(H, T, Ds or D) @ torch.randn(H, Ds or D, T)),
         counted(lambda: torch.randn(H, T, T) @ heads),
-        counted(lambda: y @ torch.randn(D_in_k, H * D)),
+        counted(lambda: y @ torch.randn(D_in_k, grouped)),
         counted(lambda: torch.randn(T, H * D) @ torch.randn(H * D, D_in)),
     ]
     if Ds is not None:
         found.append(T * H * Ds)  # one product for each element of each head's query
         found.append(counted(lambda: y @ torch.randn(D_in_k, H)) + H * T * T)
-    assert Sizes(D_in, D_in_k, H * D, H).flops(T, Ds) == sum(found)
+    assert Sizes(D_in, D_in_k, H * D, H, Hk).flops(T, Ds) == sum(found)
 
 
 def test_ragged_heads_take_their_share() -> None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import heads_kernels as hk
 from heads_kernels.integrations import distributed
+from tests.ops.calls import tensors, with_offsets
 from tests.support.alike import assert_alike
 from tests.support.processes import Processes, mesh_of, whole
 from tests.support.refusals import assert_refused
@@ -55,14 +56,7 @@ PARTS = {"query": -2, "key": -2, "value": -2, "content_bias": -1}
 def operands(operator: str, gate: str, Hk: int, length: int) -> dict[str, Tensor]:
     """`Hk` is the number of heads of values, and of keys where heads have their own."""
     torch.manual_seed(0)
-    if operator == "gated_attention":
-        given = {"query": torch.randn(B, H, length, D)}
-        given |= {name: torch.randn(B, Hk, length, D) for name in ("key", "value")}
-    else:
-        given = {name: torch.randn(B, length, 12) for name in ("query", "key")}
-        given |= {"value": torch.randn(B, Hk, length, D), "mixing": torch.randn(H, 12)}
-        given["content_bias"] = torch.randn(B, H, length)
-    given["sinks"] = torch.randn(H)
+    given = tensors(operator, Hk=Hk, Hv=Hk, T=length, S=length, Dv=D, dtype=torch.float32) | {"sinks": torch.randn(H)}
     if (factors := GATES[gate]) is not None:
         given["gate"] = factors[:, :, :length] if factors.dim() > 2 else factors
     return given
@@ -96,14 +90,11 @@ def check_call(
     context = context_of(**how)
     given = operands(operator, gate, Hk, length)
     if table is not None:
-        given["table"] = table
+        given["offset_table"] = table
     call = getattr(hk, operator)
 
-    def run(function: Any, tensors: dict[str, Tensor]) -> Tensor:
-        arguments = {**tensors, **options}
-        if table is not None:
-            arguments["bias"] = hk.OffsetBias(arguments.pop("table"))
-        return function(**arguments)
+    def run(function: Any, leaves: dict[str, Tensor]) -> Tensor:
+        return function(**with_offsets(leaves | options))
 
     dout = torch.randn(B, H, length, D)
     plain = parts_of(context, given, {})

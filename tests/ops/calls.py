@@ -131,21 +131,17 @@ def call(operator: str, backend: str, /, **arguments: Any) -> Any:
 def run(operator: str, backend: str, /, dout: Tensor | None = None, **arguments: Any) -> dict[str, Tensor]:
     """The output "out" and, by name, the gradients of all floating tensors of a call, each a leaf of its own.
 
-    With `return_lse` also "lse", whose gradient starts as ones. Elements of a row of `dout` differ if it is None. Of an
-    `offset_table` an `OffsetBias` is made.
+    Elements of a row of `dout` differ if it is None. Of an `offset_table` an `OffsetBias` is made.
     """
     leaves = {
         name: value.detach().requires_grad_()
         for name, value in arguments.items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-    found = call(operator, backend, **with_offsets(arguments | leaves))
-    results = found if isinstance(found, tuple) else (found,)
-    dout = torch.ones_like(results[0]).cumsum(-1) if dout is None else dout
-    starts = [dout, *(torch.ones_like(each) for each in results[1:])]
-    grads = torch.autograd.grad(results, list(leaves.values()), starts)
-    named = zip(("out", "lse"), (each.detach() for each in results), strict=False)
-    return {**dict(named), **dict(zip(leaves, grads, strict=True))}
+    out = call(operator, backend, **with_offsets(arguments | leaves))
+    dout = torch.ones_like(out).cumsum(-1) if dout is None else dout
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
 def assert_same_bits(backend: str, found: Any, expected: Any) -> None:
@@ -202,11 +198,6 @@ def tensors(
     else:
         shapes = {"query": (B, H, T, D), "key": (B, Hk, S, D)}
     return {name: torch.randn(s, dtype=dtype).requires_grad_(grad) for name, s in shapes.items()}
-
-
-def good(operator: str) -> dict[str, Any]:
-    """Small arguments that are served, made anew."""
-    return dict(tensors(operator, dtype=torch.float32))
 
 
 # ---------------------------------------------------------------------- as PyTorch's checks take operators

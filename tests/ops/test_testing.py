@@ -36,8 +36,6 @@ SMALL = find("gated_attention", "closed_batch_heads")
 
 
 # ---------------------------------------------------------------------- cases
-
-
 def test_ragged_supports_are_disjoint_and_cover() -> None:
     for case in COLLABORATIVE:
         if case.mixing in ("blocks", "ragged", "unaligned"):
@@ -47,8 +45,6 @@ def test_ragged_supports_are_disjoint_and_cover() -> None:
 
 
 # ---------------------------------------------------------------------- the accuracy rule
-
-
 FAULTS = {
     "scaled by 1 + 1e-5": lambda t: t * (1 + 1e-5),
     "one element off by a hundredth of the rest": lambda t: t + 0.01 * first(t) * t.abs().mean(),

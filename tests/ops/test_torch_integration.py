@@ -219,17 +219,14 @@ def test_vmap_and_dual_levels_without_a_derivative(operator: str, backend: str) 
         torch.vmap(run)(rows)
 
 
-@pytest.mark.parametrize("alpha", [1.5, torch.tensor([1.2, 2.0])], ids=["one", "of heads"])
-def test_vmap_of_entmax_on_eager(alpha: float | Tensor) -> None:
+@pytest.mark.parametrize(("over", "alpha"), [("query", 1.5), ("query", torch.tensor([1.2, 2.0])), ("alpha", None)])
+def test_vmap_of_entmax_on_eager(over: str, alpha: float | Tensor | None) -> None:
     """Its search for thresholds cannot stop by what it finds."""
     query, key, value = torch.randn(3, 3, 2, 5, 4)
-    run = partial(hk.entmax_attention, key=key, value=value, alpha=alpha, backend="eager")
-    assert_alike(torch.vmap(run)(torch.stack([query, key])), torch.stack([run(query), run(key)]))
+    given = {"query": query, "key": key, "value": value, "alpha": alpha, "backend": "eager"}
+    rows = torch.stack([query, key]) if over == "query" else torch.tensor([[1.2, 2.0], [1.5, 1.5]])
 
+    def run(row: Tensor) -> Tensor:
+        return hk.entmax_attention(**given | {over: row})
 
-def test_vmap_over_alpha_on_eager() -> None:
-    query, key, value = torch.randn(3, 3, 2, 5, 4)
-    alphas = torch.tensor([[1.2, 2.0], [1.5, 1.5]])
-    run = partial(hk.entmax_attention, query, key, value, backend="eager")
-    whole = torch.vmap(lambda alpha: run(alpha=alpha))(alphas)
-    assert_alike(whole, torch.stack([run(alpha=each) for each in alphas]))
+    assert_alike(torch.vmap(run)(rows), torch.stack([run(row) for row in rows]))
