@@ -316,6 +316,10 @@ def test_the_model_is_put_back(name: str) -> None:
         if len(passes) == last:
             raise KeyboardInterrupt
 
+    def interrupted() -> Iterator[Any]:
+        yield from data
+        raise KeyboardInterrupt
+
     last = 0
     model.encoder.layer[1].register_forward_hook(look)
     before = all_of_it()
@@ -323,18 +327,11 @@ def test_the_model_is_put_back(name: str) -> None:
     assert passes
     assert all_of_it() == before
     last, passes[:] = len(passes), []
-    with pytest.raises(KeyboardInterrupt):
-        read(model, data)
-    assert all_of_it() == before
-
-    def interrupted() -> Iterator[Any]:
-        yield from data
-        raise KeyboardInterrupt
-
-    last = 0
-    with pytest.raises(KeyboardInterrupt):
-        read(model, interrupted())
-    assert all_of_it() == before
+    for given in (data, interrupted()):
+        with pytest.raises(KeyboardInterrupt):
+            read(model, given)
+        assert all_of_it() == before
+        last = 0
 
 
 FIRST = {"first": lambda batch: torch.arange(batch.shape[1])[None] == 0}

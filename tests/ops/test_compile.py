@@ -30,7 +30,6 @@ from tests.support.alike import assert_alike
 from tests.support.commands import python
 
 
-# ---------------------------------------------------------------------- compile and export
 def compare_compiled(run: Callable[..., Any], compiled: Callable[..., Any], values: list[Tensor]) -> None:
     """Results and gradients of `compiled` are those of `run`."""
     found = []

@@ -14,21 +14,9 @@ from torch import Tensor
 from benchmarks import peak
 from heads_kernels.call import active_widths
 from heads_kernels.ops import entmax, formula
-from heads_kernels.testing import (
-    COLLABORATIVE,
-    Case,
-    CollaborativeCase,
-    EntmaxCase,
-    GatedCase,
-    accuracy,
-    check,
-    compare,
-    find,
-    reference,
-    time_in_turn,
-)
+from heads_kernels.testing import COLLABORATIVE, accuracy, check, compare, find, reference, time_in_turn
 from heads_kernels.testing.accuracy import _LEAST, _chance
-from heads_kernels.testing.case import surrounded
+from heads_kernels.testing.case import Case, CollaborativeCase, EntmaxCase, GatedCase, surrounded
 from heads_kernels.testing.rounding import SAMPLES
 from tests.support.poison import dirty_allocator
 

@@ -27,10 +27,6 @@ def spread(made: Module) -> Module:
     return made.eval()
 
 
-def torch_attention(**options: Any) -> nn.MultiheadAttention:
-    return spread(nn.MultiheadAttention(E, H, batch_first=True, **options))
-
-
 def torch_encoder(layers: int = 2, width: int = E) -> nn.TransformerEncoder:
     """In evaluation mode, which runs its layers one by one."""
     layer = nn.TransformerEncoderLayer(width, H, 16, batch_first=True)
