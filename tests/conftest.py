@@ -14,7 +14,6 @@ mark `tiny`: tiny cases in float32.
 """
 
 import gc
-import importlib.util
 import os
 import random
 import sys
@@ -22,16 +21,13 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.examples import module_at
+
 # Both before the package, which reads them once: the order of the table, and the module for the emulator.
 os.environ.pop("HEADS_KERNELS_BACKENDS", None)
 if folder := os.environ.get("HK_EMULATED"):
-    emulated = "heads_kernels._cuda_emulated"
     (found,) = Path(folder).glob("_cuda_emulated.*.so")
-    spec = importlib.util.spec_from_file_location(emulated, found)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[emulated] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[emulated])
+    module_at(found, "heads_kernels._cuda_emulated")
 
 import hypothesis
 import pytest

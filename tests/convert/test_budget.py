@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from heads_kernels.convert import Heads
 from heads_kernels.convert.budget import Sizes, allot
 from heads_kernels.convert.conversion import captured_energy
-from tests.convert.random_heads import normal, random_heads
+from tests.convert.random_heads import random_heads
+from tests.ops.calls import counted
 from tests.support.alike import assert_alike
+from tests.support.nn_layers import random
 
 H, D, D_in, D_in_k = 3, 4, 14, 10
 
@@ -87,12 +88,6 @@ def test_break_even_without_either_side() -> None:
     assert sizes.break_even(32, 96) == round(2 * 64 * 32 / 32)
 
 
-def counted(call: Any) -> int:
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return counter.get_total_flops()
-
-
 @pytest.mark.parametrize("Hk", [None, 2])
 @pytest.mark.parametrize("Ds", [None, 20])
 def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None, Hk: int | None) -> None:
@@ -142,7 +137,7 @@ def test_captured_energy() -> None:
 
 def test_energy_of_rotated_heads() -> None:
     """The product does not see a rotation; that of rotated copies is of one head's rank, their projections are not."""
-    heads, rotation = layer_of(), torch.linalg.qr(normal(H, D, D)).Q
+    heads, rotation = layer_of(), torch.linalg.qr(random(H, D, D)).Q
     rotated = captured_energy(Heads(rotation @ heads.query, rotation @ heads.key, heads.scale))
     expected = captured_energy(heads)
     assert_alike(rotated.product, expected.product)

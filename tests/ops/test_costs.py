@@ -1,26 +1,17 @@
 """What a call costs: FLOPs by closed formulas, by PyTorch's own counter and without what masks and gates leave out;
 and memory."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
 from benchmarks.peak import peak_memory
 from heads_kernels.call import backward_flops, forward_flops
 from heads_kernels.testing import Case, Inputs, find
-from tests.ops.calls import DIFFERENTIABLE, FUSED, NAMES, QUICK, call, parsed, run, tensors, with_offsets
+from tests.ops.calls import DIFFERENTIABLE, FUSED, NAMES, QUICK, call, counted, parsed, run, tensors
 from tests.support.plain import plain
 
 B, H, T, S, D, Dv, Ds = 2, 4, 32, 48, 16, 24, 64
-
-
-def counted(run: Any) -> int:
-    with FlopCounterMode(display=False) as counter:
-        run()
-    return counter.get_total_flops()
 
 
 # ---------------------------------------------------------------------- PyTorch's counter
@@ -134,7 +125,7 @@ def test_memory_is_linear_in_length(operator: str, backend: str, offsets: bool) 
 
     def both() -> object:
         if operator == "attention_statistics":
-            return call(operator, backend, **with_offsets(given), received=True)
+            return call(operator, backend, **given, received=True)
         return run(operator, backend, **given, is_causal=True)
 
     both()

@@ -149,8 +149,8 @@ def test_cases(backend: str, kernel: str, named: Case, dtype: torch.dtype, order
     assert launched.called
 
 
-_HIDDEN: Any = {"mask": masks.padded(140, 70), "gate": "BHT"}
-_POISONED = GatedCase("poison", 2, 1, 140, 140, D=64, Dv=64, **_HIDDEN)
+_HIDDEN: Any = {"Dv": 64, "mask": masks.padded(140, 70), "gate": "BHT"}
+_POISONED = GatedCase("poison", 2, 1, 140, 140, D=64, **_HIDDEN)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.release)])
@@ -158,15 +158,14 @@ _POISONED = GatedCase("poison", 2, 1, 140, 140, D=64, Dv=64, **_HIDDEN)
     ("kernel", "named"),
     [
         ("forward", _POISONED),
-        ("forward", CollaborativeCase("poison", 2, 1, 140, 140, Ds=64, Dv=64, **_HIDDEN)),
+        ("forward", CollaborativeCase("poison", 2, 1, 140, 140, Ds=64, **_HIDDEN)),
         ("backward", _POISONED),
         ("backward", replace(_POISONED, name="poison, softcap", softcap=2.0)),
     ],
 )
 @pytest.mark.parametrize("backend", ["triton"])
 def test_hidden_values_reach_nothing(backend: str, kernel: str, named: Case, bad: float) -> None:
-    """Of keys that no row sees and rows that see no key, their gates and dout too; what is seen is in the emulator's
-    own tests."""
+    """Of keys that no row sees and rows that see no key, their gates and dout too."""
     with in_gluon(kernel, "greedy") as launched:
         assert_hidden_reaches_nothing(named.make(torch.bfloat16), backend, bad)
     assert launched.called

@@ -55,9 +55,7 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tu
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**45 + 3, 2**63 - 1, -5])
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_the_mask_that_an_operator_draws(
-    operator: str, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mask_of_an_operator(operator: str, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys as values show the dropped probabilities of every row: each reads its own word, on every backend.
 
     The call is the last part of a whole in every dimension.
