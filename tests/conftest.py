@@ -14,7 +14,6 @@ mark `tiny`: tiny cases in float32.
 """
 
 import gc
-import importlib.util
 import os
 import random
 import sys
@@ -22,16 +21,13 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.examples import module_at
+
 # Both before the package, which reads them once: the order of the table, and the module for the emulator.
 os.environ.pop("HEADS_KERNELS_BACKENDS", None)
 if folder := os.environ.get("HK_EMULATED"):
-    emulated = "heads_kernels._cuda_emulated"
     (found,) = Path(folder).glob("_cuda_emulated.*.so")
-    spec = importlib.util.spec_from_file_location(emulated, found)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[emulated] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[emulated])
+    module_at(found, "heads_kernels._cuda_emulated")
 
 import hypothesis
 import pytest
@@ -163,7 +159,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         backend = parameters(item).get("backend")
-        if is_slow(item):
+        case = parameters(item).get("case")
+        if isinstance(case, Case) and case.B * case.H * case.T * case.S > LARGE:
             item.add_marker("slow")
         if any(item.get_closest_marker(mark) for mark in ("slow", "release")) or is_left_out(item):
             item.add_marker("check")
@@ -171,7 +168,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=CPU_MISSING))
         if backend in STARTED_FOR:
             simulate(item, str(backend), skip=not on_gpu)
-        elif is_like_another(item, torch.float16) and zlib.crc32(str(parameters(item)["case"]).encode()) % FLOAT16:
+        elif is_like_another(item, torch.float16) and zlib.crc32(str(case).encode()) % FLOAT16:
             item.add_marker("release")
 
 
@@ -204,11 +201,6 @@ def asks_a_gpu(item: pytest.Item) -> bool:
     """Of an operator on a backend that serves CUDA tensors, or marked so."""
     backend = parameters(item).get("backend")
     return backend in ("eager", *STARTED_FOR) or item.get_closest_marker("gpu") is not None
-
-
-def is_slow(item: pytest.Item) -> bool:
-    case = parameters(item).get("case")
-    return isinstance(case, Case) and case.B * case.H * case.T * case.S > LARGE
 
 
 def is_left_out(item: pytest.Item) -> bool:

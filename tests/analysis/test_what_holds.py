@@ -172,16 +172,11 @@ def test_padding_and_the_cut_into_batches(name: str, family: str) -> None:
         assert_alike(together, alone, dtype=torch.float32)
 
 
-class Towers(nn.Module):
+def towers(model: Any) -> Any:
     """A model of which a part does not run on the data."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.idle = hk.nn.GatedMultiheadAttention(8, 2)
-        self.model = model
-
-    def forward(self, **batch: Tensor) -> Any:
-        return self.model(**batch)
+    made = nn.ModuleDict({"idle": hk.nn.GatedMultiheadAttention(8, 2), "model": model})
+    made.forward = lambda **batch: model(**batch)
+    return made
 
 
 # Others take no `layers`, and read all.
@@ -195,12 +190,12 @@ def test_some_layers(name: str) -> None:
         for (what, heads), value in READ[name](model, data).items()
         if {layer for layer, _ in heads} == {second}
     }
-    assert_alike(READ[name](Towers(model), data, layers=[f"model.{second}"]), expected)
+    assert_alike(READ[name](towers(model), data, layers=[f"model.{second}"]), expected)
     if name in ("statistics", "roles"):
         words = ".*reaches layer 0 \\('idle'\\); .* or name the others in layers"
-        assert_refused(((Towers(model), data), words), of=READ[name])
+        assert_refused(((towers(model), data), words), of=READ[name])
     if name in OF_GATES and name != "relevance":
-        reached = {heads[0][0] for (_, heads), value in READ[name](Towers(model), data).items() if value != 0}
+        reached = {heads[0][0] for (_, heads), value in READ[name](towers(model), data).items() if value != 0}
         assert reached == {f"model.{layer.name}" for layer in hk.heads.attention_layers(model)}
 
 
@@ -316,6 +311,10 @@ def test_the_model_is_put_back(name: str) -> None:
         if len(passes) == last:
             raise KeyboardInterrupt
 
+    def interrupted() -> Iterator[Any]:
+        yield from data
+        raise KeyboardInterrupt
+
     last = 0
     model.encoder.layer[1].register_forward_hook(look)
     before = all_of_it()
@@ -323,18 +322,11 @@ def test_the_model_is_put_back(name: str) -> None:
     assert passes
     assert all_of_it() == before
     last, passes[:] = len(passes), []
-    with pytest.raises(KeyboardInterrupt):
-        read(model, data)
-    assert all_of_it() == before
-
-    def interrupted() -> Iterator[Any]:
-        yield from data
-        raise KeyboardInterrupt
-
-    last = 0
-    with pytest.raises(KeyboardInterrupt):
-        read(model, interrupted())
-    assert all_of_it() == before
+    for given in (data, interrupted()):
+        with pytest.raises(KeyboardInterrupt):
+            read(model, given)
+        assert all_of_it() == before
+        last = 0
 
 
 FIRST = {"first": lambda batch: torch.arange(batch.shape[1])[None] == 0}

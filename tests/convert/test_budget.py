@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from heads_kernels.convert import Heads
 from heads_kernels.convert.budget import Sizes, allot
 from heads_kernels.convert.conversion import captured_energy
-from tests.convert.random_heads import normal, random_heads
+from tests.convert.random_heads import random_heads
+from tests.ops.calls import counted
 from tests.support.alike import assert_alike
+from tests.support.nn_layers import random
 
 H, D, D_in, D_in_k = 3, 4, 14, 10
 
@@ -87,29 +88,25 @@ def test_break_even_without_either_side() -> None:
     assert sizes.break_even(32, 96) == round(2 * 64 * 32 / 32)
 
 
-def counted(call: Any) -> int:
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return counter.get_total_flops()
-
-
+@pytest.mark.parametrize("Hk", [None, 2])
 @pytest.mark.parametrize("Ds", [None, 20])
-def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None) -> None:
+def test_matrix_products_are_those_that_pytorch_counts(Ds: int | None, Hk: int | None) -> None:
+    """Converted, a layer has one key in the place of Hk; its values stay grouped."""
     T, D_in, D_in_k, H, D = 7, 12, 10, 4, 6
     x, y, heads = torch.randn(T, D_in), torch.randn(T, D_in_k), torch.randn(H, T, D)
-    width, head_width = Ds or H * D, Ds or D
+    grouped = (Hk or H) * D
     found = [
-        counted(lambda: x @ torch.randn(D_in, width)),
-        counted(lambda: y @ torch.randn(D_in_k, width)),
-        counted(lambda: torch.randn(H, T, head_width) @ torch.randn(H, head_width, T)),
+        counted(lambda: x @ torch.randn(D_in, Ds or H * D)),
+        counted(lambda: y @ torch.randn(D_in_k, Ds or grouped)),
+        counted(lambda: torch.randn(H, T, Ds or D) @ torch.randn(H, Ds or D, T)),
         counted(lambda: torch.randn(H, T, T) @ heads),
-        counted(lambda: y @ torch.randn(D_in_k, H * D)),
+        counted(lambda: y @ torch.randn(D_in_k, grouped)),
         counted(lambda: torch.randn(T, H * D) @ torch.randn(H * D, D_in)),
     ]
     if Ds is not None:
         found.append(T * H * Ds)  # one product for each element of each head's query
         found.append(counted(lambda: y @ torch.randn(D_in_k, H)) + H * T * T)
-    assert Sizes(D_in, D_in_k, H * D, H).flops(T, Ds) == sum(found)
+    assert Sizes(D_in, D_in_k, H * D, H, Hk).flops(T, Ds) == sum(found)
 
 
 def test_ragged_heads_take_their_share() -> None:
@@ -140,7 +137,7 @@ def test_captured_energy() -> None:
 
 def test_energy_of_rotated_heads() -> None:
     """The product does not see a rotation; that of rotated copies is of one head's rank, their projections are not."""
-    heads, rotation = layer_of(), torch.linalg.qr(normal(H, D, D)).Q
+    heads, rotation = layer_of(), torch.linalg.qr(random(H, D, D)).Q
     rotated = captured_energy(Heads(rotation @ heads.query, rotation @ heads.key, heads.scale))
     expected = captured_energy(heads)
     assert_alike(rotated.product, expected.product)

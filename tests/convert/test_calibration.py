@@ -30,7 +30,6 @@ Call = tuple[Tensor, Tensor, Tensor, Tensor, bool]
 
 
 def moments_by_hand(runs: list[Call]) -> Moments:
-    """Row after row."""
     x, y = runs[0][:2]
     count, total = 0, torch.zeros(x.shape[-1], dtype=torch.float64)
     query_outer = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float64)

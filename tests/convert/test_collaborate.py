@@ -178,14 +178,9 @@ def test_what_grouped_keys_had_is_counted() -> None:
     [report] = found.reports
     assert report.parameters_before == before == 32 * 32 + 32 * 8 + 32 + 8
     assert found.parameters > found.parameters_before
-    T, F = report.length, report.executed_features
-    # projections of queries, keys and values, scores, weighted values, output
-    rows = 2 * T * 32 * (H * D + 2 * Hk * D + 32)
-    assert report.flops_before == rows + 2 * 2 * T * T * H * D
-    # One key of 32 features and content biases in the place of 2 keys of 4; values are grouped as before.
-    rows += 2 * T * 32 * (32 - Hk * D + H)
-    assert report.flops == rows + T * F + T * T * H + 2 * T * T * (F + H * D)
-    assert report.break_even == 0
+    T, sizes = report.length, Sizes(32, 32, H * D, H, Hk)  # test_budget.py has the formulas
+    counts = sizes.flops(T), sizes.flops(T, 32, report.executed_features)
+    assert (report.flops_before, report.flops, report.break_even) == (*counts, 0)
     found = collaborate(torch.nn.Sequential(GatedMultiheadAttention(32, H, num_key_heads=Hk)), 5)
     assert found.reports[0].break_even == round(32 * (32 + 8 - 2 * 5) / (8 * 5 - 32))
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from heads_kernels.call import MIXING_CHUNK
 from heads_kernels.convert import Factors, Heads, Moments, features
 from heads_kernels.convert.features import METHODS, chunked
-from tests.convert.random_heads import D, D_in, D_in_k, H, normal, random_heads
+from tests.convert.random_heads import D, D_in, D_in_k, H, random_heads
 from tests.support.alike import assert_alike, rounding
+from tests.support.nn_layers import random
 from tests.support.refusals import assert_refused
 
 CALIBRATED = pytest.mark.parametrize("calibrated", [False, True])
@@ -22,8 +23,8 @@ CALIBRATED = pytest.mark.parametrize("calibrated", [False, True])
 # ---------------------------------------------------------------------- dense linear algebra
 def random_moments() -> tuple[Tensor, Tensor, Moments]:
     """Correlated inputs of 5 sentences, with a mean: queries `[5, 60, D_in]`, keys `[5, 40, D_in_k]`."""
-    x = normal(5, 60, D_in) @ normal(D_in, D_in) + normal(D_in)
-    y = normal(5, 40, D_in_k) @ normal(D_in_k, D_in_k) + 3 * normal(5, 1, D_in_k)
+    x = random(5, 60, D_in) @ random(D_in, D_in) + random(D_in)
+    y = random(5, 40, D_in_k) @ random(D_in_k, D_in_k) + 3 * random(5, 1, D_in_k)
     return x, y, Moments.of(x, y)
 
 
@@ -90,16 +91,16 @@ def test_exact_at_full_rank(method: str, calibrated: bool) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_exact_at_the_rank_of_the_heads(method: str) -> None:
     """Heads of rank 2 and one of rank 0, heads wider than their inputs, heads of zeros: no more features are made."""
-    mixes = normal(H, D, 2)
+    mixes = random(H, D, 2)
     mixes[1] = 0
-    low = Heads(mixes @ normal(H, 2, D_in), normal(H, D, D_in_k), 1.0)
+    low = Heads(mixes @ random(H, 2, D_in), random(H, D, D_in_k), 1.0)
     assert low.fit(H * D, method=method).features == [2, 0, 2, 2]
-    wide = Heads(normal(4, 9, 5), normal(4, 9, 7), 1.0)
+    wide = Heads(random(4, 9, 5), random(4, 9, 7), 1.0)
     assert wide.fit(4 * 9, method=method).dim == 4 * 5
     assert 0 < wide.fit(6, method=method).error < 1
     zeros = Heads(torch.zeros(H, D, D_in), torch.zeros(H, D, D_in_k), 1.0)
     assert zeros.fit(5, method=method).dim == 1
-    assert not scores_after(zeros.fit(5, method=method), normal(3, D_in), normal(3, D_in_k)).any()
+    assert not scores_after(zeros.fit(5, method=method), random(3, D_in), random(3, D_in_k)).any()
     assert zeros.spectrum().errors().isfinite().all()
     for heads in (low, wide, zeros):
         assert heads.fit(100, method=method).error < rounding(torch.float64)
@@ -143,13 +144,13 @@ def test_planted_features_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(features, "_TOLERANCE", 1e-6)
     monkeypatch.setattr(features, "_ITERATIONS", 1000)
-    bases = torch.linalg.qr(normal(H, 8, 6)).Q  # [H, D, 6]
-    query = torch.einsum("hdr,hr,re->hde", bases, normal(H, 6), normal(6, D_in))
-    heads = Heads(query, torch.einsum("hdr,re->hde", bases, normal(6, D_in_k)), 1.0)
+    bases = torch.linalg.qr(random(H, 8, 6)).Q  # [H, D, 6]
+    query = torch.einsum("hdr,hr,re->hde", bases, random(H, 6), random(6, D_in))
+    heads = Heads(query, torch.einsum("hdr,re->hde", bases, random(6, D_in_k)), 1.0)
     assert relative(dense(heads), dense_after(heads.fit(6))) < 1e-6
     assert heads.fit(6, method="ragged").error > 0.1
-    rotations = torch.linalg.qr(normal(H, D, D)).Q
-    copies = Heads(rotations @ normal(D, D_in), rotations @ normal(D, D_in_k), 1.0)
+    rotations = torch.linalg.qr(random(H, D, D)).Q
+    copies = Heads(rotations @ random(D, D_in), rotations @ random(D, D_in_k), 1.0)
     factors = copies.fit(D)
     assert relative(dense(copies), dense_after(factors)) < 1e-6
     assert_alike(factors.mixing, torch.ones(H, D, dtype=torch.float64))
@@ -188,7 +189,7 @@ def test_moments_make_scores_right_on_average(method: str) -> None:
     """
     heads = random_heads()
     x, sentences, moments = random_moments()
-    y, queries = 10 * normal(7, D_in_k), x.flatten(0, 1)
+    y, queries = 10 * random(7, D_in_k), x.flatten(0, 1)
     plain, calibrated = heads.fit(5, method=method), heads.fit(5, moments, method=method)
     before = scores_before(heads, queries, y)
     assert (before - scores_after(plain, queries, y)).mean(1).abs().max() > 0.1

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import heads_kernels as hk
 from heads_kernels.convert import collaborate
@@ -24,6 +23,7 @@ from heads_kernels.heads.shared import SharedProjection
 from heads_kernels.integrations.transformers import from_pretrained, release
 from tests.convert.converted_models import convert, in_use
 from tests.support.alike import assert_alike
+from tests.support.dispatched import Ops
 from tests.support.nn_layers import House
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import assert_same_states, batch, build, outputs, transformers
@@ -83,21 +83,8 @@ def test_parts_and_their_training(name: str) -> None:
     assert all(layer.module.mixing.count_nonzero() == 12 for layer in projected_layers(model))
 
 
-class Copies(TorchDispatchMode):
-    """Shapes that operations write as a copy, by their names."""
-
-    NAMES = ("clone", "copy_", "cat", "_to_copy", "repeat", "index_select", "constant_pad_nd")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, tuple[int, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if name in self.NAMES:
-            self.found.append((name, tuple(out.shape)))
-        return out
+#: Operations that write a copy.
+COPIES = ("clone", "copy_", "cat", "_to_copy", "repeat", "index_select", "constant_pad_nd")
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -117,12 +104,14 @@ def test_a_cache_of_shared_keys(cache: str) -> None:
         kept = [(layer.keys, layer.values) for layer in past.layers]
         others.append(transformers.DynamicCache(kept))
     token = torch.randint(3, 40, (2, 1))
-    with Copies() as copies:
+    with Ops() as ops:
         expected = model(token, past_key_values=past).logits
-    large = [name for name, shape in copies.found if len(shape) > 2 and {41, 60} & set(shape)]
+    named = zip((name.removeprefix("aten::") for name in ops.names), ops.ran, strict=True)
+    copies = [(name, tuple(out.shape)) for name, (*_, out) in named if name in COPIES]
+    large = [name for name, shape in copies if len(shape) > 2 and {41, 60} & set(shape)]
     assert large == (["cat"] * 2 * len(past.layers) if cache == "dynamic" else [])
     weights = {(12, 32), (32, 12), (16, 32), (32, 16), (32, 32), (96, 32), (32, 96)}
-    assert not weights & {shape for _, shape in copies.found}
+    assert not weights & {shape for _, shape in copies}
     for each in others:
         assert_alike(model(token, past_key_values=each).logits, expected)
 

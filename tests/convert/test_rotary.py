@@ -11,8 +11,8 @@ from heads_kernels.convert.features import METHODS
 from heads_kernels.convert.rotary import RotaryFactors, RotaryHeads, RotaryMoments
 from heads_kernels.heads import projected_layers
 from tests.convert.converted_models import convert, in_use
-from tests.convert.random_heads import normal
 from tests.support.alike import assert_alike
+from tests.support.nn_layers import random
 from tests.support.refusals import assert_refused
 from tests.support.tiny_models import batch, outputs
 
@@ -23,8 +23,8 @@ def random_heads() -> RotaryHeads:
     """Heads that have something in common, each with a share of its own."""
     sides = []
     for _ in range(2):
-        common = torch.einsum("hfr,rfe->hfe", normal(H, F, 3), normal(3, F, 2 * D_in + 2))
-        sides.append(torch.complex(*(common + 0.3 * normal(H, F, 2 * D_in + 2)).chunk(2, 2)))
+        common = torch.einsum("hfr,rfe->hfe", random(H, F, 3), random(3, F, 2 * D_in + 2))
+        sides.append(torch.complex(*(common + 0.3 * random(H, F, 2 * D_in + 2)).chunk(2, 2)))
     return RotaryHeads(sides[0], sides[1], 0.5)
 
 
@@ -82,7 +82,7 @@ def test_all_features_are_exact(method: str) -> None:
 def test_the_calibrated_error_is_that_of_the_scores(method: str) -> None:
     """Of rotated queries and keys of random inputs, each frequency by itself, for phases that are spread evenly."""
     heads, angles = random_heads(), torch.tensor([1.0, 0.3, 0.1, 0.02]).double()
-    x, y = (torch.cat((normal(40, D_in) @ normal(D_in, D_in), torch.ones(40, 1)), 1) for _ in "xy")
+    x, y = (torch.cat((random(40, D_in) @ random(D_in, D_in), torch.ones(40, 1)), 1) for _ in "xy")
     operands = [torch.cat((each.real, each.imag), 1).transpose(1, 2)[None] for each in turned(heads, x, y, angles)]
     real = torch.ones(1, 40, dtype=torch.bool)
     moments = RotaryMoments.of(*operands, query_mask=real, key_mask=real)
@@ -99,10 +99,10 @@ def test_the_calibrated_error_is_that_of_the_scores(method: str) -> None:
 
 def test_planted_pairs_are_found() -> None:
     """Heads that share 3 pairs at each frequency, each turned and scaled in its own way."""
-    turns = torch.exp(1j * normal(H, F))[..., None]
+    turns = torch.exp(1j * random(H, F))[..., None]
     which = torch.arange(H) % 3
-    query, key = (torch.complex(normal(3, F, D_in), normal(3, F, D_in)) for _ in "qk")
-    heads = RotaryHeads(query[which] * turns * normal(H, F, 1), key[which] * turns, 1.0)
+    query, key = (torch.complex(random(3, F, D_in), random(3, F, D_in)) for _ in "qk")
+    heads = RotaryHeads(query[which] * turns * random(H, F, 1), key[which] * turns, 1.0)
     assert heads.fit(6 * F).error < 1e-6
     assert heads.fit(6 * F).frequency.bincount().tolist() == [3] * F
     assert heads.fit(6 * F, method="ragged").error > 0.1
@@ -110,13 +110,13 @@ def test_planted_pairs_are_found() -> None:
 
 def test_keys_in_a_real_span_share_pairs() -> None:
     """One query for all heads, and keys that mix two keys with real weights: two pairs of a frequency hold them."""
-    query, key = (torch.complex(normal(n, F, D_in), normal(n, F, D_in)) for n in (1, 2))
-    keys = torch.einsum("hfr,rfe->hfe", normal(H, F, 2).to(key.dtype), key)
+    query, key = (torch.complex(random(n, F, D_in), random(n, F, D_in)) for n in (1, 2))
+    keys = torch.einsum("hfr,rfe->hfe", random(H, F, 2).to(key.dtype), key)
     assert RotaryHeads(query.expand(H, F, D_in), keys, 1.0).fit(4 * F).error < 1e-6
 
 
 def test_moments_of_two_batches_add_up() -> None:
-    query, key = normal(3, H, 5, 2 * F), normal(3, 2, 5, 2 * F)
+    query, key = random(3, H, 5, 2 * F), random(3, 2, 5, 2 * F)
     real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [1, 0, 1, 0, 0]]).bool()
     whole, *parts = (
         RotaryMoments.of(query[rows], key[rows], query_mask=real[rows], key_mask=real[rows], is_causal=True)
@@ -135,11 +135,11 @@ def test_moments_of_two_batches_add_up() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    heads, good = random_heads(), normal(2, 4, 3)
+    heads, good = random_heads(), random(2, 4, 3)
     assert_refused(
         (lambda: heads.fit(5), "^dim is 5; pass an even number"),
         (lambda: RotaryHeads.of(good, good / 0, 1.0), "^key holds NaN or infinity"),
-        (lambda: RotaryHeads.of(good, good, 1.0, None, normal(2, 3)), "^key_bias has shape"),
+        (lambda: RotaryHeads.of(good, good, 1.0, None, random(2, 3)), "^key_bias has shape"),
     )
 
 
@@ -158,8 +158,8 @@ def test_one_slot_of_features_is_told_from_a_cache() -> None:
     """As many features as a head has, one at each place: the cache would look like the projection."""
     heads = random_heads()
     frequency = torch.arange(F)
-    rows = normal(2 * F, D_in + 1)
-    factors = RotaryFactors(rows, rows, normal(H, F), heads.scale, 0.0, frequency)
+    rows = random(2 * F, D_in + 1)
+    factors = RotaryFactors(rows, rows, random(H, F), heads.scale, 0.0, frequency)
     places, slots = factors.places(F)
     assert slots == 2
     assert places.tolist() == [0, F, 1, F + 1, 2, F + 2, 3, F + 3]
@@ -167,7 +167,7 @@ def test_one_slot_of_features_is_told_from_a_cache() -> None:
 
 def test_a_budget_counts_the_parameters_of_rotary_heads() -> None:
     """Mixing has one weight for a pair of features, there are no content weights; biases count, 0 or not."""
-    weights, bias = normal(2, 2 * F, D_in), torch.zeros(2, 2 * F)
+    weights, bias = random(2, 2 * F, D_in), torch.zeros(2, 2 * F)
     for biases in ((bias, None), (None, bias)):
         assert RotaryHeads.of(weights, weights, 1.0, *biases).sizes.bias
     heads = random_heads()

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import parallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import heads_kernels as hk
 from heads_kernels.integrations import distributed
+from tests.ops.calls import tensors, with_offsets
 from tests.support.alike import assert_alike
+from tests.support.dispatched import Ops
 from tests.support.processes import Processes, mesh_of, whole
 from tests.support.refusals import assert_refused
 
@@ -55,14 +56,7 @@ PARTS = {"query": -2, "key": -2, "value": -2, "content_bias": -1}
 def operands(operator: str, gate: str, Hk: int, length: int) -> dict[str, Tensor]:
     """`Hk` is the number of heads of values, and of keys where heads have their own."""
     torch.manual_seed(0)
-    if operator == "gated_attention":
-        given = {"query": torch.randn(B, H, length, D)}
-        given |= {name: torch.randn(B, Hk, length, D) for name in ("key", "value")}
-    else:
-        given = {name: torch.randn(B, length, 12) for name in ("query", "key")}
-        given |= {"value": torch.randn(B, Hk, length, D), "mixing": torch.randn(H, 12)}
-        given["content_bias"] = torch.randn(B, H, length)
-    given["sinks"] = torch.randn(H)
+    given = tensors(operator, Hk=Hk, Hv=Hk, T=length, S=length, Dv=D, dtype=torch.float32) | {"sinks": torch.randn(H)}
     if (factors := GATES[gate]) is not None:
         given["gate"] = factors[:, :, :length] if factors.dim() > 2 else factors
     return given
@@ -83,27 +77,16 @@ def parts_of(context: Any, given: dict[str, Tensor], dims: dict[str, int] = PART
     }
 
 
-def check_call(
-    operator: str,
-    gate: str,
-    how: dict[str, Any],
-    Hk: int = H,
-    length: int = T,
-    table: Tensor | None = None,
-    **options: Any,
-) -> None:
-    """Parts of the output, and gradients that add up to those of one process; `table` is that of an OffsetBias."""
+def check_call(operator: str, gate: str, how: dict[str, Any], Hk: int = H, length: int = T, **options: Any) -> None:
+    """Parts of the output, and gradients that add up to those of one process, an `offset_table`'s too."""
     context = context_of(**how)
     given = operands(operator, gate, Hk, length)
-    if table is not None:
-        given["table"] = table
+    if "offset_table" in options:
+        given["offset_table"] = options.pop("offset_table")
     call = getattr(hk, operator)
 
-    def run(function: Any, tensors: dict[str, Tensor]) -> Tensor:
-        arguments = {**tensors, **options}
-        if table is not None:
-            arguments["bias"] = hk.OffsetBias(arguments.pop("table"))
-        return function(**arguments)
+    def run(function: Any, leaves: dict[str, Tensor]) -> Tensor:
+        return function(**with_offsets(leaves | options))
 
     dout = torch.randn(B, H, length, D)
     plain = parts_of(context, given, {})
@@ -127,19 +110,6 @@ def check_call(
             assert_alike(t.grad, want, name=name)
 
 
-class Largest(TorchDispatchMode):
-    """The largest number of elements of a tensor that an op returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor):
-                self.elements = max(self.elements, each.numel())
-        return out
-
-
 @OPERATORS
 @pytest.mark.processes(4)
 def test_memory_of_a_ring(operator: str) -> None:
@@ -149,9 +119,10 @@ def test_memory_of_a_ring(operator: str) -> None:
     for method in ("all_gather", "ring"):
         context = context_of(method)
         parts = parts_of(context, operands(operator, "[H]", H, length))
-        with Largest() as seen:
+        with Ops() as ops:
             context(getattr(hk, operator), **parts).sum().backward()
-        largest[method] = seen.elements
+        returned = tree_leaves([out for *_, out in ops.ran])
+        largest[method] = max(each.numel() for each in returned if isinstance(each, Tensor))
     values = B * H * length * D
     assert largest["all_gather"] >= values
     assert largest["ring"] <= 2 * values // W  # twice: the parts that are merged
@@ -190,7 +161,7 @@ def test_table(operator: str, how: dict[str, Any], W: int) -> None:
         if how.get("balanced"):
             check_call(operator, gate, how, length=2 * W)
         else:
-            check_call(operator, gate, how, length=W, table=table, softcap=2.0)
+            check_call(operator, gate, how, length=W, offset_table=table, softcap=2.0)
     if W != 2:
         return
     for mask in MASKS.values():

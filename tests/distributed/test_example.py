@@ -1,12 +1,8 @@
 """examples/distributed: the losses do not depend on the mesh."""
 
-import contextlib
-import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +13,8 @@ from tests.support.examples import EXAMPLES, example
 from tests.support.processes import Processes
 
 ALONE = (1, 1, 1)
-OPTIONS = ("--mesh", "1", "1", "2", "--steps", "2")
 
 
-# ---------------------------------------------------------------------- in every rank
 def check_run(shape: tuple[int, int, int], method: str, folder: str) -> None:
     """The first run, in one process, writes the losses that the others must have."""
     shown: list[str] = []
@@ -66,26 +60,9 @@ def test_any_mesh(shape: tuple[int, int, int], method: str, folder: Path, ranks:
 
 
 @pytest.mark.check
-@pytest.mark.processes(2)
-def test_command() -> None:
-    """In two processes that have their group already."""
-    printed = io.StringIO()
-    with (
-        example("distributed/train.py") as module,
-        mock.patch.object(sys, "argv", ["train.py", *OPTIONS]),
-        mock.patch.object(module.distributed, "init_process_group") as begin,
-        mock.patch.object(module.distributed, "destroy_process_group") as end,
-        contextlib.redirect_stdout(printed),
-    ):
-        module.main()
-    begin.assert_called_once_with("gloo")
-    end.assert_called_once_with()
-    assert printed.getvalue().count("loss") == (3 if torch.distributed.get_rank() == 0 else 0)
-
-
-@pytest.mark.release
-def test_command_of_torchrun(tmp_path: Path) -> None:
+def test_command(tmp_path: Path) -> None:
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    options = ("--mesh", "1", "1", "2", "--steps", "2")
     script = EXAMPLES / "distributed" / "train.py"
-    done = python(*run, script, *OPTIONS, cwd=tmp_path, timeout=120, PYTHONPATH=str(EXAMPLES.parent))
+    done = python(*run, script, *options, cwd=tmp_path, timeout=120, PYTHONPATH=str(EXAMPLES.parent))
     assert done.stdout.count("loss") == 3

@@ -56,7 +56,6 @@ def output(model: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-# ---------------------------------------------------------------------- in every rank
 @pytest.mark.processes("shape")
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_training(shape: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ from torch.distributed import tensor
 
 import heads_kernels as hk
 from heads_kernels.testing import CASES, Inputs
+from tests.ops.calls import tensors
 from tests.support.alike import assert_alike
 from tests.support.processes import mesh_of, whole
 from tests.support.refusals import assert_refused
@@ -72,13 +73,8 @@ def test_cases(operator: str, splits: str, first: int) -> None:
             assert_alike(whole(grad), want, name=f"{case}: d{name}")
 
 
-def operands(operator: str, B: int = 4, H: int = 4, Hk: int = 4) -> dict[str, Tensor]:
-    """Of one process; every rank draws the same."""
-    if operator == "gated_attention":
-        heads = {"query": H, "key": Hk, "value": Hk}
-        return {name: torch.randn(B, n, 6, 8) for name, n in heads.items()}
-    shared = {name: torch.randn(B, 6, 8) for name in ("query", "key")}
-    return {**shared, "value": torch.randn(B, H, 6, 8), "mixing": torch.randn(H, 8)}
+#: Tensors of one process; every rank draws the same.
+operands = partial(tensors, B=4, Hk=4, T=6, S=6, Dv=8, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +158,7 @@ def test_received() -> None:
     for given in (weights, tensor.distribute_tensor(weights, mesh, [tensor.Shard(2)])):
         found = hk.attention_statistics(split, key, is_causal=True, received=given)
         assert found.received.placements == (tensor.Partial(),)
-        for one, other in zip(found, expected, strict=True):
-            assert_alike(one.full_tensor(), other)
+        assert_alike([whole(each) for each in found], list(expected))
 
 
 # ---------------------------------------------------------------------- what is refused

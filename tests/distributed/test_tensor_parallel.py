@@ -88,7 +88,6 @@ def test_converted_layers_that_are_split_by_another_plan(fake_mesh: Callable[...
 
 
 def model_of(name: str, convert: bool = False) -> Any:
-    """Of transformers."""
     pytest.importorskip("transformers", reason="a model of transformers")
     from tests.support.tiny_models import build
 

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads_kernels.mask import Intervals, Mask, as_mask, kept, terms
 from heads_kernels.mask import mask as mask_module
 from tests.mask.masks import all_real, every_kind, longs
+from tests.support.dispatched import Ops
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -73,7 +72,6 @@ def test_intervals_are_of_one_call_alone() -> None:
 
 
 def bound(intervals: Intervals) -> Tensor:
-    assert intervals.k_hi is not None
     return intervals.k_hi.squeeze(1)  # of all heads
 
 
@@ -178,16 +176,6 @@ def test_nothing_waits_for_the_device(device: str) -> None:
             intervals.visible_pairs(2, 5, 5).tolist()  # as a read would
 
 
-class Kernels(TorchDispatchMode):
-    """Counts the ops that run a kernel."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("T", [1, 5])
 def test_a_key_mask_takes_few_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And gives the span of the real keys."""
@@ -195,11 +183,10 @@ def test_a_key_mask_takes_few_kernels(T: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(terms, "distances_on", lambda device, S: distances)
     real = torch.rand(3, 6) > 0.4
     real[2] = False
-    with Kernels() as kernels:
+    with Ops() as ops:
         intervals = Mask(key_mask=real).intervals(3, 1, T, 6)
-    assert kernels.count <= 4
+    assert sum(not op.is_view for op, *_ in ops.ran) <= 4
     places = [[j for j in range(6) if row[j]] for row in real.tolist()]
-    assert intervals.k_lo is not None
     assert intervals.k_lo.tolist() == [[[min(row, default=6)] * T] for row in places]
     assert bound(intervals).tolist() == [[max(row, default=-1) + 1] * T for row in places]
 
@@ -226,11 +213,6 @@ def built_inside(query: Tensor, lengths: Tensor, key_mask: Tensor, ids: Tensor, 
     )
 
 
-def assert_equal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.check)])
 def test_masks_built_inside_a_compiled_function(dynamic: bool) -> None:
     """One graph for all sizes if they are dynamic."""
@@ -242,7 +224,7 @@ def test_masks_built_inside_a_compiled_function(dynamic: bool) -> None:
         ids, borders = torch.arange(S) // 3, longs(0, 2, S)
         key_mask = torch.rand(2, S) > 0.3
         inputs = torch.zeros(2, 1, S, 4), longs(S - 1, S), key_mask, ids, borders
-        assert_equal(compiled(*inputs), built_inside(*inputs))
+        assert all(map(torch.equal, compiled(*inputs), built_inside(*inputs)))
     assert graphs.frame_count == dynamic
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
@@ -23,18 +23,16 @@ from tests.support.nn_layers import (
     formula,
     gradients,
     layer_of,
-    output_gate,
     random,
     shared_layer_of,
     spread,
-    torch_attention,
 )
 from tests.support.refusals import assert_refused
 
 
 # ---------------------------------------------------------------------- torch.nn.MultiheadAttention
 def test_from_torch_keeps_what_the_module_was() -> None:
-    theirs = torch_attention(dropout=0.1).double().train()
+    theirs = nn.MultiheadAttention(E, H, dropout=0.1, batch_first=True, dtype=torch.float64)
     theirs.in_proj_weight.requires_grad_(False)
     with torch.no_grad():
         ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
@@ -52,22 +50,11 @@ def test_from_torch_keeps_what_the_module_was() -> None:
     assert len(storages) == 8  # the parts of a packed projection are apart
 
 
-# ---------------------------------------------------------------------- masks
 def test_the_hint_is_taken_and_the_tensor_is_not_read() -> None:
     layer, x = layer_of(dtype=torch.float32), torch.randn(B, S, E)
     nonsense = torch.full((3, 1), torch.nan)
     out = layer(x, attn_mask=nonsense, is_causal=True)[0]
     assert_alike(out, layer(x, mask=hk.Mask(causal=True))[0])
-
-
-def test_native_masks_and_those_of_the_module_hide_the_same() -> None:
-    layer, x, y = layer_of(), torch.randn(B, T, E).double(), torch.randn(B, S, E).double()
-    rows = torch.tensor([[False] * T, [True] * 2 + [False] * 3])
-    native = layer(x, y, mask=hk.Mask(key_mask=~PADDED, query_mask=~rows))[0]
-    visible = (~PADDED[:, None, None, :] & ~rows[:, None, :, None]).expand(B, H, T, S)
-    assert_alike(native, formula(layer, x, y, visible))
-    both = layer(x, y, key_padding_mask=PADDED, mask=hk.Mask(query_mask=~rows))[0]
-    assert_alike(both, native)
 
 
 # ---------------------------------------------------------------------- the formulas
@@ -266,26 +253,6 @@ def merged(**options: Any) -> hk.nn.MergedAttention:
     return spread(hk.nn.MergedAttention(E, H, **{"dtype": torch.float64, **options}))
 
 
-def averages(layer: hk.nn.MergedAttention, x: Tensor, real: Tensor) -> Tensor:
-    """What the average gives each head, `[B, H, T, Dv]`; row by row."""
-    heads = torch.zeros(B, H, T, layer.value_dim, dtype=x.dtype)
-    for b in range(B):
-        for t in range(T):
-            if real[b, t]:
-                mean = x[b, : t + 1][real[b, : t + 1]].mean(0)
-                value = layer.v_proj(mean).unflatten(0, (layer.num_key_heads, layer.value_dim))
-                heads[b, :, t] = value.repeat_interleave(H // layer.num_key_heads, 0)
-    return heads
-
-
-def merged_formula(layer: hk.nn.MergedAttention, x: Tensor, y: Tensor, real: Tensor) -> Tensor:
-    """The formula: attention to `y`, and what W_O makes of the averages."""
-    visible = (real[:, None, :, None] & ~PADDED[:, None, None, :]).expand(B, H, T, S)
-    beside = averages(layer, x, real) * output_gate(layer, x)
-    summed = beside.transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
-    return formula(layer, x, y, visible) + summed
-
-
 @pytest.mark.parametrize(
     ("options", "hidden"),
     [
@@ -301,7 +268,8 @@ def test_merged_attention(options: dict[str, Any], hidden: dict[str, Any]) -> No
     layer, x, y = merged(**options), torch.randn(B, T, E).double().requires_grad_(), torch.randn(B, S, E).double()
     mask = hidden.get("mask", hk.Mask())
     out = layer(x, y, key_padding_mask=PADDED, **hidden)[0]
-    wanted = merged_formula(layer, x, y, mask.to_dense(B, 1, T, 1).expand(B, 1, T, 1)[:, 0, :, 0])
+    visible = mask.to_dense(B, 1, T, 1) & ~PADDED[:, None, None, :]
+    wanted = formula(layer, x, y, visible.expand(B, H, T, S))
     assert_alike(out, wanted)
     leaves = [x, *layer.parameters()]
     assert_alike(gradients(out, *leaves), gradients(wanted, *leaves))

@@ -9,21 +9,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import (
-    PADDED,
-    B,
-    E,
-    H,
-    S,
-    T,
-    calls_of,
-    formula,
-    gradients,
-    layer_of,
-    random,
-    shared_layer_of,
-    torch_attention,
-)
+from tests.support.nn_layers import B, E, H, S, T, calls_of, formula, gradients, layer_of, random, shared_layer_of
 from tests.support.refusals import assert_refused
 
 N = 3  # rows of an alignment
@@ -54,7 +40,7 @@ def test_offset_bias_is_its_dense_form() -> None:
 @pytest.mark.parametrize("shape", [(S, S), (B * H, S, S)])
 def test_masks_are_those_of_torch(shape: tuple[int, ...]) -> None:
     """Float ones are added, bool ones hide."""
-    theirs = torch_attention().double()
+    theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
     ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
     x, added = random(B, S, E), random(*shape).requires_grad_()
     added.data[..., 0, 1:] = -torch.inf
@@ -216,7 +202,7 @@ def test_bad_calls() -> None:
         ({"bias": hk.OffsetBias(torch.zeros(2, 3))}, "bias has 2 heads; pass 4"),
         ({"bias": both, "attn_mask": both}, "attn_mask is a float tensor, and bias .*pass their sum"),
         ({"attn_mask": torch.ones(T, S)}, r"attn_mask has shape \[5, 7\]"),
-        ({"key_padding_mask": PADDED}, r"key_padding_mask has shape \[2, 7\]; pass .*\[..., S\]"),
+        ({"key_padding_mask": both[:B].bool()}, r"key_padding_mask has shape \[2, 7\]; pass .*\[..., S\]"),
         ({"key": x[:, :1]}, r"key has batch \[2, 1\], but query has batch \[2, 3\]"),
         of=partial(hk.nn.GatedMultiheadAttention(E, H), x),
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import heads_kernels as hk
 from heads_kernels.testing import CASES, Case
+from tests.ops.calls import with_offsets
 from tests.support.alike import assert_alike
 from tests.support.refusals import assert_refused
 
@@ -75,10 +76,7 @@ class Call(nn.Module):
         self.operator, self.constants = operator, constants
 
     def forward(self, tensors: dict[str, Tensor]) -> Tensor:
-        arguments = {**tensors, **self.constants}
-        if "offset_table" in arguments:
-            arguments["bias"] = hk.OffsetBias(arguments.pop("offset_table"))
-        return self.operator(**arguments)
+        return self.operator(**with_offsets(tensors | self.constants))
 
 
 def exported(call: Call, tensors: dict[str, Tensor], path: Path) -> Tensor:

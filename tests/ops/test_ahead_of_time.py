@@ -158,11 +158,6 @@ WORKS += works(", D 64", features="lengths") + works("offsets, causal, Ds 256", 
 WORKS += works(": D 64", ": Ds 256") + works(": decoding, D 128", ": decoding, Ds 256")
 
 
-def compiler() -> str | None:
-    """As Triton finds the one that it builds its own part of the driver with."""
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-
-
 def kernels() -> set[str]:
     """Those that the package's launchers start: every other function in Triton's language is called by one."""
     found: set[str] = set()
@@ -181,7 +176,8 @@ def kernels() -> set[str]:
 def test_every_argument_arrives(tmp_path: Path, kernel_cache: Path) -> None:
     """At the parameter of a kernel's PTX that it is meant for: what compiling does not see are nested tuples of
     operands, arguments that are None or 1, and the sizes of a launch. The driver (STUB) records launches."""
-    if (cc := compiler()) is None:
+    cc = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton finds it
+    if cc is None:
         pytest.skip("no C compiler: gcc or clang in PATH, or CC")
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         pytest.skip("no Python.h, which Triton builds its part of the driver with")

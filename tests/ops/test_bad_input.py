@@ -17,7 +17,7 @@ from heads_kernels.ops.attention import Results, attention_op
 from heads_kernels.ops.library import load
 from heads_kernels.ops.statistics import statistics_op
 from tests.ops import calls
-from tests.ops.calls import NAMES, B, D, Dv, H, S, T, good, parsed, serve, tensors
+from tests.ops.calls import NAMES, B, D, Dv, H, S, T, parsed, serve, tensors
 
 Hk = 2
 Bad = dict[str, Any]
@@ -140,7 +140,7 @@ BAD: list[tuple[tuple[str, ...], type[Exception], Bad, str]] = [
 )
 def test_refusals(operator: str, kind: type[Exception], bad: Bad, start: str) -> None:
     """By the call and by `explain`; what follows says what would work."""
-    arguments = {**good(operator), **bad}
+    arguments = {**tensors(operator, dtype=torch.float32), **bad}
     for run in (partial(getattr(hk, operator)), partial(hk.explain, operator)):
         with pytest.raises(kind, match=f"^{re.escape(start)}.*[;,.] "):
             run(**arguments)
@@ -162,9 +162,9 @@ def test_scale_is_judged_in_the_compute_dtype(dtype: torch.dtype) -> None:
 def test_no_backend_takes_an_unknown_activation(backend: str, rank: int) -> None:
     """Its own code: behind what checks the call."""
     sizes = (H,) if rank == 1 else (B, H, T, Dv)[:rank]
-    problem = parsed("gated_attention", **good("gated_attention"), gate=torch.ones(sizes))
-    serve("gated_attention", backend, **good("gated_attention"))
-    made = problem._replace(gate_activation="relu")
+    given = tensors("gated_attention", dtype=torch.float32)
+    serve("gated_attention", backend, **given)
+    made = parsed("gated_attention", **given, gate=torch.ones(sizes))._replace(gate_activation="relu")
     results = Results(torch.empty(B, H, T, Dv), torch.empty(0), torch.empty(0))
     with pytest.raises(Exception) as raised:  # noqa: PT011 (a compiler's own; the words are compared below)
         load(backend).forward(made, results)
@@ -266,7 +266,7 @@ def test_the_op_refuses_keys_and_values_of_other_batches(name: str, shared: bool
 
 
 def test_explain_refuses_what_it_can_not_read() -> None:
-    arguments = good("gated_attention")
+    arguments = tensors("gated_attention", dtype=torch.float32)
     with pytest.raises(TypeError, match="unexpected keyword argument 'gates'"):
         hk.explain("gated_attention", **arguments, gates=1)
     with pytest.raises(ValueError, match="operator is a Tensor; use one of 'gated_attention', "):
@@ -277,11 +277,11 @@ def test_explain_refuses_what_it_can_not_read() -> None:
 @pytest.mark.parametrize(("operator", "backend"), calls.EVERY)
 def test_an_explicit_backend_never_falls_back(operator: str, backend: str) -> None:
     """Dense masks, strided rows: served, or refused with the reasons that `explain` gives."""
+    given: dict[str, Any] = dict(tensors(operator, dtype=torch.float32))
     strided = {
-        name: torch.stack([t, t], -1)[..., 0] if name in ("query", "key", "value") else t
-        for name, t in good(operator).items()
+        name: torch.stack([t, t], -1)[..., 0] if name in ("query", "key", "value") else t for name, t in given.items()
     }
-    for arguments in ({**good(operator), "attn_mask": torch.rand(H, T, S) > 0.5}, strided):
+    for arguments in (given | {"attn_mask": torch.rand(H, T, S) > 0.5}, strided):
         run = getattr(hk, operator)
         choice = hk.explain(run, **arguments, backend=backend)
         if choice.backend == backend:

@@ -24,13 +24,11 @@ from tests.ops.calls import (
     function,
     serve,
     tensors,
-    with_offsets,
 )
 from tests.support.alike import assert_alike
 from tests.support.commands import python
 
 
-# ---------------------------------------------------------------------- compile and export
 def compare_compiled(run: Callable[..., Any], compiled: Callable[..., Any], values: list[Tensor]) -> None:
     """Results and gradients of `compiled` are those of `run`."""
     found = []
@@ -133,7 +131,7 @@ def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
     beside, options = COMPILED[case]
     torch.compiler.reset()
     arguments = compiled_arguments(operator, T, S, **beside)
-    serve(operator, backend, **with_offsets(arguments), **options)
+    serve(operator, backend, **arguments, **options)
     run = function(operator, backend, list(arguments), **options)
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     compare_compiled(run, compiled, list(arguments.values()))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import heads_kernels as hk
 from tests.ops.calls import QUICK, tensors
 from tests.support.commands import ROOT, python
+from tests.support.dispatched import Ops
 
 COMPILER = shutil.which("g++")
 OPS = ("attention", "attention_statistics")
@@ -39,20 +39,14 @@ def test_schemas_are_those_of_the_declarations() -> None:
     assert found.splitlines() == [str(op._schema) for op in ops]
 
 
-class Calls(TorchDispatchMode):
-    """Records the calls of the package's ops with what they return."""
+class Calls(Ops):
+    """With the calls of the package's ops."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorded: list[tuple[str, Any, Any]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        results = op(*args, **(kwargs or {}))
-        if op.namespace == "heads_kernels":
-            assert not kwargs
-            plain = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, (args, results))
-            self.recorded.append((op._schema.name.partition("::")[2], *plain))
-        return results
+    @property
+    def recorded(self) -> list[tuple[str, Any, Any]]:
+        own = [(op, args, out) for op, args, out in self.ran if op.namespace == "heads_kernels"]
+        detached = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, own)
+        return [(op._schema.name.partition("::")[2], args, out) for op, args, out in detached]
 
 
 REPEAT = """

@@ -18,6 +18,7 @@ from benchmarks.static import cuda_resources
 from benchmarks.static.cuda_resources import Kernel
 from csrc import build
 from tests.support.commands import ROOT
+from tests.support.examples import module_at
 
 pytestmark = pytest.mark.check
 
@@ -42,12 +43,7 @@ def kernels(module: Path) -> list[Kernel]:
 
 
 def test_it_is_imported_without_a_driver(module: Path) -> None:
-    spec = importlib.util.spec_from_file_location("heads_kernels._cuda", module)
-    assert spec is not None
-    assert spec.loader is not None
-    extension = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(extension)
-    assert extension.unsupported_device(999)
+    assert module_at(module, "built._cuda").unsupported_device(999)
 
 
 def test_every_kernel_keeps_to_its_bounds(kernels: list[Kernel]) -> None:

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import BaseTorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import heads_kernels as hk
 from heads_kernels import backends
 from heads_kernels.ops import direct
 from tests.ops.calls import OPERATORS, B, D, Dv, H, S, T, tensors
+from tests.support.dispatched import Ops
 
 pytestmark = pytest.mark.skipif(backends.CPU_MISSING != "", reason=backends.CPU_MISSING)
 
@@ -50,24 +50,12 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     return taken
 
 
-class SeesOps(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def assert_same_as_op(run: Callable[[], list[Tensor]]) -> list[str]:
     """What `run` gives has the bits and the memory order of the same calls as ops, whose names are returned."""
     results = run()
-    with SeesOps() as seen:
+    with Ops() as seen:
         expected = run()
-    for got, want in zip(results, expected, strict=True):
-        assert torch.equal(got, want)
-        assert got.stride() == want.stride()
+    torch.testing.assert_close(results, expected, rtol=0.0, atol=0.0, check_stride=True)
     return seen.names
 
 
@@ -167,7 +155,7 @@ def test_other_calls_are_ops(other: dict[str, Any], ways: list[str]) -> None:
 def test_backward_passes_see_the_modes_that_are_active_then() -> None:
     query, key, value = operands()
     out = attend(query.requires_grad_(), key, value)
-    with SeesOps() as seen:
+    with Ops() as seen:
         out.sum().backward()
     assert f"{NAME}_backward" in seen.names
     assert query.grad is not None
@@ -266,7 +254,7 @@ def of_functional_tensors() -> Any:
 
 #: What sees or replaces ops, or runs none. Some have no rule for the op: they raise then, and compute nothing wrong.
 ACTING: dict[str, Callable[[], Any]] = {
-    "a dispatch mode": lambda: within(SeesOps()),
+    "a dispatch mode": lambda: within(Ops()),
     "a function mode": lambda: within(BaseTorchFunctionMode()),
     "a subclass": lambda: attend(*(x.as_subclass(Wrapped) for x in operands())),
     "the FLOP counter": lambda: within(FlopCounterMode(display=False)),

@@ -3,8 +3,6 @@
 Also the log-sum-exp of calls without values, and what `merge_attention` refuses.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,12 +13,6 @@ from heads_kernels.ops.attention import attend_with_lse
 from tests.ops.calls import DIFFERENTIABLE, B, H, S, T, assert_same_bits, call, parsed, run, tensors
 from tests.support.alike import assert_alike
 from tests.support.refusals import assert_refused
-
-
-def draw(operator: str, B: int, H: int, T: int, S: int, **more: Any) -> dict[str, Tensor]:
-    """Tensor arguments of a call by name."""
-    sizes = {"B": B, "H": H, "Hk": H, "T": T, "S": S, "D": 16, "Dv": 24, "dtype": torch.float32}
-    return tensors(operator, **(sizes | more))
 
 
 # ---------------------------------------------------------------------- zeros of gates and of mixing
@@ -64,7 +56,7 @@ def test_growing_the_padding_changes_no_valid_bit(
     """
     monkeypatch.setattr(buffers, "programs_wanted", lambda device: 1)
     B, H, T, S, more = 2, 2, 40, 45, 70
-    given = draw(operator, B, H, T, S, dtype=dtype, D=32) | {"gate": torch.rand(B, H, T)}
+    given = tensors(operator, B=B, H=H, T=T, S=S, D=32, Dv=24, dtype=dtype) | {"gate": torch.rand(B, H, T)}
     dout = torch.randn(B, H, T, 24, dtype=dtype)
     mask = hk.Mask(causal=causal, key_lengths=[S, 20], query_lengths=[T, 33])
     want = run(operator, backend, dout, **given, attn_mask=mask)
@@ -90,7 +82,7 @@ def test_growing_the_padding_changes_no_valid_bit(
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_a_batch_is_its_elements(operator: str, backend: str, T: int, S: int) -> None:
     """Bit for bit in fused kernels, of few rows against many keys too: nothing of one batch element enters another."""
-    given = draw(operator, 3, 2, T, S)
+    given = tensors(operator, B=3, H=2, T=T, S=S, dtype=torch.float32)
     whole = call(operator, backend, **given, is_causal=True)
     for b in range(3):
         one = {n: t if n == "mixing" else t[b : b + 1] for n, t in given.items()}

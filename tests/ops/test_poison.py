@@ -43,7 +43,6 @@ BESIDE_SINKS.append(
 )  # fmt: skip
 MASKED = [*(case for case in QUICK if case.is_causal or case.mask is not None), *BESIDE_SINKS]
 FUSED = [name for name in NAMES if name != "eager"]
-BAD = [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)]
 
 
 @pytest.mark.check
@@ -172,7 +171,7 @@ def test_keys_that_weigh_nothing_beside_a_sink(backend: str, distance: float) ->
 
 
 # ---------------------------------------------------------------------- closed heads and rows
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("bad", [torch.nan, pytest.param(torch.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", NAMES)
 def test_a_closed_head_is_not_read(backend: str, bad: float) -> None:
     """NaN in the query, key and value of a closed head; with closed_grad=False in gradients too."""

@@ -129,7 +129,6 @@ def test_calls_of_some_rows_and_heads(case: Case) -> None:
 
 # ---------------------------------------------------------------------- any finite size
 LEAST, MOST, INF = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max, torch.inf
-OF_ENTMAX = [("entmax_attention", name) for name in NAMES]
 
 
 def patterns() -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +199,7 @@ ADDED = LARGE.masked_fill(SMALL == -INF, -INF).amax(-1)
 
 
 @pytest.mark.parametrize("place", ["pairs", "keys", "offsets", "content"])
-@pytest.mark.parametrize(("operator", "backend"), [*EVERY, *OF_ENTMAX])
+@pytest.mark.parametrize(("operator", "backend"), [*EVERY, *(("entmax_attention", name) for name in NAMES)])
 def test_a_large_bias(operator: str, backend: str, place: str) -> None:
     if place == "pairs":  # the patterns are those of query rows, else of heads
         given, large, small, added = operands(operator, ROWS, False), LARGE, SMALL, ADDED

@@ -14,21 +14,9 @@ from torch import Tensor
 from benchmarks import peak
 from heads_kernels.call import active_widths
 from heads_kernels.ops import entmax, formula
-from heads_kernels.testing import (
-    COLLABORATIVE,
-    Case,
-    CollaborativeCase,
-    EntmaxCase,
-    GatedCase,
-    accuracy,
-    check,
-    compare,
-    find,
-    reference,
-    time_in_turn,
-)
+from heads_kernels.testing import COLLABORATIVE, accuracy, check, compare, find, reference, time_in_turn
 from heads_kernels.testing.accuracy import _LEAST, _chance
-from heads_kernels.testing.case import surrounded
+from heads_kernels.testing.case import Case, CollaborativeCase, EntmaxCase, GatedCase, surrounded
 from heads_kernels.testing.rounding import SAMPLES
 from tests.support.poison import dirty_allocator
 
@@ -36,8 +24,6 @@ SMALL = find("gated_attention", "closed_batch_heads")
 
 
 # ---------------------------------------------------------------------- cases
-
-
 def test_ragged_supports_are_disjoint_and_cover() -> None:
     for case in COLLABORATIVE:
         if case.mixing in ("blocks", "ragged", "unaligned"):
@@ -47,8 +33,6 @@ def test_ragged_supports_are_disjoint_and_cover() -> None:
 
 
 # ---------------------------------------------------------------------- the accuracy rule
-
-
 FAULTS = {
     "scaled by 1 + 1e-5": lambda t: t * (1 + 1e-5),
     "one element off by a hundredth of the rest": lambda t: t + 0.01 * first(t) * t.abs().mean(),

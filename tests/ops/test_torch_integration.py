@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import heads_kernels as hk
 from heads_kernels.ops.attention import attention_op, backward_op
@@ -24,7 +23,6 @@ from tests.ops.calls import (
     T,
     assert_same_bits,
     call,
-    function,
     parsed,
     serve,
     tensors,
@@ -143,22 +141,7 @@ def test_create_graph_and_second_order(operator: str, backend: str) -> None:
             torch.autograd.grad(grad.sum(), values, retain_graph=True)
 
 
-# ---------------------------------------------------------------------- checkpointing and autocast
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_checkpoint_with_dropout(operator: str, backend: str) -> None:
-    """The forward pass run again draws the dropout mask of the first."""
-    arguments = tensors(operator, grad=True)
-    serve(operator, backend, **arguments, dropout_p=0.5)
-    run = function(operator, backend, list(arguments), dropout_p=0.5)
-    values = list(arguments.values())
-    results = []
-    for through in (lambda *a: run(*a), lambda *a: checkpoint(run, *a, use_reentrant=False)):
-        torch.manual_seed(11)
-        out = through(*values)
-        results.append([out, *torch.autograd.grad(out.square().sum(), values)])
-    assert_same_bits(backend, *results)
-
-
+# ---------------------------------------------------------------------- autocast
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_autocast(operator: str, backend: str) -> None:
     """The bits of a bfloat16 call with a float32 gate: arguments are cast, nothing inside is."""
@@ -219,17 +202,14 @@ def test_vmap_and_dual_levels_without_a_derivative(operator: str, backend: str) 
         torch.vmap(run)(rows)
 
 
-@pytest.mark.parametrize("alpha", [1.5, torch.tensor([1.2, 2.0])], ids=["one", "of heads"])
-def test_vmap_of_entmax_on_eager(alpha: float | Tensor) -> None:
+@pytest.mark.parametrize(("over", "alpha"), [("query", 1.5), ("query", torch.tensor([1.2, 2.0])), ("alpha", None)])
+def test_vmap_of_entmax_on_eager(over: str, alpha: float | Tensor | None) -> None:
     """Its search for thresholds cannot stop by what it finds."""
     query, key, value = torch.randn(3, 3, 2, 5, 4)
-    run = partial(hk.entmax_attention, key=key, value=value, alpha=alpha, backend="eager")
-    assert_alike(torch.vmap(run)(torch.stack([query, key])), torch.stack([run(query), run(key)]))
+    given = {"query": query, "key": key, "value": value, "alpha": alpha, "backend": "eager"}
+    rows = torch.stack([query, key]) if over == "query" else torch.tensor([[1.2, 2.0], [1.5, 1.5]])
 
+    def run(row: Tensor) -> Tensor:
+        return hk.entmax_attention(**given | {over: row})
 
-def test_vmap_over_alpha_on_eager() -> None:
-    query, key, value = torch.randn(3, 3, 2, 5, 4)
-    alphas = torch.tensor([[1.2, 2.0], [1.5, 1.5]])
-    run = partial(hk.entmax_attention, query, key, value, backend="eager")
-    whole = torch.vmap(lambda alpha: run(alpha=alpha))(alphas)
-    assert_alike(whole, torch.stack([run(alpha=each) for each in alphas]))
+    assert_alike(torch.vmap(run)(rows), torch.stack([run(row) for row in rows]))

@@ -67,7 +67,6 @@ def test_lists(backend: str, name: str, by_keys: bool) -> None:
     call = parsed("gated_attention", *(torch.zeros(B, H, L, 8) for L in (T, S, S)), **CALLS[name])
     seen = call.intervals.to_dense(T, S).expand(B, H, T, S)
     lists = with_tile_lists(call, operands_of(call), TILES, by_keys, listed=True).visible.lists
-    assert lists is not None
     M, N = TILES.block_m, TILES.block_n
     row_tiles, key_tiles = -(-T // M), -(-S // N)
     owners, others = (key_tiles, row_tiles) if by_keys else (row_tiles, key_tiles)
@@ -125,7 +124,6 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
     saved = Saved(inputs.dout, out if call.gate is None else attended, lse, None)
     first = first_pass(call, saved, inputs.dout, nothing, nothing)
     support = centers_pass(call, first, nothing).support
-    assert support is not None
 
     above = eager.row_probabilities(call) > 0
     if call.gate is not None and call.gate_activation == "identity" and call.gate.dim() < 3:
@@ -144,7 +142,6 @@ def test_tiles_of_the_support(backend: str, name: str) -> None:
     visited = any_of_tiles(seen & supported, others.block_m, others.block_n)
     for by_keys in (False, True):
         lists = with_tile_lists(call, of, others, by_keys, support).visible.lists
-        assert lists is not None
         assert torch.equal(lists.counts.sum(1).view(*call.sizes[:2], -1), visited.sum(2 if by_keys else 3))
 
 

@@ -304,13 +304,10 @@ class Machine:
         ring = [n for n in self._running if n > me] + [n for n in self._running if n < me]
         able = [n for n in ring if self._can_go_on(n)] or [n for n in ring if n in self._giving]
         if able:
-            self._wake(able[0])
+            self._turns[able[0]].release()
             self._turns[me].acquire()
             if self._error is not None:
                 raise self._error
-
-    def _wake(self, number: int) -> None:
-        self._turns[number].release()
 
     def specialize(self, parts: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         """Run the partitions to their end."""
@@ -341,12 +338,12 @@ class Machine:
                 self._giving.discard(number)
                 ready = [n for n in self._running if self._error or self._can_go_on(n)]
                 for following in (ready or self._running)[:1]:
-                    self._wake(following)
+                    self._turns[following].release()
 
         threads = [threading.Thread(target=run, args=(1 + n, *part), daemon=True) for n, part in enumerate(parts)]
         for thread in threads:
             thread.start()
-        self._wake(1)
+        self._turns[1].release()
         for thread in threads:
             thread.join()
         if self._error is not None:

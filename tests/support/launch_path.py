@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
@@ -90,15 +91,6 @@ def as_bits(words: Sequence[int]) -> int:
     return sum(word << 64 * i for i, word in enumerate(words))
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """What stands in nested tuples, in order."""
-    if isinstance(value, tuple):
-        for each in value:
-            yield from leaves(each)
-    else:
-        yield value
-
-
 def flattened(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The kinds and values of an argument's parameters: of a descriptor its tensor map, then sizes and strides."""
     if kind.startswith("tensordesc"):
@@ -141,8 +133,7 @@ def bits_of(kind: str, value: Any, size: int) -> int:
 def differences(compiled: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], stub: Stub, before: int) -> list[str]:
     """Where the last launch is not this one, in words."""
     sizes = parameter_bytes(compiled.asm["ptx"])
-    kinds = list(leaves(tuple(compiled.src.signature.values())))
-    values = list(leaves(arguments))
+    kinds, values = tree_leaves(tuple(compiled.src.signature.values())), tree_leaves(arguments)
     if len(kinds) != len(values):
         return [f"{len(values)} arguments for a signature of {len(kinds)}"]
     passed = [each for k, v in zip(kinds, values, strict=True) for each in flattened(k, v)]

@@ -27,10 +27,6 @@ def spread(made: Module) -> Module:
     return made.eval()
 
 
-def torch_attention(**options: Any) -> nn.MultiheadAttention:
-    return spread(nn.MultiheadAttention(E, H, batch_first=True, **options))
-
-
 def torch_encoder(layers: int = 2, width: int = E) -> nn.TransformerEncoder:
     """In evaluation mode, which runs its layers one by one."""
     layer = nn.TransformerEncoderLayer(width, H, 16, batch_first=True)
@@ -88,10 +84,25 @@ def formula(
         query, key = by_head(query, layer.head_dim), by_head(key, layer.head_dim)
         terms |= {} if layer.alpha is None else {"alpha": layer.alpha}
     operands = query, key, by_head(layer.v_proj(y), layer.value_dim)
-    heads = plain(parse(layer.operator.__name__, *operands, **terms)[0]).out * output_gate(layer, x)
+    heads = plain(parse(layer.operator.__name__, *operands, **terms)[0]).out
+    if isinstance(layer, hk.nn.MergedAttention):
+        heads = heads + averages(layer, x, visible.any(3)[:, 0])
+    heads = heads * output_gate(layer, x)
     heads = heads if gates is None else heads * gates
     out: Tensor = layer.out_proj(heads.transpose(1, 2).flatten(2))
     return out
+
+
+def averages(layer: hk.nn.MergedAttention, x: Tensor, real: Tensor) -> Tensor:
+    """What the average gives each head, `[B, H, T, Dv]`; row by row."""
+    heads = torch.zeros(B, H, T, layer.value_dim, dtype=x.dtype)
+    for b in range(B):
+        for t in range(T):
+            if real[b, t]:
+                mean = x[b, : t + 1][real[b, : t + 1]].mean(0)
+                value = layer.v_proj(mean).unflatten(0, (layer.num_key_heads, layer.value_dim))
+                heads[b, :, t] = value.repeat_interleave(H // layer.num_key_heads, 0)
+    return heads
 
 
 def output_gate(layer: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A tiny random model of every family of transformers that the package is tested with, and a padded batch for it."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,168 +18,146 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "transformers.md"
 transformers = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 transformers.logging.set_verbosity_error()
 
-PLAIN = {
-    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 24, "max_position_embeddings": 64, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
+#: Sizes by the names that configs have for them.
+SMALL = {
+    "vocab_size": 40, "max_position_embeddings": 64, "n_positions": 64, "max_seq_len": 64,
+    "max_source_positions": 64, "max_target_positions": 64, "sliding_window": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embed_dim": 32, "word_embed_proj_dim": 32,
+    "embedding_size": 16, "projection_dim": 16, "d_kv": 8, "rotary_dim": 4,
+    "num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, "n_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
+    "num_decoder_layers": 2, "num_attention_heads": 4, "num_heads": 4, "n_head": 4, "n_heads": 4,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "intermediate_size": 24, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_ff": 24, "hidden_dim": 24,
+    "ffn_dim": 24, "mlp_dim": 24, "mlp_ratio": 1, "expansion_ratio": 1,
+    "image_size": 12, "patch_size": 4, "num_mel_bins": 8,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "moe_num_experts": 2,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
 }  # fmt: skip
-GROUPED = {**PLAIN, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
-LOCAL = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-DENSE_MLP = {"mlp_layer_types": ["dense", "dense"]}
-LINEAR = {
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "full_attention"],
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-SEQ2SEQ = {
-    "vocab_size": 40, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "decoder_start_token_id": 1,
-}  # fmt: skip
-IMAGES = {
-    "image_size": 12, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "intermediate_size": 24,
-}  # fmt: skip
-T5 = {
-    "vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 4,
-    "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0,
-}  # fmt: skip
-CAPPED = GROUPED | LOCAL | {"attn_logit_softcapping": 2.0}  # low enough to change small scores
+
+
+def small_config(config_class: Any) -> dict[str, Any]:
+    """Arguments that make a config small: sizes, heads that are grouped where they are by default, kinds of layers."""
+    whole = config_class()
+    names = vars(whole).keys() - config_class.attribute_map.keys()
+    found = {name: size for name, size in SMALL.items() if name in names}
+    if (groups := getattr(whole, "num_key_value_heads", None)) is not None:
+        heads = 8 if getattr(whole, "head_dim", None) is not None else 4
+        found["num_attention_heads"] = heads
+        found["num_key_value_heads"] = heads if groups == whole.num_attention_heads else 2
+        found |= {"head_dim": 4} if heads == 8 else {}
+    if kinds := getattr(whole, "layer_types", None):
+        found["layer_types"] = [*dict.fromkeys(kinds), kinds[0]][:2]
+    if kinds := getattr(whole, "mlp_layer_types", None):
+        found["mlp_layer_types"] = ["dense" if "dense" in kinds else kinds[0]] * 2
+    return found
+
+
+GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+WHOLE = GROUPED | {"sliding_window": None}
+LOCAL = {"layer_types": ["sliding_attention", "full_attention"]}
+LINEAR = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "full_attention"]}
+CAPPED = {"attn_logit_softcapping": 2.0}  # low enough to change small scores
+T5GEMMA = small_config(transformers.T5GemmaModuleConfig) | CAPPED
+STARTS = {"decoder_start_token_id": 0}
 GEMMA3N = {
     "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40,
-    "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0, 0.0],
-}  # fmt: skip
-ALIBI = {"vocab_size": 40, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": 0}
-MPT = {
-    "vocab_size": 40, "d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 1, "max_seq_len": 64,
-    "pad_token_id": 0,
+    "laurel_rank": 8, "altup_num_inputs": 2,
 }  # fmt: skip
 LAYOUTLM3 = {
     "coordinate_size": 6, "shape_size": 4, "visual_embed": False, "rel_pos_bins": 8, "rel_2d_pos_bins": 8,
 }  # fmt: skip
 SWIN = {
-    "image_size": 12, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [4, 4],
-    "window_size": 3, "mlp_ratio": 1.0,
+    "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [4, 4], "window_size": 3, "mlp_ratio": 1.0,
 }  # fmt: skip
-DISTILBERT = {
-    "vocab_size": 40, "dim": 32, "hidden_dim": 24, "n_layers": 2, "n_heads": 4,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-GPT2 = {
-    "vocab_size": 40, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+SWITCH = STARTS | {"num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 BAILING_HYBRID = {
-    "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
-    "qk_nope_head_dim": 8, "head_dim": 8, "num_mtp_layers": 0,
-    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "qk_nope_head_dim": 8, "num_mtp_layers": 0,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model class, arguments of its config, and the class whose heads are known in its weights ("": none)."""
+    """A model class, the class whose heads are known in its weights ("": none), and what its config has of its own."""
 
     model: str
-    arguments: dict[str, Any]
     attention: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 TINY = {
-    "albert": Tiny("AlbertModel", PLAIN | {"embedding_size": 16}, "AlbertAttention"),
-    "beit": Tiny("BeitModel", IMAGES | {"use_relative_position_bias": True}, "BeitAttention"),
-    "bloom": Tiny("BloomForCausalLM", ALIBI),
-    "layoutlmv3": Tiny("LayoutLMv3Model", PLAIN | LAYOUTLM3, "LayoutLMv3SelfAttention"),
-    "mpnet": Tiny("MPNetModel", PLAIN),
-    "mpt": Tiny("MptForCausalLM", MPT),
-    "swin": Tiny("SwinModel", SWIN, "SwinAttention"),
-    "swinv2": Tiny("Swinv2Model", SWIN),
-    "bert": Tiny("BertModel", PLAIN, "BertAttention"),
-    "bert-generation": Tiny("BertGenerationEncoder", PLAIN, "BertGenerationAttention"),
-    "camembert": Tiny("CamembertModel", PLAIN, "CamembertAttention"),
-    "distilbert": Tiny("DistilBertModel", DISTILBERT, "DistilBertSelfAttention"),
-    "electra": Tiny("ElectraModel", PLAIN | {"embedding_size": 16}, "ElectraAttention"),
-    "ernie": Tiny("ErnieModel", PLAIN, "ErnieAttention"),
-    "modernbert": Tiny(
-        "ModernBertModel", PLAIN | {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2}, "ModernBertAttention"
-    ),
-    "roberta": Tiny("RobertaModel", PLAIN, "RobertaAttention"),
-    "xlm-roberta": Tiny("XLMRobertaModel", PLAIN, "XLMRobertaAttention"),
-    "deit": Tiny("DeiTModel", IMAGES, "DeiTAttention"),
-    "dinov2": Tiny("Dinov2Model", IMAGES | {"mlp_ratio": 1}, "Dinov2Attention"),
-    "vit": Tiny("ViTModel", IMAGES, "ViTAttention"),
-    "vit_mae": Tiny("ViTMAEModel", IMAGES | {"mask_ratio": 0.0}, "ViTMAEAttention"),
-    "bart": Tiny("BartModel", SEQ2SEQ, "BartAttention"),
-    "marian": Tiny("MarianModel", SEQ2SEQ, "MarianAttention"),
-    "mbart": Tiny("MBartForConditionalGeneration", SEQ2SEQ, "MBartAttention"),
-    "longt5": Tiny("LongT5Model", T5 | {"local_radius": 4}),
-    "mt5": Tiny("MT5Model", T5, "MT5Attention"),
-    "pegasus": Tiny("PegasusForConditionalGeneration", SEQ2SEQ, "PegasusAttention"),
-    "switch_transformers": Tiny(
-        "SwitchTransformersModel",
-        T5
-        | {"num_decoder_layers": 2, "num_experts": 2}
-        | {"num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0},
-        "SwitchTransformersAttention",
-    ),
-    "t5": Tiny("T5Model", T5, "T5Attention"),
-    "umt5": Tiny("UMT5Model", T5),
-    "eurobert": Tiny("EuroBertModel", GROUPED, "EuroBertAttention"),
-    "gemma": Tiny("GemmaForCausalLM", GROUPED, "GemmaAttention"),
-    "flint": Tiny("FlintForCausalLM", GROUPED | LOCAL | EXPERTS, "FlintAttention"),
-    "gemma2": Tiny("Gemma2ForCausalLM", CAPPED, "Gemma2Attention"),
-    "gemma3_text": Tiny("Gemma3ForCausalLM", GROUPED | LOCAL, "Gemma3Attention"),
-    "gpt2": Tiny("GPT2LMHeadModel", GPT2, "GPT2Attention"),
-    "gemma3n_text": Tiny("Gemma3nForCausalLM", GROUPED | LOCAL | GEMMA3N, "Gemma3nTextAttention"),
-    "gpt_oss": Tiny(
-        "GptOssForCausalLM", GROUPED | LOCAL | {"num_local_experts": 2, "num_experts_per_tok": 2}, "GptOssAttention"
-    ),
-    "granite_swa": Tiny("GraniteSWAForCausalLM", GROUPED | LOCAL, "GraniteSWAAttention"),
-    "granitemoe_swa": Tiny(
-        "GraniteMoeSWAForCausalLM", GROUPED | LOCAL | {"num_local_experts": 2}, "GraniteMoeSWAAttention"
-    ),
-    "mimo_v2_flash": Tiny(
-        "MiMoV2FlashForCausalLM",
-        GROUPED | LOCAL | DENSE_MLP | {"n_routed_experts": 2, "moe_intermediate_size": 16, "v_head_dim": 4},
-        "MiMoV2FlashAttention",
-    ),
-    "openai_privacy_filter": Tiny(
-        "OpenAIPrivacyFilterModel",
-        GROUPED | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 2},
-        "OpenAIPrivacyFilterAttention",
-    ),
-    "t5gemma": Tiny("T5GemmaModel", {"encoder": CAPPED, "decoder": CAPPED, "vocab_size": 40}, "T5GemmaSelfAttention"),
-    "vaultgemma": Tiny("VaultGemmaForCausalLM", CAPPED, "VaultGemmaAttention"),
-    "granite": Tiny("GraniteForCausalLM", GROUPED, "GraniteAttention"),
-    "llama": Tiny("LlamaForCausalLM", GROUPED | {"attention_bias": True}, "LlamaAttention"),
-    "ministral": Tiny("MinistralForCausalLM", GROUPED, "MinistralAttention"),
-    "mistral": Tiny("MistralForCausalLM", GROUPED | {"sliding_window": 4}, "MistralAttention"),
-    "mixtral": Tiny("MixtralForCausalLM", GROUPED | {"num_local_experts": 2}, "MixtralAttention"),
-    "qwen2": Tiny("Qwen2ForCausalLM", GROUPED, "Qwen2Attention"),
-    "qwen2_moe": Tiny("Qwen2MoeForCausalLM", GROUPED | EXPERTS, "Qwen2MoeAttention"),
-    "qwen3": Tiny("Qwen3ForCausalLM", GROUPED, "Qwen3Attention"),
-    "qwen3_moe": Tiny("Qwen3MoeForCausalLM", GROUPED | EXPERTS, "Qwen3MoeAttention"),
-    "smollm3": Tiny("SmolLM3ForCausalLM", GROUPED, "SmolLM3Attention"),
-    "starcoder2": Tiny("Starcoder2ForCausalLM", GROUPED, "Starcoder2Attention"),
-    "afmoe": Tiny("AfmoeForCausalLM", GROUPED | LOCAL | {"num_dense_layers": 2}, "AfmoeAttention"),
-    "bailing_hybrid": Tiny("BailingHybridForCausalLM", PLAIN | DENSE_MLP | BAILING_HYBRID),
-    "beam": Tiny("BeamForCausalLM", GROUPED | LOCAL | DENSE_MLP, "BeamAttention"),
-    "hrm_text": Tiny("HrmTextForCausalLM", PLAIN | {"head_dim": 8}, "HrmTextAttention"),
-    "laguna": Tiny("LagunaForCausalLM", GROUPED | LOCAL | DENSE_MLP, "LagunaAttention"),
-    "lfm3": Tiny("Lfm3ForCausalLM", GROUPED | LOCAL, "Lfm3Attention"),
-    "muse_glimmer_text": Tiny("MuseGlimmerTextModel", GROUPED | LOCAL, "MuseGlimmerTextAttention"),
-    "muse_spark_text": Tiny("MuseSparkTextModel", GROUPED | LOCAL | DENSE_MLP),
-    "neomme": Tiny("NeoMMEModel", GROUPED | LOCAL | {"head_dim": 16, "embedding_rank": 16}),
-    "qwen3_5_moe_text": Tiny("Qwen3_5MoeForCausalLM", GROUPED | LINEAR | EXPERTS, "Qwen3_5MoeAttention"),
-    "qwen3_5_text": Tiny("Qwen3_5ForCausalLM", GROUPED | LINEAR, "Qwen3_5Attention"),
-    "qwen3_next": Tiny("Qwen3NextForCausalLM", GROUPED | LINEAR | EXPERTS, "Qwen3NextAttention"),
-    "step3p7_text": Tiny("Step3p7TextModel", GROUPED | LOCAL | DENSE_MLP, "Step3p7Attention"),
+    "albert": Tiny("AlbertModel", "AlbertAttention"),
+    "beit": Tiny("BeitModel", "BeitAttention", {"use_relative_position_bias": True}),
+    "bloom": Tiny("BloomForCausalLM"),
+    "layoutlmv3": Tiny("LayoutLMv3Model", "LayoutLMv3SelfAttention", LAYOUTLM3),
+    "mpnet": Tiny("MPNetModel"),
+    "mpt": Tiny("MptForCausalLM"),
+    "swin": Tiny("SwinModel", "SwinAttention", SWIN),
+    "swinv2": Tiny("Swinv2Model", changes=SWIN),
+    "bert": Tiny("BertModel", "BertAttention"),
+    "bert-generation": Tiny("BertGenerationEncoder", "BertGenerationAttention"),
+    "camembert": Tiny("CamembertModel", "CamembertAttention"),
+    "distilbert": Tiny("DistilBertModel", "DistilBertSelfAttention"),
+    "electra": Tiny("ElectraModel", "ElectraAttention"),
+    "ernie": Tiny("ErnieModel", "ErnieAttention"),
+    "modernbert": Tiny("ModernBertModel", "ModernBertAttention", {"local_attention": 4}),
+    "roberta": Tiny("RobertaModel", "RobertaAttention"),
+    "xlm-roberta": Tiny("XLMRobertaModel", "XLMRobertaAttention"),
+    "deit": Tiny("DeiTModel", "DeiTAttention"),
+    "dinov2": Tiny("Dinov2Model", "Dinov2Attention"),
+    "vit": Tiny("ViTModel", "ViTAttention"),
+    "vit_mae": Tiny("ViTMAEModel", "ViTMAEAttention", {"mask_ratio": 0.0}),
+    "bart": Tiny("BartModel", "BartAttention"),
+    "marian": Tiny("MarianModel", "MarianAttention"),
+    "mbart": Tiny("MBartForConditionalGeneration", "MBartAttention"),
+    "longt5": Tiny("LongT5Model", changes=STARTS | {"local_radius": 4}),
+    "mt5": Tiny("MT5Model", "MT5Attention", STARTS),
+    "pegasus": Tiny("PegasusForConditionalGeneration", "PegasusAttention"),
+    "switch_transformers": Tiny("SwitchTransformersModel", "SwitchTransformersAttention", SWITCH),
+    "t5": Tiny("T5Model", "T5Attention", STARTS),
+    "umt5": Tiny("UMT5Model", changes=STARTS),
+    "eurobert": Tiny("EuroBertModel", "EuroBertAttention", GROUPED),
+    "gemma": Tiny("GemmaForCausalLM", "GemmaAttention", GROUPED),
+    "flint": Tiny("FlintForCausalLM", "FlintAttention", LOCAL),
+    "gemma2": Tiny("Gemma2ForCausalLM", "Gemma2Attention", CAPPED),
+    "gemma3_text": Tiny("Gemma3ForCausalLM", "Gemma3Attention"),
+    "gpt2": Tiny("GPT2LMHeadModel", "GPT2Attention"),
+    "gemma3n_text": Tiny("Gemma3nForCausalLM", "Gemma3nTextAttention", GEMMA3N),
+    "gpt_oss": Tiny("GptOssForCausalLM", "GptOssAttention"),
+    "granite_swa": Tiny("GraniteSWAForCausalLM", "GraniteSWAAttention", GROUPED | LOCAL),
+    "granitemoe_swa": Tiny("GraniteMoeSWAForCausalLM", "GraniteMoeSWAAttention", GROUPED | LOCAL),
+    "mimo_v2_flash": Tiny("MiMoV2FlashForCausalLM", "MiMoV2FlashAttention", LOCAL | {"v_head_dim": 4}),
+    "openai_privacy_filter": Tiny("OpenAIPrivacyFilterModel", "OpenAIPrivacyFilterAttention"),
+    "t5gemma": Tiny("T5GemmaModel", "T5GemmaSelfAttention", dict.fromkeys(("encoder", "decoder"), T5GEMMA)),
+    "vaultgemma": Tiny("VaultGemmaForCausalLM", "VaultGemmaAttention", CAPPED),
+    "granite": Tiny("GraniteForCausalLM", "GraniteAttention", GROUPED),
+    "llama": Tiny("LlamaForCausalLM", "LlamaAttention", GROUPED | {"attention_bias": True}),
+    "ministral": Tiny("MinistralForCausalLM", "MinistralAttention", GROUPED),
+    "mistral": Tiny("MistralForCausalLM", "MistralAttention"),
+    "mixtral": Tiny("MixtralForCausalLM", "MixtralAttention", WHOLE),
+    "qwen2": Tiny("Qwen2ForCausalLM", "Qwen2Attention", GROUPED),
+    "qwen2_moe": Tiny("Qwen2MoeForCausalLM", "Qwen2MoeAttention", GROUPED),
+    "qwen3": Tiny("Qwen3ForCausalLM", "Qwen3Attention", GROUPED),
+    "qwen3_moe": Tiny("Qwen3MoeForCausalLM", "Qwen3MoeAttention", GROUPED),
+    "smollm3": Tiny("SmolLM3ForCausalLM", "SmolLM3Attention", WHOLE),
+    "starcoder2": Tiny("Starcoder2ForCausalLM", "Starcoder2Attention", WHOLE),
+    "afmoe": Tiny("AfmoeForCausalLM", "AfmoeAttention", GROUPED | {"num_dense_layers": 2}),
+    "bailing_hybrid": Tiny("BailingHybridForCausalLM", changes=BAILING_HYBRID),
+    "beam": Tiny("BeamForCausalLM", "BeamAttention"),
+    "hrm_text": Tiny("HrmTextForCausalLM", "HrmTextAttention", {"head_dim": 8}),
+    "laguna": Tiny("LagunaForCausalLM", "LagunaAttention", LOCAL),
+    "lfm3": Tiny("Lfm3ForCausalLM", "Lfm3Attention", LOCAL),
+    "muse_glimmer_text": Tiny("MuseGlimmerTextModel", "MuseGlimmerTextAttention"),
+    "muse_spark_text": Tiny("MuseSparkTextModel", changes={"mlp_layer_types": ["dense", "dense"]}),
+    "neomme": Tiny("NeoMMEModel", changes={"head_dim": 16, "embedding_rank": 16}),
+    "qwen3_5_moe_text": Tiny("Qwen3_5MoeForCausalLM", "Qwen3_5MoeAttention", LINEAR),
+    "qwen3_5_text": Tiny("Qwen3_5ForCausalLM", "Qwen3_5Attention", LINEAR),
+    "qwen3_next": Tiny("Qwen3NextForCausalLM", "Qwen3NextAttention", LINEAR),
+    "step3p7_text": Tiny("Step3p7TextModel", "Step3p7Attention", LOCAL),
 }
 #: Those that `make test` runs: a layer that runs twice, two stacks, fused projections, rotary positions, images ...
 FEW = {"albert", "bart", "bert", "gpt2", "llama", "t5", "vit"}
@@ -193,17 +171,18 @@ def build(name: str, attention: str = "eager", *, model: str = "", **changes: An
     `attention` is its attention function ("eager" in place of an "sdpa" that can't serve it), `model` another class of
     the family, `changes` are of its config.
     """
-    assert hk.integrations.transformers  # registers "heads_kernels"
     tiny = TINY[name]
-    model_class = getattr(transformers, model or tiny.model)
-    config = model_class.config_class(**(tiny.arguments | changes))
-    if attention == "sdpa" and not model_class._supports_sdpa:
+    model = model or tiny.model
+    if attention == "sdpa" and not getattr(transformers, model)._supports_sdpa:
         attention = "eager"
-    return randomised(model_class, config, attention)
+    return of_class(model, attention, **tiny.changes | changes)
 
 
-def randomised(model_class: Any, config: Any, attention: str, seed: int = 0) -> Any:
-    """A model in evaluation mode, whose biases are not 0."""
+def of_class(name: str, attention: str = "eager", seed: int = 0, **changes: Any) -> Any:
+    """A small random model of a class of transformers, whose biases are not 0, in evaluation mode."""
+    assert hk.integrations.transformers  # registers "heads_kernels"
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**small_config(model_class.config_class) | changes)
     torch.manual_seed(seed)
     # The default function of experts has no float64.
     built = model_class._from_config(config, attn_implementation=attention, experts_implementation="eager")
@@ -212,12 +191,6 @@ def randomised(model_class: Any, config: Any, attention: str, seed: int = 0) -> 
             if parameter.requires_grad:
                 parameter.add_(0.15 * torch.randn_like(parameter))
     return built.eval()
-
-
-def of_class(name: str, arguments: dict[str, Any], attention: str = "eager") -> Any:
-    """A random model of a class of transformers, by the arguments of its config."""
-    model_class = getattr(transformers, name)
-    return randomised(model_class, model_class.config_class(**arguments), attention)
 
 
 def unpooled(model: Any) -> Any:
@@ -255,46 +228,15 @@ ATTENTION_ALONE = (
     "olmo_hybrid", "olmoe", "persimmon", "phi3", "qianfan_ocr_vision", "sam3_vit_model", "wav2vec2-conformer",
 )  # fmt: skip
 
-#: Sizes by the names that configs have for them.
-SMALL = {
-    **PLAIN, **GPT2, **SEQ2SEQ,
-    "embed_dim": 32, "embedding_size": 16, "projection_dim": 16, "word_embed_proj_dim": 32,
-    "num_heads": 4, "num_layers": 2, "ffn_dim": 24, "mlp_dim": 24, "mlp_ratio": 1,
-    "max_source_positions": 64, "max_target_positions": 64, "sliding_window": 4,
-    "image_size": 12, "patch_size": 4, "num_mel_bins": 8, "rotary_dim": 4,
-    "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "moe_num_experts": 2,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-    "conv_dim": (16, 16), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
-}  # fmt: skip
 #: What sizes alone don't make small or whole.
 PARTICULAR: dict[str, dict[str, Any]] = {"nemotron": {"num_key_value_heads": 2, "head_dim": 8}}
 
 
-def small_config(config_class: Any) -> dict[str, Any]:
-    """Arguments that make a config small: sizes, heads that are grouped where they are by default, kinds of layers."""
-    whole = config_class()
-    names = vars(whole).keys() - config_class.attribute_map.keys()
-    found = {name: size for name, size in SMALL.items() if name in names}
-    if (groups := getattr(whole, "num_key_value_heads", None)) is not None:
-        heads = 8 if getattr(whole, "head_dim", None) is not None else 4
-        found["num_attention_heads"] = heads
-        found["num_key_value_heads"] = heads if groups == whole.num_attention_heads else 2
-        found |= {"head_dim": 4} if heads == 8 else {}
-    if kinds := getattr(whole, "layer_types", None):
-        found["layer_types"] = [*dict.fromkeys(kinds), kinds[0]][:2]
-    if kinds := getattr(whole, "mlp_layer_types", None):
-        found["mlp_layer_types"] = ["dense" if "dense" in kinds else kinds[0]] * 2
-    return found
-
-
 def small(model_type: str, attention: str = "eager", seed: int = 0) -> Any:
-    """A small random model of a family, from its default config, in evaluation mode."""
-    config_class = transformers.CONFIG_MAPPING[model_type]
-    config = config_class(**(small_config(config_class) | PARTICULAR.get(model_type, {})))
-    stem = config_class.__name__.removesuffix("Config")
-    model_class = getattr(transformers, f"{stem}Model", None) or getattr(transformers, stem)
-    return randomised(model_class, config, attention, seed)
+    """The model of a family without a head for a task."""
+    stem = transformers.CONFIG_MAPPING[model_type].__name__.removesuffix("Config")
+    name = f"{stem}Model" if hasattr(transformers, f"{stem}Model") else stem
+    return of_class(name, attention, seed, **PARTICULAR.get(model_type, {}))
 
 
 def documented() -> dict[str, list[str]]:

@@ -21,6 +21,7 @@ from benchmarks.settings import Settings
 from benchmarks.workloads import DIRECTIONS, Workload
 from heads_kernels import _cpu
 from heads_kernels.testing import CollaborativeCase, Timing, accuracy
+from tests.ops.calls import at_level
 from tests.support.commands import python
 
 pytestmark = pytest.mark.release
@@ -309,17 +310,14 @@ def test_floors(name: str, direction: Any, bound: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peaks_count_what_every_thread_computed(dtype: torch.dtype) -> None:
     """At every level; wide lanes have more numbers, and pairs twice as many."""
-    before, counts = _cpu.level(), {}
-    try:
-        for level in _cpu.available_levels():
-            _cpu.use_level(level)
+    counts = {}
+    for level in _cpu.available_levels():
+        with at_level(level):
             for peak in (_cpu.run_products, _cpu.run_powers):
                 once = peak(dtype, 10, 1)
                 assert peak(dtype, 20, 1) == 2 * once
                 assert peak(dtype, 10, 3) == 3 * once
             counts[level] = _cpu.run_products(dtype, 10, 1)
-    finally:
-        _cpu.use_level(before)
     assert counts["baseline"] == min(counts.values())
     if "avx512bf16" in counts:
         pairs = 2 if dtype == torch.bfloat16 else 1

@@ -22,7 +22,6 @@ from tests.support.commands import ROOT, python
 
 def test_one_version() -> None:
     declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert declared is not None
     assert hk.__version__ == declared[1] == importlib.metadata.version("heads_kernels")
     assert f"## {declared[1]}" in (ROOT / "CHANGELOG.md").read_text()
     assert f"\nversion: {declared[1]}\n" in (ROOT / "CITATION.cff").read_text()
@@ -48,7 +47,6 @@ def test_data_and_the_command_are_packaged(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_tour_runs_and_names_what_exists() -> None:
     """`help(heads_kernels)`: at most 40 lines, whose examples run."""
     tour = hk.__doc__
-    assert tour is not None
     assert len(tour.splitlines()) <= 40
     for name in re.findall(r"^    (\w+) {2,}\S", tour, re.MULTILINE):
         assert name in hk.__all__
@@ -73,7 +71,6 @@ def test_make_lists_its_targets() -> None:
     command = ["make", "--no-print-directory"]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     phony = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert phony is not None
     assert re.findall(r"^  (\S+) {2,}\S", run.stdout, re.MULTILINE) == phony[1].split()
 
 
@@ -92,7 +89,6 @@ def test_notes_of_a_release(tmp_path: Path) -> None:
     """The section of one version, without its heading."""
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
     command = re.search(r"^ +(awk .+)$", text, re.MULTILINE)
-    assert command is not None
 
     def notes(version: str) -> list[str]:
         environment = {"GITHUB_REF_NAME": f"v{version}", "PATH": "/bin:/usr/bin"}

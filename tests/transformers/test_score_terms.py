@@ -59,12 +59,12 @@ def test_pruned_heads_keep_their_biases_without_use() -> None:
 
 
 @pytest.mark.parametrize("name", [*T5_LIKE, "bloom", "mpt", "mpnet", "gemma2", *SINKS])
-def test_terms_stay_small(name: str, calls: list[dict[str, Any]]) -> None:
+def test_terms_stay_small(name: str, calls: list[Any]) -> None:
     """Padding is a mask; a bias is a table of offsets or `[B or 1, H, 1, S]`, but for the zeros of UMT5."""
     outputs(use(build(name)))
     for call in calls:
-        assert isinstance(call["attn_mask"], hk.Mask) or call["attn_mask"].shape[1:3] == (1, 1)
-    biases = [call["bias"] for call in calls if call["bias"] is not None]
+        assert isinstance(call.kwargs["attn_mask"], hk.Mask) or call.kwargs["attn_mask"].shape[1:3] == (1, 1)
+    biases = [call.kwargs["bias"] for call in calls if call.kwargs["bias"] is not None]
     dense = [bias for bias in biases if isinstance(bias, Tensor)]
     if name in ("bloom", "mpt"):
         assert all(bias.shape[2] == 1 for bias in dense)
@@ -74,20 +74,18 @@ def test_terms_stay_small(name: str, calls: list[dict[str, Any]]) -> None:
         offsets = {"t5": 4, "umt5": 4, "longt5": 2, "mpnet": 2}
         assert len(biases) - len(dense) == offsets.get(name, 0)
     for term, families in (("softcap", ("gemma2",)), ("sinks", SINKS)):
-        assert any(call[term] is not None for call in calls) == (name in families)
+        assert any(call.kwargs[term] is not None for call in calls) == (name in families)
 
 
-def test_pruned_sinks_are_those_of_the_heads_that_are_left() -> None:
-    """So that a pruned model may be released; one whose sinks are all there takes theirs."""
+def test_a_pruned_layer_whose_sinks_are_all_there() -> None:
+    """It takes those of the heads that are left, which pruning leaves alone, so that the model may be released."""
     model = use(build("gpt_oss"))
-    hk.heads.close(model, {0: [0, 5]})
+    layer = model.model.layers[0].self_attn
+    sinks = layer.sinks
+    hk.heads.prune(model, {0: [0, 5]})
+    assert len(layer.sinks) == 6
     expected = outputs(model)
-    sinks = model.model.layers[0].self_attn.sinks
-    hk.heads.prune(model, hk.heads.closed(model))
-    pruned = model.model.layers[0].self_attn
-    assert len(pruned.sinks) == 6
-    assert_alike(outputs(model), expected)
-    pruned.sinks = sinks
+    layer.sinks = sinks
     assert_alike(outputs(model), expected)
 
 
@@ -112,7 +110,7 @@ assert {*FUSED, *UNFUSED} == OUTPUT_GATES.keys()
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_gate_and_attention_are_one_op(name: str, calls: list[dict[str, Any]]) -> None:
+def test_gate_and_attention_are_one_op(name: str, calls: list[Any]) -> None:
     """The logits reach the operator as the projection gave them: views, `[B, H, T]` or `[B, H, T, Dv]`."""
     model = use(build(name))
     projections = []
@@ -123,17 +121,17 @@ def test_gate_and_attention_are_one_op(name: str, calls: list[dict[str, Any]]) -
     kind, _, extent = OUTPUT_GATES[name].removesuffix(": fused").partition(", ")
     assert len(calls) == len(projections) > 0
     for call, projected in zip(calls, projections, strict=True):
-        gate = call["gate"]
-        assert call["gate_activation"] == kind
+        gate = call.kwargs["gate"]
+        assert call.kwargs["gate_activation"] == kind
         assert gate.dim() == (4 if extent == "per element" else 3)
         if name != "beam":  # adds a bias to its logits
             assert gate.untyped_storage().data_ptr() == projected.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("name", UNFUSED)
-def test_other_gates_run_beside_the_op(name: str, calls: list[dict[str, Any]]) -> None:
+def test_other_gates_run_beside_the_op(name: str, calls: list[Any]) -> None:
     model = use(build(name))
     assert not any(isinstance(module, OutputGated) for module in model.modules())
     outputs(model)
     assert calls
-    assert all((call["gate_activation"], call["gate"]) == ("identity", None) for call in calls)
+    assert all((call.kwargs["gate_activation"], call.kwargs["gate"]) == ("identity", None) for call in calls)

@@ -19,7 +19,7 @@ from heads_kernels.integrations.transformers.replacement import Replacement
 from tests.support.alike import assert_alike
 from tests.support.model_state import structure
 from tests.support.refusals import assert_refused
-from tests.support.tiny_models import TINY, batch, build, of_class, outputs, small, unpooled
+from tests.support.tiny_models import batch, build, of_class, outputs, small, small_config, unpooled
 
 
 def test_models_of_one_config_are_put_to_use_one_by_one() -> None:
@@ -114,27 +114,25 @@ def test_a_model_in_use_is_put_to_use_again(before: str) -> None:
     assert release(model).config._attn_implementation == before
 
 
-TWO_LAYERS = TINY["llama"].arguments | {"num_hidden_layers": 2}
+TEXTS, IMAGES = (small_config(each) for each in (transformers.LlamaConfig, transformers.ViTConfig))
 #: Models that compute with masks.
 WITH_MASKS: list[tuple[str, dict[str, Any]]] = [
-    ("BigBirdPegasusModel", TINY["bart"].arguments | {"attention_type": "original_full"}),
-    ("GitModel", TINY["bert"].arguments | {"vision_config": TINY["vit"].arguments}),
-    ("InformerModel", TINY["bart"].arguments | {"prediction_length": 4, "input_size": 1}),
-    ("T5Gemma2Model", {
-        "encoder": {"text_config": TWO_LAYERS, "vision_config": TINY["vit"].arguments}, "decoder": TWO_LAYERS,
-    }),
-]  # fmt: skip
+    ("BigBirdPegasusModel", {"attention_type": "original_full"}),
+    ("GitModel", {"vision_config": IMAGES}),
+    ("InformerModel", {"prediction_length": 4, "input_size": 1}),
+    ("T5Gemma2Model", {"encoder": {"text_config": TEXTS, "vision_config": IMAGES}, "decoder": TEXTS}),
+]
 #: What is no model, or holds one, or is one that can't be served.
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: nn.Linear(2, 2), TypeError, r"model is a Linear; .*lists the tested families"),
     (lambda: torch.compile(build("bert")), TypeError, r"use\(model.get_submodule\('_orig_mod'\)\): it is"),
     (lambda: nn.DataParallel(build("bert")), TypeError, r"use\(model.get_submodule\('module'\)\): it is"),
     (lambda: nn.Sequential(nn.Sequential(build("bert")), build("vit")), TypeError, r"'0\.0'\)\) and .*'1'\)\): it is"),
-    (lambda: of_class("RoFormerModel", TINY["bert"].arguments), ValueError, "'roformer'.* computes its attention"),
-    (lambda: of_class("DogeModel", TINY["llama"].arguments), ValueError, "family 'doge'.*, makes masks of its own"),
+    (lambda: of_class("RoFormerModel"), ValueError, "'roformer'.* computes its attention"),
+    (lambda: of_class("DogeModel"), ValueError, "family 'doge'.*, makes masks of its own"),
     *(
-        (partial(of_class, *each), ValueError, rf"model is a {each[0]} .*masks.* it cannot be used")
-        for each in WITH_MASKS
+        (partial(of_class, name, **changes), ValueError, rf"model is a {name} .*masks.* it cannot be used")
+        for name, changes in WITH_MASKS
     ),
 ]
 
