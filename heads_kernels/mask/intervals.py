@@ -68,7 +68,10 @@ class Intervals(NamedTuple):
         return self._replace(k_lo=k_lo, k_hi=k_hi)
 
     def recordable(self) -> Intervals:
-        """The same with copies of tensors from `torch.inference_mode`, which autograd cannot save for a backward."""
+        """The same with copies of tensors from `torch.inference_mode`, which autograd cannot save for a backward.
+
+        Not in code that is compiled, where Dynamo sees no such tensor, and Inductor would not keep the copy.
+        """
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return self
         return Intervals._make(

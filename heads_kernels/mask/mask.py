@@ -62,7 +62,8 @@ class Mask:
     which is copied to a GPU once. Calls of the same sizes, such as the layers of a model, share what is computed from
     the mask, until PyTorch writes to one of its tensors. On a GPU, make a new Mask after a write that PyTorch does not
     count: through `tensor.data`, in a kernel of your own or in the replay of a CUDA graph. (A call that is captured in
-    a graph always computes it anew.)
+    a graph always computes it anew.) For a compiled training step, make it outside of `torch.inference_mode`, whose
+    tensors compiled code cannot save for a backward pass.
 
     Raises TypeError or ValueError that names the argument: at construction for its type and rank, in a call if it does
     not fit B, T and S. Values (lengths in range, ids ascending) are checked only on the CPU and outside

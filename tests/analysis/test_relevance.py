@@ -154,6 +154,24 @@ def test_attention(in_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_alike([x[at] for x in found], by_jacobian(whole, [q[at], k[at], v[at]], given[at]))
 
 
+def test_attention_with_shared_features() -> None:
+    """Mixing belongs to the scores; the content bias is an operand, as query and key are."""
+    q, k, v = random(2, 4, 3), random(2, 5, 3), random(2, 2, 5, 6)
+    mixing, content, given = random(2, 3), random(2, 2, 5), random(2, 2, 4, 6).abs()
+    call = parse("collaborative_attention", q, k, v, mixing, content, scale=0.5)[0]
+    inputs, back = rules.attention_rule(call, True)
+    assert inputs[3] is call.content_bias
+    found = back(given)
+    for b, h in [(b, h) for b in range(2) for h in range(2)]:
+
+        def whole(query: Tensor, key: Tensor, value: Tensor, content: Tensor, h: int = h) -> Tensor:
+            scores = 0.5 * ((query * mixing[h]) @ key.mT + content)
+            return scores.softmax(-1) @ value
+
+        operands = [q[b], k[b], v[b, h], content[b, h]]
+        assert_alike([x[b, h] for x in found], by_jacobian(whole, operands, given[b, h]))
+
+
 # ---------------------------------------------------------------------- a whole model
 class Encoder(nn.Module):
     """Two of PyTorch's own layers around our attention, and scores of the mean token."""
