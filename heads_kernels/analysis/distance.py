@@ -104,23 +104,43 @@ def distance(
             have no heads.
     """
     chosen = _of_kind(choose_layers(attention_layers(model), layers), kind)
-    seen: list[tuple[AttentionLayer, AttentionCall]] = []
-    sums: _Sums | None = None
+    ran: list[AttentionLayer] = []
+    calls: list[AttentionCall] = []
+    first: list[AttentionLayer] | None = None  # those that ran in the first batch
+    sums = torch.zeros((), dtype=torch.float64)
+    rows = 0
 
     def keep(layer: AttentionLayer, call: AttentionCall) -> None:
-        seen.append((layer, replace(call, call=call.call._replace(value=None))))  # not held
+        ran.append(layer)
+        calls.append(replace(call, call=call.call._replace(value=None)))  # not held
 
     with reading(model, keep, chosen):
         for batch in each_batch(data):
             run(model, batch)
-            if not seen:
+            if not ran:
                 refuse("data", f"reaches no layer of kind {chosen[0].kind!r}", "pass all that the model takes")
-            ran = [layer for layer, _ in seen]
-            sums = _Sums(ran, seen[0][1].query.device) if sums is None else sums
-            sums.add(ran, [call for _, call in seen])
-            seen.clear()
-    assert sums is not None
-    return sums.means()
+            first = first or ran.copy()
+            if ran != first:
+                refuse("data", "makes other layers run in one batch than in another", "pass batches alike")
+            for layer, call in zip(ran, calls, strict=True):
+                if (call.T, call.S) != (calls[0].T, calls[0].S):
+                    was = f"has T {call.T} and S {call.S} in {layer}, but others in {ran[0]}"
+                    refuse("model", was, "heads that see different tokens cannot be compared")
+            sums = sums.to(calls[0].query.device) + _divergence(calls)
+            rows += int(calls[0].real_queries.sum())
+            ran.clear()
+            calls.clear()
+    assert first is not None
+    if not rows:
+        refuse("data", "has no real token", "pass batches with some")
+    sums = sums.clamp(min=0)
+    return HeadDistance(
+        kind=first[0].kind,
+        layers=tuple(layer.name for layer in first),
+        heads=tuple((i, h) for i, layer in enumerate(first) for h in range(layer.num_heads)),
+        matrix=((sums + sums.T) / rows).cpu(),
+        rows=rows,
+    )
 
 
 def _of_kind(layers: list[AttentionLayer], kind: str | None) -> list[AttentionLayer]:
@@ -136,56 +156,27 @@ def _of_kind(layers: list[AttentionLayer], kind: str | None) -> list[AttentionLa
     return chosen
 
 
-class _Sums:
-    """Sums over all real rows: `p` and `p ln p` of every head, and `(p + q) ln (p + q)` of every pair."""
-
-    def __init__(self, layers: list[AttentionLayer], device: torch.device) -> None:
-        self.layers = layers
-        N = sum(layer.num_heads for layer in layers)
-        self.mass = torch.zeros(N, dtype=torch.float64, device=device)
-        self.own = torch.zeros_like(self.mass)
-        self.pairs = torch.zeros(N, N, dtype=torch.float64, device=device)  # above the diagonal
-        self.rows = 0
-
-    def add(self, layers: list[AttentionLayer], calls: list[AttentionCall]) -> None:
-        if layers != self.layers:
-            refuse("data", "makes other layers run in one batch than in another", "pass batches alike")
-        first = calls[0]
-        for layer, call in zip(layers, calls, strict=True):
-            if (call.T, call.S) != (first.T, first.S):
-                was = f"has T {call.T} and S {call.S} in {layer}, but others in {layers[0]}"
-                refuse("model", was, "heads that see different tokens cannot be compared")
-        real, spans = first.real_queries, _spans(first.real_keys)
-        self.rows += int(real.sum())
-        causal = all(call.is_causal for call in calls)
-        for rows in blocks(first.T, first.B * len(self.mass) * first.S):
-            p = torch.cat([call.probabilities(rows) for call in calls], 1)  # [B, N, rows, S]
-            last = rows.stop + first.S - first.T if causal else first.S
-            parts = [p[b][:, real[b, rows], start : min(end, last)].flatten(1) for b, (start, end) in enumerate(spans)]
-            self._compare(torch.cat(parts, 1))
-
-    def _compare(self, p: Tensor) -> None:
-        """Add probabilities `[N, pairs of tokens]`, which are overwritten."""
+def _divergence(calls: list[AttentionCall]) -> Tensor:
+    """The sum of JS(p, q) over the real rows of a batch for each pair of heads, above the diagonal of `[N, N]`."""
+    first, N = calls[0], sum(call.H for call in calls)
+    mass = torch.zeros(N, dtype=torch.float64, device=first.query.device)  # of p
+    own = torch.zeros_like(mass)  # of p ln p
+    pairs = mass.new_zeros(N, N)  # of (p + q) ln (p + q)
+    real, spans = first.real_queries, _spans(first.real_keys)
+    causal = all(call.is_causal for call in calls)
+    for rows in blocks(first.T, first.B * N * first.S):
+        p = torch.cat([call.probabilities(rows) for call in calls], 1)  # [B, N, rows, S]
+        last = rows.stop + first.S - first.T if causal else first.S
+        parts = [p[b][:, real[b, rows], start : min(end, last)].flatten(1) for b, (start, end) in enumerate(spans)]
+        p = torch.cat(parts, 1)  # [N, pairs of tokens]
         p += torch.finfo(p.dtype).tiny  # its x ln x is negligible
-        for part in torch.split(p, max(1, _PAIRS // len(p)), 1):
-            self.mass += part.sum(1)
-            self.own += _x_ln_x(part)
-            for head in range(len(p) - 1):
-                self.pairs[head, head + 1 :] += _x_ln_x(part[head + 1 :] + part[head])
-
-    def means(self) -> HeadDistance:
-        if not self.rows:
-            refuse("data", "has no real token", "pass batches with some")
-        of_both = self.own + log(2) * self.mass
-        sums = (of_both[:, None] + of_both - self.pairs).triu(1).clamp(min=0) / 2
-        heads = ((i, h) for i, layer in enumerate(self.layers) for h in range(layer.num_heads))
-        return HeadDistance(
-            kind=self.layers[0].kind,
-            layers=tuple(layer.name for layer in self.layers),
-            heads=tuple(heads),
-            matrix=((sums + sums.T) / self.rows).cpu(),
-            rows=self.rows,
-        )
+        for part in torch.split(p, max(1, _PAIRS // N), 1):
+            mass += part.sum(1)
+            own += _x_ln_x(part)
+            for head in range(N - 1):
+                pairs[head, head + 1 :] += _x_ln_x(part[head + 1 :] + part[head])
+    of_both = own + log(2) * mass
+    return (of_both[:, None] + of_both - pairs).triu(1) / 2
 
 
 def _spans(real: Tensor) -> list[tuple[int, int]]:
