@@ -330,7 +330,7 @@ def attention_rule(call: Call, full: bool) -> Step:
             q = functional.pad(q, (0, 1), value=call.scale)
             k = torch.cat((k, call.content_bias[..., None]), -1)
         q, k, v = _full_attention(call, q, k, value, given)
-        parts = [q[..., : call.D], k[..., : call.D], v]
+        parts = [q, k[..., : call.D], v]
         return parts if call.content_bias is None else [*parts, k[..., call.D]]
 
     return inputs, back
@@ -352,12 +352,13 @@ def _full_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, relev
     With `u_tsd = p_ts * (v_sd - out_td)`, z of output td is `q_te * sum_s u_tsd * k_se` for feature e of query t and
     `u_tsd * q_te * k_se` for that of key s. The sign of the latter is that of u times that of `q * k`, so that sums
     over e are matrix products. The largest tensor is u, which is computed in tiles. Other terms of the scores are not
-    inputs; `call` gives the probabilities.
+    inputs, nor are features of the query beyond those of `call`, which gives the probabilities.
     """
     q, k, v = (x.to(relevance.dtype) for x in (query, key, value))
     (B, H, T, Dv), S, D = relevance.shape, *k.shape[2:]
+    own = slice(call.D)
     q_signs, k_signs = (torch.cat((x, -x), -1).clamp(min=0) for x in (q, k))  # [..., 2 D]
-    q_found, k_found, v_found = (torch.zeros_like(x) for x in (q, k_signs, v))
+    q_found, k_found, v_found = (torch.zeros_like(x) for x in (q[..., own], k_signs, v))
     row_blocks = blocks(T, B * H * S * Dv)
     features = blocks(Dv, B * H * S * row_blocks[0].stop)
     for rows in row_blocks:
@@ -369,7 +370,7 @@ def _full_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, relev
         for d in features:
             values, R = v[..., d], relevance[:, :, rows, d]
             u = p[..., None] * (values[:, :, None] - (p @ values)[..., None, :])
-            of_query = q[:, :, rows, None] * (u.mT @ k[:, :, None])  # [B, H, rows, d, D]
+            of_query = q[:, :, rows, None, own] * (u.mT @ k[:, :, None, :, own])  # [B, H, rows, d, D]
             for sign in SIGNS:
                 up, down = (sign * u).clamp(min=0), (-sign * u).clamp(min=0)
                 of_value, of_row = (sign * values).clamp(min=0), (sign * of_query).clamp(min=0)
