@@ -349,10 +349,11 @@ def _attended(call: Call, value: Tensor) -> Tensor:
 def _full_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, relevance: Tensor) -> list[Tensor]:
     """Relevance of query `[B, H, T, D]`, times the scale, key and value in attention, by its full Jacobian.
 
-    With `u_tsd = p_ts * (v_sd - out_td)`, z of output td is `q_te * sum_s u_tsd * k_se` for feature e of query t and
-    `u_tsd * q_te * k_se` for that of key s. The sign of the latter is that of u times that of `q * k`, so that sums
-    over e are matrix products. The largest tensor is u, which is computed in tiles. Other terms of the scores are not
-    inputs, nor are features of the query beyond those of `call`, which gives the probabilities.
+    With `u_tsd = p_ts * c_ts * (v_sd - out_td)`, where c is the slope of a cap or 1, z of output td is
+    `q_te * sum_s u_tsd * k_se` for feature e of query t and `u_tsd * q_te * k_se` for that of key s. The sign of the
+    latter is that of u times that of `q * k`, so that sums over e are matrix products. The largest tensor is u, which
+    is computed in tiles. Other terms of the scores are not inputs, nor are features of the query beyond those of
+    `call`, which gives the probabilities.
     """
     q, k, v = (x.to(relevance.dtype) for x in (query, key, value))
     (B, H, T, Dv), S, D = relevance.shape, *k.shape[2:]
@@ -367,9 +368,12 @@ def _full_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, relev
         opposed = alike.roll(D, -1)
         scores_up = alike @ k_signs.mT  # positive part of q k, [B, H, rows, S]
         scores_down = opposed @ k_signs.mT
+        slopes = p
+        if call.softcap:
+            slopes = p * (1 - torch.tanh((scores_up - scores_down) / call.softcap).square())
         for d in features:
             values, R = v[..., d], relevance[:, :, rows, d]
-            u = p[..., None] * (values[:, :, None] - (p @ values)[..., None, :])
+            u = slopes[..., None] * (values[:, :, None] - (p @ values)[..., None, :])
             of_query = q[:, :, rows, None, own] * (u.mT @ k[:, :, None, :, own])  # [B, H, rows, d, D]
             for sign in SIGNS:
                 up, down = (sign * u).clamp(min=0), (-sign * u).clamp(min=0)

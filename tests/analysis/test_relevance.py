@@ -154,11 +154,11 @@ def test_attention(in_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_alike([x[at] for x in found], by_jacobian(whole, [q[at], k[at], v[at]], given[at]))
 
 
-def test_attention_with_shared_features() -> None:
-    """Mixing belongs to the scores; the content bias is an operand, as query and key are."""
+def test_attention_with_shared_features_and_a_cap() -> None:
+    """Mixing and the cap belong to the scores; the content bias is an operand, as query and key are."""
     q, k, v = random(2, 4, 3), random(2, 5, 3), random(2, 2, 5, 6)
     mixing, content, given = random(2, 3), random(2, 2, 5), random(2, 2, 4, 6).abs()
-    call = parse("collaborative_attention", q, k, v, mixing, content, scale=0.5)[0]
+    call = parse("collaborative_attention", q, k, v, mixing, content, scale=0.5, softcap=0.7)[0]
     inputs, back = rules.attention_rule(call, True)
     assert inputs[3] is call.content_bias
     found = back(given)
@@ -166,7 +166,7 @@ def test_attention_with_shared_features() -> None:
 
         def whole(query: Tensor, key: Tensor, value: Tensor, content: Tensor, h: int = h) -> Tensor:
             scores = 0.5 * ((query * mixing[h]) @ key.mT + content)
-            return scores.softmax(-1) @ value
+            return (0.7 * (scores / 0.7).tanh()).softmax(-1) @ value
 
         operands = [q[b], k[b], v[b, h], content[b, h]]
         assert_alike([x[b, h] for x in found], by_jacobian(whole, operands, given[b, h]))
