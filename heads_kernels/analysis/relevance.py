@@ -42,6 +42,7 @@ from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import check_choice, check_tensor, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall
+from heads_kernels.nn.merged import MergedAttention
 from heads_kernels.ops.attention import attention_op
 
 #: `output(model, batch)`: scores `[B, C]` or `[B, T, C]`, or such a tensor and the initial relevance of its elements.
@@ -209,6 +210,9 @@ class _Tape(TorchFunctionMode):
     def see(self, layer: AttentionLayer, call: AttentionCall) -> None:
         """An observer: the next attention is that of `layer`."""
         call.check_softmax("relevance")
+        if isinstance(layer.module, MergedAttention):
+            was = "adds an average of rows to its heads, for which relevance has no rule"
+            refuse(str(layer), was, "score its heads by hk.analysis.importance")
         self._layer = layer
         self.rows[call.B, call.T] = call.real_queries
 

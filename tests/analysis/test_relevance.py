@@ -408,12 +408,14 @@ REFUSED = {
 
 def test_unknown_functions_are_refused_by_name() -> None:
     model, data, mixtral = spread(Encoder()), [random(2, 5, 8)], use(build("mixtral"))
+    merged = hk.nn.MergedAttention(8, 4, dtype=torch.float64)
     assert_refused(
         *(
             ((model, data, lambda m, b, end=end: end(m(b))), f"model computes {name}, .* there are rules for linear")
             for name, end in REFUSED.items()
         ),
         ((mixtral, [batch(mixtral)], token_two), "model computes div_, "),
+        ((merged, data, lambda m, b: m(b, b.flip(1))[0][:, 0]), "layer 0 .* adds an average of rows to its heads"),
         of=relevance,
     )
 
