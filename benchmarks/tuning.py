@@ -32,11 +32,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import heads_kernels as hk
 from heads_kernels import ops
 from heads_kernels.backends import TRITON_INTERPRETED
-from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, masks, time_in_turn
-from heads_kernels.testing.row_statistics import check_statistics, statistics_arguments
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, compare, masks, reference, time_in_turn
 
 Tiles = dict[str, int]  # block_m, block_n, ..., num_warps, num_stages
 #: What a job found; "wrong" says what went wrong, where anything did.
@@ -210,10 +208,8 @@ def _check(job: Job) -> Row:
     wrong: list[str] = []
     with _forced(job.kernel, job.tiles[0]):
         for each in (replace(case, is_causal=True), replace(case, B=2, mask=masks.padded(case.T, case.T // 3))):
-            if tuned.direction == "statistics":
-                report = check_statistics(each.make(dtype, DEVICE), BACKEND)
-            else:
-                report = check(each, dtype, BACKEND, device=DEVICE)
+            inputs = each.make(dtype, DEVICE)
+            report = compare(reference(inputs.statistics() if tuned.direction == "statistics" else inputs), BACKEND)
             wrong += [str(quantity) for quantity in report.quantities if not quantity.ok]
     return {"wrong": "; ".join(wrong)} if wrong else {}
 
@@ -235,8 +231,7 @@ def _call(job: Job) -> Callable[[], None]:
         small = toy(case) if TRITON_INTERPRETED else case
         inputs = small.make(getattr(torch, job.dtype), DEVICE, drawn_on=DEVICE)
         if tuned.direction == "statistics":
-            given = statistics_arguments(inputs)
-            runs.append(partial(hk.attention_statistics, **given, backend=BACKEND))
+            runs.append(partial(inputs.statistics(received=None).call, BACKEND))
         elif tuned.direction == "forward":
             runs.append(partial(inputs.call, BACKEND))
         else:

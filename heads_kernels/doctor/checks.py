@@ -23,8 +23,7 @@ from torch.nn import functional as F
 
 from heads_kernels.backends import BACKENDS, TRITON_INTERPRETED
 from heads_kernels.functional import explain
-from heads_kernels.testing import Inputs, check, find, time_in_turn
-from heads_kernels.testing.row_statistics import check_statistics
+from heads_kernels.testing import Inputs, compare, find, reference, time_in_turn
 
 _GATED, _SHARED = "gated_attention", "collaborative_attention"
 _SPARSE, _STATISTICS = "entmax_attention", "attention_statistics"
@@ -95,12 +94,9 @@ def run_checks(
             continue
         row = {"check": f"{operator} {name} in {str(dtype).removeprefix('torch.')}"}
         yield row
-        case = find(of, name)
         try:
-            if operator == _STATISTICS:
-                report = check_statistics(case.make(dtype, device), backend)
-            else:
-                report = check(case, dtype, backend, device=device)
+            inputs = find(of, name).make(dtype, device)
+            report = compare(reference(inputs.statistics() if operator == _STATISTICS else inputs), backend)
             wrong = [str(q).removeprefix("FAIL ") for q in report.quantities if not q.ok]
             words = "; ".join(" ".join(each.split()) for each in wrong)
         except Exception as error:

@@ -23,16 +23,18 @@ import functools
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from heads_kernels.backends import select
+from heads_kernels.ops import eager
 from heads_kernels.ops.attention import attention_op
 from heads_kernels.ops.philox import draw_seed
+from heads_kernels.testing import rounding
 from heads_kernels.testing.case import Case, Inputs
-from heads_kernels.testing.rounding import SAMPLES, Floor, attention, finite, floors, of_rows
+from heads_kernels.testing.rounding import MEASURED, SAMPLES, Floor, finite, floors, of_rows
 
 #: Factor of the error of eager in the same dtype, as in FlashAttention's tests.
 FACTOR: Final = 2.0
@@ -186,7 +188,10 @@ def compare(reference: Reference, backend: str | None, name: str = "inputs") -> 
 def reference(inputs: Inputs, backward: bool = True) -> Reference:
     """Oracle, eager and floors for `inputs`; the `[T, S]` matrices of all heads are in memory."""
     oracle = run(inputs.to(torch.float64), "eager", backward)
-    simulate = functools.partial(attention, inputs, _seed(inputs), backward)
+    if inputs.operator == "attention_statistics":
+        simulate = functools.partial(rounding.statistics, inputs)
+    else:
+        simulate = functools.partial(rounding.attention, inputs, _seed(inputs), backward)
     floor = floors(inputs.dout.dtype, oracle, simulate)
     return Reference(inputs, oracle, run(inputs, "eager", backward), floor)
 
@@ -198,13 +203,27 @@ def _case_reference(case: Case, dtype: torch.dtype, device: str, seed: int, back
 
 
 def run(inputs: Inputs, backend: str | None, backward: bool = True) -> dict[str, Tensor]:
-    """The results by name: out, lse, and with `backward` dquery, dkey, ..."""
+    """The results by name: out, lse, and with `backward` dquery, dkey, ...; or statistics."""
+    if inputs.operator == "attention_statistics":
+        return _statistics(inputs, backend)
     if backward:
         out, grads = inputs.backward(backend)
     else:
         out, grads = inputs.call(backend), {}
     lse = _lse(inputs, backend)
     return {"out": out, "lse": lse, **{f"d{name}": grad for name, grad in grads.items()}}
+
+
+def _statistics(inputs: Inputs, backend: str | None) -> dict[str, Tensor]:
+    """Those measured, and as "argmax" the true probability of the key that it names, -inf for none.
+
+    If two keys are within rounding of each other, either may be the maximum.
+    """
+    found: Any = inputs.call(backend)
+    p = eager.row_probabilities(inputs.to(torch.float64).parsed())
+    named = p.gather(-1, found.argmax.clamp(min=0)[..., None])[..., 0].to(found.max_prob.dtype)
+    results = {name: getattr(found, name) for name in MEASURED}
+    return {**results, "argmax": named.masked_fill(found.argmax < 0, -torch.inf)}
 
 
 def _lse(inputs: Inputs, backend: str | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -75,6 +76,19 @@ class Inputs:
     def parsed(self, **options: Any) -> Call:
         """The `Call`, with one batch dimension."""
         return parse(self.operator, **self.arguments(**options))[0]
+
+    def statistics(self, **options: Any) -> Inputs:
+        """The call of `attention_statistics` on the same scores, whose keys receive by weights of rows: some 0, some
+        negative. `options` replace or extend those of the case.
+        """
+        taken = {*inspect.signature(functional.attention_statistics).parameters, "offset_table"}
+        tensors = {name: t for name, t in self.tensors.items() if name in taken}
+        sizes = self.dout.shape[:-1]
+        weights = (torch.arange(sizes.numel(), device=self.dout.device) % 7 - 2).reshape(sizes) / 4
+        kept = {name: value for name, value in self.options.items() if name in taken}
+        return replace(
+            self, operator="attention_statistics", tensors=tensors, options={**kept, "received": weights, **options}
+        )
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in `dtype`; the oracle reads quantised inputs in float64."""

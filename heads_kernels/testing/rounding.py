@@ -35,6 +35,9 @@ from heads_kernels.testing.case import Inputs
 #: bfloat16, and with 16 just at it. The bound of one row of 10,000 is 12 times its floor. Heuristic.
 SAMPLES: Final = 24
 
+#: The fields of `attention_statistics` that are compared. Of `argmax` it is the probability of the key.
+MEASURED: Final = ("lse", "max_score", "max_prob", "entropy", "received")
+
 #: Functions of torch by name, without the underscores of methods.
 _ARITHMETIC: Final = {
     "add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "square", "pow", "exp", "expm1", "log", "log1p",
@@ -108,6 +111,20 @@ def attention(inputs: Inputs, seed: Tensor | None, backward: bool, simulated: Ro
     dtypes = {f"d{name}": tensor.dtype for name, tensor in inputs.tensors.items()}
     dtypes |= {"out": simulated.working, "lse": torch.float32}
     return {name: simulated.rounded(result, at_most_float32(dtypes[name])) for name, result in found.items()}
+
+
+def statistics(inputs: Inputs, simulated: Rounding) -> dict[str, Tensor]:
+    """The same of a kernel of `attention_statistics`."""
+    call = inputs.to(simulated.wide).parsed()
+    with torch.no_grad(), simulated:
+        found = eager.row_statistics(call)
+        # A second pass may compute `received`, from lse.
+        noise = torch.where(found.lse.isfinite(), simulated.summed(found.lse, found.lse.abs()) - found.lse, 0.0)
+        weights: Any = call.row_weights
+        second = eager.row_statistics(call._replace(row_weights=weights * noise.exp()))
+    found = found._replace(received=second.received)
+    results = {name: simulated.rounded(getattr(found, name), torch.float32) for name in MEASURED}
+    return {**results, "argmax": results["max_prob"]}
 
 
 def at_most_float32(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import heads_kernels as hk
-from heads_kernels.testing import CASES, Case, find, row_statistics
+from heads_kernels.testing import CASES, Case, compare, find, reference
 from heads_kernels.testing.accuracy import Reference
 from tests.ops.calls import NAMES, OPERATORS, assert_same_bits, call, serve, tensors, threads
 from tests.support.alike import assert_alike
@@ -29,7 +29,7 @@ def measure(backend: str, **given: Any) -> hk.AttentionStatistics:
 @functools.lru_cache(maxsize=2)
 def expected(case: Case, dtype: torch.dtype, device: torch.device) -> Reference:
     """Shared by the backends, which are checked one after the other."""
-    return row_statistics.statistics_reference(case.make(dtype, device))
+    return reference(case.make(dtype, device).statistics())
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -38,8 +38,8 @@ def expected(case: Case, dtype: torch.dtype, device: torch.device) -> Reference:
 def test_case(case: Case, dtype: torch.dtype, backend: str) -> None:
     if not case.S:
         pytest.skip("no keys: test_empty_calls")
-    serve("attention_statistics", backend, **row_statistics.statistics_arguments(case.make(dtype)))
-    report = row_statistics.compare_statistics(expected(case, dtype, torch.get_default_device()), backend)
+    serve("attention_statistics", backend, **case.make(dtype).statistics().arguments())
+    report = compare(expected(case, dtype, torch.get_default_device()), backend)
     assert report.ok, str(report)
 
 
@@ -49,9 +49,8 @@ def test_oracle_is_the_plain_formula(case: Case) -> None:
     if not case.S:
         pytest.skip("no keys: test_empty_calls")
     inputs = case.make(torch.float64)
-    weights = row_statistics.row_weights(inputs)
-    given = row_statistics.statistics_arguments(inputs)
-    found = measure("eager", **given, received=weights)
+    given = inputs.statistics().arguments()
+    found, weights = measure("eager", **given), given["received"]
     _, lse, p = plain(inputs.parsed())
     assert_alike((found.lse, found.max_prob), (lse, p.amax(-1)))
     assert_alike(found.entropy, torch.special.entr(p).sum(-1))
@@ -65,13 +64,13 @@ def test_excluded_keys(operator: str, name: str, backend: str) -> None:
     """They keep their share of the probability and never are the maximum."""
     case = find(operator, name)
     inputs = case.make(torch.float32)
-    given = row_statistics.statistics_arguments(inputs)
+    given = inputs.statistics(received=True).arguments()
     p = plain(inputs.to(torch.float64).parsed()).probabilities
-    every = measure(backend, **given, received=True)
+    every = measure(backend, **given)
     for share, batch in ((0.3, case.B), (0.6, 1), (1.0, 1)):
         excluded = torch.rand(batch, case.S) < share
         argument = excluded[0] if batch == 1 else excluded
-        got = measure(backend, **given, exclude_keys=argument, received=True)
+        got = measure(backend, **given, exclude_keys=argument)
         for field in ("lse", "entropy", "received"):
             assert_same_bits(backend, getattr(got, field), getattr(every, field))
         best = p.masked_fill(excluded[:, None, None], 0.0).amax(-1)  # of float32: keys may tie
