@@ -255,8 +255,9 @@ def test_rows_without_an_allowed_key_have_no_offset() -> None:
 # ---------------------------------------------------------------------- other ways to the same numbers
 def test_a_dense_mask_reads_as_a_native_one() -> None:
     model, x = layers(), torch.randn(2, 40, 16, dtype=torch.float64)
-    dense = torch.ones(40, 40, dtype=torch.bool).triu(1)
-    assert_same(read(model, {"x": x, "attn_mask": dense}), read(model, {"x": x, "is_causal": True}))
+    for native in (hk.Mask(causal=True), hk.Mask(causal=True, window=(5, 0), first_keys=2)):
+        hidden = ~native.to_dense(2, 4, 40, 40)[0, 0]
+        assert_same(read(model, {"x": x, "attn_mask": hidden}), read(model, {"x": x, "mask": native}))
 
 
 class Steps(Layers):
