@@ -200,11 +200,10 @@ class Case(ABC):
         terms = {}
         if self.bias is not None:
             sizes = {"B": self.B, "H": self.H, "T": self.T, "S": self.S, "1": 1}
-            bias = draw.normal(*(sizes[letter] for letter in self.bias)).to(draw.device)
+            bias = draw.normal(*(sizes[letter] for letter in self.bias))
             if self.bias_hides:
                 bias.reshape(-1)[2::5] = -torch.inf
-            wide = draw.dtype == torch.float64
-            terms["bias"] = bias.to(draw.dtype if wide else self.bias_dtype or draw.dtype)
+            terms["bias"] = draw.companion(bias, self.bias_dtype)
         if self.offsets:
             terms["offset_table"] = draw.companion(draw.normal(self.H, self.offsets))
         if self.sinks:
@@ -223,9 +222,7 @@ class Case(ABC):
             if self.gate.startswith("BH"):
                 entry = entry + torch.arange(self.B).reshape(-1, *[1] * (len(shape) - 1))
             gate[torch.floor((entry + 1) * self.closed) > torch.floor(entry * self.closed)] = 0.0
-        gate = gate.to(draw.device, self.gate_dtype or draw.dtype)
-        if draw.dtype == torch.float64:
-            gate = gate.double()
+        gate = draw.companion(gate, self.gate_dtype)
         if self.gate_strided:  # dimensions of memory in the opposite order, with gaps
             gate = gate.permute(*reversed(range(gate.dim()))).contiguous()
             gate = torch.stack([gate, gate], -1)[..., 0].permute(*reversed(range(gate.dim())))
@@ -327,10 +324,10 @@ class _Draw:
         drawn = torch.randn(shape, generator=self._large, dtype=torch.float32, device=where)
         return drawn.to(self.device, self.dtype)
 
-    def companion(self, tensor: Tensor) -> Tensor:
-        """A tensor other than query, key and value: float32, or float64 if they are."""
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return tensor.to(self.device, wide)
+    def companion(self, tensor: Tensor, dtype: torch.dtype | None = torch.float32) -> Tensor:
+        """A tensor other than query, key and value, in `dtype`, or in theirs for None; float64 if they are."""
+        wide = self.dtype == torch.float64
+        return tensor.to(self.device, torch.float64 if wide else dtype or self.dtype)
 
     def heads(self, H: int, L: int, W: int) -> Tensor:
         """`[B, H, L, W]` in the layout of the case."""
