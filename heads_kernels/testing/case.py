@@ -187,7 +187,7 @@ class Case(ABC):
             options["scale"] = self.scale
         if self.gate_activation != "identity":
             options["gate_activation"] = self.gate_activation
-        dout = draw.heads(self.H, self.T, self.Dv)
+        dout = draw.operand(self.H, self.T, self.Dv)
         for tensor in (tensors["value"], dout):
             tensor += self.mean
             for h in range(tensor.shape[1]) if self.decline != 1.0 else ():
@@ -241,9 +241,9 @@ class GatedCase(Case):
     def _operands(self, draw: _Draw) -> dict[str, Tensor]:
         Hk = self.Hk or self.H
         return {
-            "query": draw.heads(self.H, self.T, self.D),
-            "key": draw.heads(Hk, self.S, self.D),
-            "value": draw.heads(Hk, self.S, self.Dv),
+            "query": draw.operand(self.H, self.T, self.D),
+            "key": draw.operand(Hk, self.S, self.D),
+            "value": draw.operand(Hk, self.S, self.Dv),
         }
 
 
@@ -278,9 +278,9 @@ class CollaborativeCase(Case):
 
     def _operands(self, draw: _Draw) -> dict[str, Tensor]:
         tensors = {
-            "query": draw.rows(self.T, self.Ds),
-            "key": draw.rows(self.S, self.Ds),
-            "value": draw.heads(self.Hv or self.H, self.S, self.Dv),
+            "query": draw.operand(self.T, self.Ds),
+            "key": draw.operand(self.S, self.Ds),
+            "value": draw.operand(self.Hv or self.H, self.S, self.Dv),
             "mixing": draw.companion(draw.normal(self.H, self.Ds) * self.mixing_support()),
         }
         if self.content_bias:
@@ -329,17 +329,11 @@ class _Draw:
         wide = self.dtype == torch.float64
         return tensor.to(self.device, torch.float64 if wide else dtype or self.dtype)
 
-    def heads(self, H: int, L: int, W: int) -> Tensor:
-        """`[B, H, L, W]` in the layout of the case."""
-        B = self.case.B
-        tensor = self.large(B, H, L, W)
-        if self.case.layout == "transposed":
+    def operand(self, *sizes: int) -> Tensor:
+        """`[B, H, L, W]` in the layout of the case; or `[B, L, W]`, shared by the heads."""
+        tensor = self.large(self.case.B, *sizes)
+        if self.case.layout == "transposed" and len(sizes) == 3:
             return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-        return surrounded(tensor) if self.case.layout == "sliced" else tensor
-
-    def rows(self, L: int, W: int) -> Tensor:
-        """`[B, L, W]`, shared by the heads."""
-        tensor = self.large(self.case.B, L, W)
         return surrounded(tensor) if self.case.layout == "sliced" else tensor
 
 
