@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -107,11 +108,15 @@ def test_what_was_set_on_heads_holds_or_is_refused(name: str, setting: str) -> N
 
 
 def test_a_mask_of_pairs_makes_mpt_run_its_own_attention() -> None:
-    """Which ignores gates, and is then refused."""
+    """Which ignores gates and observers, and is then refused before it runs."""
     model = use(build("mpt"))
     ids = batch(model)["input_ids"]
     pairs = torch.zeros(len(ids), 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9)
     assert_alike(model(ids, attention_mask=pairs).logits, model(ids).logits)
+    with hk.analysis.observe(model, print):
+        ThreadPoolExecutor(1).submit(model, ids, attention_mask=pairs).result()  # which observes nothing
+        words = r"attention_mask makes stock MptAttention run, .* observer; pass it as \[B, S\]"
+        assert_refused((lambda: model(ids, attention_mask=pairs), words))
     hk.heads.close(model, {0: [1]})
     words = r"attention_mask makes stock MptAttention run, .* gates"
     assert_refused((lambda: model(ids, attention_mask=pairs), words))

@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.interface import NAME
+from heads_kernels.heads.observers import is_observed
 from heads_kernels.integrations.transformers.masks import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement
 from heads_kernels.ops.statistics import AttentionStatistics
@@ -34,10 +35,14 @@ class Biased(Replacement):
         return self.is_reason("attention_mask", isinstance(given.get("attention_mask"), Tensor), "pass it as [B, S]")
 
     def is_reason(self, argument: str, holds: bool, instead: str) -> bool:
-        """Return `holds`: whether this argument makes the stock forward run, which heads with gates refuse."""
-        if holds and getattr(self, "head_gate", None) is not None:
-            was = f"makes stock {type(self).__name__} run, which ignores the gates of its heads"
-            refuse(argument, was, f"{instead}, or remove the gates: hk.heads.ungate(model)")
+        """Return `holds`: whether this argument makes the stock forward run; refused with gates, and if observed."""
+        if holds:
+            was = f"makes stock {type(self).__name__} run, which"
+            if is_observed(self):
+                refuse(argument, f"{was} does not call its observer", instead)
+            if getattr(self, "head_gate", None) is not None:
+                instead += ", or remove the gates: hk.heads.ungate(model)"
+                refuse(argument, f"{was} ignores the gates of its heads", instead)
         return holds
 
     def by_heads(self, hidden_states: Tensor, *projections: Any) -> list[Tensor]:
