@@ -147,7 +147,7 @@ class _Slot:
 
     def __call__(self, call: AttentionCall) -> Change | None:
         self._pass.called = True
-        changes = [change for observer in self.own() if (change := observer(call)) is not None]
+        changes = [change for observer in self._own() if (change := observer(call)) is not None]
         if not changes:
             return None
         self._pass.due = True
@@ -160,7 +160,7 @@ class _Slot:
 
         return change_in_turn
 
-    def own(self) -> list[CallObserver]:
+    def _own(self) -> list[CallObserver]:
         """The observers of this thread."""
         blocks = _BLOCKS.get()
         return [observer for block, observer in list(self._observers.items()) if block in blocks]
@@ -172,12 +172,12 @@ class _Slot:
                 was = "runs as a replica of nn.DataParallel, on a thread that a block does not see"
                 refuse(str(self._layer), was, "run the model that it holds: parallel.module")
             self._take_from(module)
-        elif self.own():
+        elif self._own():
             check_runs_operators(self._layer)
         self._pass.called = self._pass.due = False  # the pass before may have ended in an error
 
     def check_called(self, module: nn.Module) -> None:
-        if not self.own():
+        if not self._own():
             return
         is_a = f"is a {type(self._layer.module).__name__}, which does not"
         if not self._pass.called:
@@ -186,12 +186,6 @@ class _Slot:
         if self._pass.due:
             instead = "its forward must pass the outputs of the heads to what self.observer returns, unless it is None"
             refuse(str(self._layer), f"{is_a} change the outputs of its heads", instead)
-
-
-def is_observed(module: nn.Module) -> bool:
-    """Whether this thread observes a module."""
-    slot = vars(module).get("observer")
-    return isinstance(slot, _Slot) and bool(slot.own())
 
 
 def _of_slot(method: Callable[[_Slot, nn.Module], None], module: nn.Module, *_: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -38,44 +38,24 @@ class RunsPadded(Exception):
 
 
 # ---------------------------------------------------------------------- where the real tokens are
-class Padding(Packing):
-    """The real tokens of the rows, or of the keys, of a mask."""
-
-    @cached_property
-    def kind(self) -> tuple[bool, bool, bool, bool]:
-        """Whether packing moves tokens (of one row that is padded on the right it moves none), whether there is padding
-        between real ones, and whether the first token of every row is real, and the last one."""
-        N, (B, T) = len(self.index), self.sizes
-        if self.is_whole or N == 0:
-            return False, False, True, True
-        holes = ((self.index.diff() != 1) & (self.rows.diff() == 0)).any()
-        ends = [(self.columns == column).sum() == B for column in (0, T - 1)]
-        last, has_holes, *are_real = torch.stack((self.index[-1], holes, *ends)).tolist()
-        return last != N - 1, bool(has_holes), bool(are_real[0]), bool(are_real[1])
-
-    @property
-    def has_holes(self) -> bool:
-        return self.kind[1]
-
-
 class PackedMask(PreparedMask):
     """The mask of a packed row, and what was packed for the layers that share it."""
 
-    def __init__(self, mask: Mask, rows: Padding, padded: PreparedMask) -> None:
+    def __init__(self, mask: Mask, rows: Packing, padded: PreparedMask) -> None:
         N = len(rows.index)
         super().__init__(mask, (1, 1, N, N), padded.device)
         self.rows = rows  # what was packed
         self.padded = padded  # the mask of the rows as they were, of keys that the rows are
 
-    def pack(self, padding: Padding, padded: Tensor) -> Tensor:
+    def pack(self, packing: Packing, padded: Tensor) -> Tensor:
         """A tensor packed, once for all layers unless it has a gradient."""
         if padded.requires_grad:
-            return padding.pack(padded)
+            return packing.pack(padded)
         # `padded` is kept too: while it lives, no other tensor has its id.
-        packed: Tensor = self.once(id(padded), lambda: (padded, padding.pack(padded)))[1]
+        packed: Tensor = self.once(id(padded), lambda: (padded, packing.pack(padded)))[1]
         return packed
 
-    def cross(self, keys: Padding) -> PreparedMask:
+    def cross(self, keys: Packing) -> PreparedMask:
         """The mask of the packed rows and of keys that are packed too."""
         rows, ids = self.rows.rows, keys.rows
         sizes = 1, 1, len(rows), len(ids)
@@ -99,7 +79,7 @@ def _packed_mask(mask: PreparedMask) -> PackedMask | None:
         return None
     if (real := _real(mask, T)) is None:
         return None
-    rows = Padding.of(real)
+    rows = Packing.of(real)
     padded = PreparedMask(Mask.of(shape) & Mask(key_mask=real), (B, 1, T, T), mask.device)
     return PackedMask(Mask.of(shape) & Mask(document_ids=rows.rows), rows, padded)
 
@@ -186,27 +166,27 @@ def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> Pa
     return PackedCall(mask, packed, (terms, *(each.kind for each in found)))
 
 
-def _keys(states: Tensor, mask: Any) -> Padding:
+def _keys(states: Tensor, mask: Any) -> Packing:
     """The real tokens of an encoder's states."""
     B, S = states.shape[:2]
     if mask is None:
-        return Padding.of(torch.ones((), dtype=torch.bool, device=states.device).expand(B, S))
+        return Packing.of(torch.ones((), dtype=torch.bool, device=states.device).expand(B, S))
     is_padding = isinstance(mask, PreparedMask) and isinstance(mask.mask, Mask)
     if not is_padding or any(not isinstance(term, KeyMask) for term in mask.mask.terms):
         raise RunsPadded("encoder_attention_mask is no padding mask")
     real = _real(mask, S)
     if real is None:
         raise RunsPadded("encoder_attention_mask is not known")
-    found: Padding = mask.once(Padding, lambda: Padding.of(real))
+    found: Packing = mask.once(Packing, lambda: Packing.of(real))
     return found
 
 
-def _packed(mask: PackedMask, keys: Padding | None, name: str, value: Any) -> Any:
+def _packed(mask: PackedMask, keys: Packing | None, name: str, value: Any) -> Any:
     """An argument of a packed row."""
     rows = mask.rows
-    padding = keys if keys is not None and _is_of_keys(name) else rows
+    packing = keys if keys is not None and _is_of_keys(name) else rows
     if isinstance(value, PreparedMask):
-        return mask if padding is rows else mask.cross(padding)
+        return mask if packing is rows else mask.cross(packing)
     if isinstance(value, EncoderDecoderCache):
         own, cross = value.self_attention_cache, value.cross_attention_cache
         both = EncoderDecoderCache(PackedCache(own, rows), PackedCache(cross, keys or rows))
@@ -222,12 +202,12 @@ def _packed(mask: PackedMask, keys: Padding | None, name: str, value: Any) -> An
         return value
     if value.dim() == 0 or _is_as_it_is(name):
         return value
-    B, T = padding.sizes
+    B, T = packing.sizes
     batch, length = (*value.shape, 0)[:2]
     is_states = name == "hidden_states"
     if value.dim() > 3 or length != T or (batch != B and (batch != 1 or is_states)):
         raise RunsPadded(f"{name} has shape {list(value.shape)} in a batch of {B} rows of {T} tokens")
-    return padding.pack(value) if is_states else mask.pack(padding, value)
+    return packing.pack(value) if is_states else mask.pack(packing, value)
 
 
 #: Arguments beside tensors, masks and caches that a packed row takes as they are.

@@ -18,7 +18,8 @@ class Replacement(nn.Module):
     """Methods that go before those of a stock class, in a subclass of both (`subclass`).
 
     A subclass that repeats the stock forward defines `fused`, whose arguments have the names of the stock ones, but for
-    `cache`. The others add to stock methods, which they call by `stock`.
+    `cache`; the stock forward runs where the config names another attention function. The others add to stock methods,
+    which they call by `stock`.
     """
 
     calls_operator = False  # whether it calls the operator although the stock class computes attention itself
@@ -42,9 +43,9 @@ class Replacement(nn.Module):
         return {"kind": cls, "before": stock, "names": names, "cache_name": cache_name}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if self.fused is None or self.runs_stock(given):
+        if self.fused is None or self.config._attn_implementation != NAME:
             return self.stock("forward", *args, **kwargs)
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if self.cache_name in given:
             given["cache"] = given.pop(self.cache_name)
         return self.fused(**given)
@@ -60,10 +61,6 @@ class Replacement(nn.Module):
         dropout = dropout if self.training else 0.0
         out, statistics = attention_forward(self, *operands, dropout=dropout, **options)
         return out.flatten(2), statistics
-
-    def runs_stock(self, given: dict[str, Any]) -> bool:
-        """Whether a call with these arguments runs the stock forward: the config names another attention function."""
-        return bool(self.config._attn_implementation != NAME)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         found: Any = super().__reduce_ex__(2)

@@ -20,7 +20,6 @@ from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.interface import calls_interface, stock_arguments
 from heads_kernels.integrations.transformers.biased import OwnRelativePositions, RelativePositions
-from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
     RunsPadded,
@@ -30,7 +29,7 @@ from heads_kernels.integrations.transformers.packed_calls import (
 )
 from heads_kernels.integrations.transformers.packed_check import Arguments, check_outputs, check_packed, filling
 from heads_kernels.integrations.transformers.passes import PASS, Pass
-from heads_kernels.integrations.transformers.support import family, replacement
+from heads_kernels.integrations.transformers.support import family, inmost_model, replacement
 
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
 UNPADDED: Final = "_heads_kernels_unpadded"
