@@ -43,7 +43,7 @@ class GateSchedule(nn.Module):
     Args:
         model: has `HardConcrete` gates (`hk.heads.gate`) and is on its final device.
         open_heads: k for the whole model, or k per kind of attention, such as `{"encoder": 8, "cross": 10}`, with
-            separate multipliers. Kinds that are not given are not changed.
+            separate multipliers. Kinds that are not given are not changed; layers of two kinds may not share a gate.
         steps: planned optimiser steps until `finish`, at least 1; the actual number may differ.
         warmup: share of the steps in which the target falls, in [0, 1].
         rate: learning rate of the multipliers, above 0, proportional to the scale of the loss. For a few hundred steps,

@@ -151,8 +151,9 @@ class ContextParallel:
 
     def whole_length(self, part: int) -> int:
         """Tokens of a sequence of which this process has `part`."""
-        self.positions(part * self._count)
-        return part * self._count
+        length = part * self._count
+        self._by_rank(length, "meta")  # refuses what cannot be shared
+        return length
 
     # ------------------------------------------------------------------ operator calls
     def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor:

@@ -119,7 +119,6 @@ class MPNet(Biased):
 class Bloom(Biased):
     """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`, the same for all rows."""
 
-    unread = frozenset({"use_cache", "output_attentions"})
     is_causal = True
 
     def fused(

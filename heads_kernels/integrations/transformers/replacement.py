@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from heads_kernels.heads.interface import NAME, stock_arguments
-from heads_kernels.integrations.transformers.attention import attention_forward
+from heads_kernels.integrations.transformers.attention import UNREAD, attention_forward
 from heads_kernels.ops.statistics import AttentionStatistics
 
 
@@ -24,7 +24,6 @@ class Replacement(nn.Module):
 
     calls_operator = False  # whether it calls the operator although the stock class computes attention itself
     fused: Callable[..., Any] | None = None
-    unread: frozenset[str] = frozenset()  # the arguments of the stock forward that `fused` need not read
     kind: type[Replacement]  # the first of the two classes that the subclass is made of
     before: Any  # the second one: the stock class
     names: tuple[str, ...]  # the arguments of the stock forward
@@ -71,7 +70,7 @@ class Replacement(nn.Module):
         """The arguments of the forward of a class that `fused` has not."""
         if cls.fused is None:
             return []
-        known = {*inspect.signature(cls.fused).parameters, *cls.unread}
+        known = {*inspect.signature(cls.fused).parameters, *UNREAD}
         return [
             name
             for name, each in inspect.signature(stock.forward).parameters.items()
