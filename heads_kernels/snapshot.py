@@ -63,11 +63,11 @@ class Snapshot:
 
 
 @contextmanager
-def kept_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore the model if the block raises, also on Ctrl-C."""
+def kept_on_error(model: nn.Module) -> Iterator[Snapshot]:
+    """Restore the model, of which it yields the snapshot, if the block raises, also on Ctrl-C."""
     before = Snapshot(model)
     try:
-        yield
+        yield before
     except BaseException:
         before.restore()
         raise
@@ -79,14 +79,10 @@ def undone(model: nn.Module, change: Callable[[], Made]) -> Iterator[Made]:
 
     Other changes in the block, by the model's own forward, are kept, unless the block raises.
     """
-    before = Snapshot(model)
-    try:
+    with kept_on_error(model) as before:
         made = change()
         after = Snapshot(model)
         yield made
-    except BaseException:
-        before.restore()
-        raise
     before.undo(after)
 
 

@@ -32,7 +32,8 @@ class _Block:
 
 #: The blocks of this thread.
 _BLOCKS: Final[ContextVar[tuple[_Block, ...]]] = ContextVar("blocks", default=())
-_LOCK: Final = threading.Lock()
+#: A thread may take it again: the garbage collector ends blocks that were given up, at any time.
+_LOCK: Final = threading.RLock()
 
 
 @contextmanager
@@ -103,11 +104,7 @@ class _Slot:
         self._observers: dict[_Block, CallObserver] = {}  # by their blocks, in the order of these
         self._was_there = "observer" in vars(layer.module)  # its value is None
         self._pass = _Pass()
-        # Not methods, which a copy of the module would bind to a copy of this slot.
-        self._hooks = (
-            layer.module.register_forward_pre_hook(partial(_of_slot, _Slot.begin)),
-            layer.module.register_forward_hook(partial(_of_slot, _Slot.check_called)),
-        )
+        self._hooks: tuple[RemovableHandle, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a copy or a pickle of the module it is None, and the hooks, which were copied before it, are removed."""
@@ -118,10 +115,12 @@ class _Slot:
         with _LOCK:
             slot = getattr(layer.module, "observer", None)
             if slot is None or (isinstance(slot, cls) and slot._layer.module is not layer.module):
-                slot = layer.module.observer = cls(layer)
+                slot = cls(layer)
             elif not isinstance(slot, cls):
                 refuse(str(layer), "is observed already", "set its observer to None first")
+            # First, so that a block which ends meanwhile leaves the slot where it is.
             slot._observers[block] = observer
+            slot._put_into(layer.module)
             return slot
 
     def leave(self, block: _Block) -> None:
@@ -129,7 +128,17 @@ class _Slot:
             del self._observers[block]
             if not self._observers:
                 _remove(*self._hooks)
+                self._hooks = ()
                 self._take_from(self._layer.module)
+
+    def _put_into(self, module: Any) -> None:
+        if not self._hooks:
+            # Not methods, which a copy of the module would bind to a copy of this slot.
+            self._hooks = (
+                module.register_forward_pre_hook(partial(_of_slot, _Slot.begin)),
+                module.register_forward_hook(partial(_of_slot, _Slot.check_called)),
+            )
+            module.observer = self
 
     def _take_from(self, module: Any) -> None:
         del module.observer
@@ -163,12 +172,13 @@ class _Slot:
                 was = "runs as a replica of nn.DataParallel, on a thread that a block does not see"
                 refuse(str(self._layer), was, "run the model that it holds: parallel.module")
             self._take_from(module)
+        elif self._own():
+            check_runs_operators(self._layer)
         self._pass.called = self._pass.due = False  # the pass before may have ended in an error
 
     def check_called(self, module: nn.Module) -> None:
         if not self._own():
             return
-        check_runs_operators(self._layer)
         is_a = f"is a {type(self._layer.module).__name__}, which does not"
         if not self._pass.called:
             instead = "its forward must pass a hk.analysis.AttentionCall to self.observer"

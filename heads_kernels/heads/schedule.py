@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from heads_kernels.checks import check_size, is_int, is_real, refuse
 from heads_kernels.dtensor import whole
-from heads_kernels.heads.layers import attention_layers
+from heads_kernels.heads.layers import AttentionLayer, attention_layers
 from heads_kernels.nn.gates import HardConcrete, hard_concrete_gates, sum_of_penalties
 
 
@@ -43,7 +43,7 @@ class GateSchedule(nn.Module):
     Args:
         model: has `HardConcrete` gates (`hk.heads.gate`) and is on its final device.
         open_heads: k for the whole model, or k per kind of attention, such as `{"encoder": 8, "cross": 10}`, with
-            separate multipliers. Kinds that are not given are not changed.
+            separate multipliers. Kinds that are not given are not changed; layers of two kinds may not share a gate.
         steps: planned optimiser steps until `finish`, at least 1; the actual number may differ.
         warmup: share of the steps in which the target falls, in [0, 1].
         rate: learning rate of the multipliers, above 0, proportional to the scale of the loss. For a few hundred steps,
@@ -145,9 +145,15 @@ def _counts(model: nn.Module, open_heads: int | Mapping[str, int]) -> list[tuple
     if not isinstance(open_heads, Mapping):
         return [(hard_concrete_gates(model), open_heads)]
     kinds: dict[str, dict[HardConcrete, None]] = {}  # each once, in order
+    first: dict[HardConcrete, AttentionLayer] = {}
     for layer in attention_layers(model):
-        if isinstance(layer.gate, HardConcrete):
-            kinds.setdefault(layer.kind, {})[layer.gate] = None
+        if not isinstance(layer.gate, HardConcrete):
+            continue
+        other = first.setdefault(layer.gate, layer)
+        if layer.kind != other.kind:
+            was = f"counts kinds, but {other} and {layer}, of the kinds {other.kind!r} and {layer.kind!r}, share a gate"
+            refuse("open_heads", was, "pass an int, or give each layer a gate of its own")
+        kinds.setdefault(layer.kind, {})[layer.gate] = None
     if not open_heads or not set(open_heads) <= set(kinds):
         refuse("open_heads", f"is {dict(open_heads)!r}", f"the kinds with HardConcrete gates are {sorted(kinds)}")
     return [(list(kinds[kind]), k) for kind, k in open_heads.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +33,24 @@ class Packing:
     def is_whole(self) -> bool:
         """Whether every token is real."""
         return len(self.index) == self.sizes[0] * self.sizes[1]
+
+    @cached_property
+    def kind(self) -> tuple[bool, bool, bool, bool]:
+        """Whether packing moves tokens (of one row that is padded on the right it moves none), whether there is padding
+        between real ones, and whether the first token of every row is real, and the last one."""
+        N, (B, T) = len(self.index), self.sizes
+        if self.is_whole or N == 0:
+            return False, False, True, True
+        holes = ((self.index.diff() != 1) & (self.rows.diff() == 0)).any()
+        first, last = ((self.columns == column).sum() == B for column in (0, T - 1))
+        end, *found = torch.stack((self.index[-1], holes, first, last)).tolist()
+        has_holes, has_first, has_last = map(bool, found)
+        return end != N - 1, has_holes, has_first, has_last
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether there is padding between real tokens of a row."""
+        return self.kind[1]
 
     def pack(self, padded: Tensor) -> Tensor:
         """`[B or 1, T, ...]` as `[1, N, ...]`."""

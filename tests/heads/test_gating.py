@@ -261,6 +261,12 @@ def test_a_gate_that_layers_share_counts_once() -> None:
     hk.heads.GateSchedule(model, open_heads={"encoder": 2}, steps=1).finish()
     assert model.layers[0].head_gate.export().tolist() == [1, 1, 0, 0]
 
+    model.layers[2].head_gate = model.layers[0].head_gate  # of another kind: it would be settled twice
+    words = r"open_heads counts kinds, but layer 0 .* and layer 2 .*'encoder' and 'decoder', share a gate"
+    assert_refused(({"open_heads": {"encoder": 2}}, words), of=partial(hk.heads.GateSchedule, model, steps=1))
+    hk.heads.GateSchedule(model, open_heads=2, steps=1).finish()
+    assert model.layers[2].head_gate.export().tolist() == [1, 1, 0, 0]
+
 
 def test_bad_schedules() -> None:
     schedule_of = partial(hk.heads.GateSchedule, steps=10)

@@ -215,6 +215,27 @@ def test_a_block_of_another_thread_that_begins_within_a_pass(own: Any) -> None:
     block.__exit__(None, None, None)
 
 
+def test_a_block_that_ends_while_another_begins(own: Any) -> None:
+    """As when the garbage collector ends a generator that was given up."""
+    model, ended = nn.Sequential(own[0], Own()), []
+    given_up, block = (hk.analysis.observe(model, print, [layer]) for layer in (0, 1))
+    given_up.__enter__()
+    register = model[1].register_forward_hook
+
+    def ending(hook: Any) -> Any:
+        ended.append(given_up.__exit__(None, None, None))
+        return register(hook)
+
+    model[1].register_forward_hook = ending
+    thread = threading.Thread(target=block.__enter__, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert ended
+    assert not thread.is_alive()
+    block.__exit__(None, None, None)
+    assert all(module.observer is None for module in model)
+
+
 def test_a_pass_after_one_that_failed(own: Any) -> None:
     x = torch.randn(2, 5, 32)
     with hk.analysis.observe(own, lambda *_: None):

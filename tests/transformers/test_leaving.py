@@ -83,8 +83,6 @@ def of(model: Any, setting: str) -> Iterator[Callable[[], Any]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_was_set_on_heads_holds_or_is_refused(name: str, setting: str) -> None:
     refused = r"runs? the attention function 'eager'"
-    if (name, setting) == ("bloom", "observe"):  # its modules have no config that says it
-        refused = "which does not call its observer"
     if name == "by name" and setting != "close":
         pytest.skip("needs use, or is as of a model in use")
     for leave in WAYS.values():
@@ -104,25 +102,6 @@ def test_what_was_set_on_heads_holds_or_is_refused(name: str, setting: str) -> N
                 assert now == expected
             else:
                 assert_alike(now, expected)
-
-
-def test_a_mask_of_pairs_makes_mpt_run_its_own_attention() -> None:
-    """Which ignores gates, and is then refused."""
-    model = use(build("mpt"))
-    ids = batch(model)["input_ids"]
-    pairs = torch.zeros(len(ids), 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9)
-    assert_alike(model(ids, attention_mask=pairs).logits, model(ids).logits)
-    hk.heads.close(model, {0: [1]})
-    words = r"attention_mask makes stock MptAttention run, .* gates"
-    assert_refused((lambda: model(ids, attention_mask=pairs), words))
-
-
-def test_a_setting_that_makes_bloom_run_its_own_attention() -> None:
-    """As for MPT; the words are about the setting."""
-    model = use(build("bloom", pretraining_tp=2, slow_but_exact=True))
-    hk.heads.close(model, {0: [1]})
-    words = r"slow_but_exact makes stock BloomAttention run, .*; load the model without it"
-    assert_refused((lambda: model(**batch(model)), words))
 
 
 def test_sub_configs() -> None:

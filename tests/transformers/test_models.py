@@ -31,6 +31,7 @@ PACKED = {
     "input_ids": torch.arange(3, 12)[None], "attention_mask": None, "use_cache": False,
     "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]]),
 }  # fmt: skip
+PAIRS = {"attention_mask": torch.zeros(3, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1) > 0, -1e9)}
 #: Forms of families that their config chooses, and of their inputs; the model and changes of its batch.
 FORMS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "gates of heads": (lambda: build("laguna", gating="per-head"), {}),
@@ -43,6 +44,8 @@ FORMS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     ),
     # Positions count real tokens, so that the bias is no function of the distance.
     "ALiBi with holes": (lambda: build("bloom"), {"attention_mask": padding("holes")}),
+    "ALiBi, projected in slices": (lambda: build("bloom", pretraining_tp=2, slow_but_exact=True), {}),
+    "ALiBi with a mask of pairs": (lambda: build("mpt"), PAIRS),
     "a float mask": (lambda: build("bert"), ADDED),
     "a float mask and a bias": (lambda: build("t5", model="T5EncoderModel"), ADDED),
     "packed by position": (lambda: build("llama"), PACKED),

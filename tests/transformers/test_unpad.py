@@ -154,6 +154,14 @@ def test_losses_of_padding_are_refused() -> None:
     assert_alike(unpadded(model)(**arguments, labels=hidden).loss, expected)
 
 
+def test_outputs_may_be_infinite() -> None:
+    model = build("bert", model="BertForTokenClassification")
+    model.classifier.register_forward_hook(lambda module, args, out: out.index_fill(-1, torch.tensor([0]), -torch.inf))
+    found, expected = outputs(unpadded(model)), outputs(use(model))
+    assert_alike(found[:, 1:], expected[:, 1:])
+    assert found[:, 0].isneginf().all()
+
+
 @pytest.mark.parametrize("real", [torch.ones(B, T), torch.zeros(B, T), torch.tensor([[1.0], [0], [0]]).expand(B, T)])
 def test_whole_and_empty_rows(real: Tensor) -> None:
     model, found = use(build("bert")), unpadded(build("bert"))

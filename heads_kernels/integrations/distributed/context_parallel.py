@@ -151,8 +151,9 @@ class ContextParallel:
 
     def whole_length(self, part: int) -> int:
         """Tokens of a sequence of which this process has `part`."""
-        self.positions(part * self._count)
-        return part * self._count
+        length = part * self._count
+        self._by_rank(length, "meta")  # refuses what cannot be shared
+        return length
 
     # ------------------------------------------------------------------ operator calls
     def __call__(self, operator: Callable[..., Tensor], **arguments: Any) -> Tensor:
@@ -169,17 +170,21 @@ class ContextParallel:
             refuse("operator", was, "pass hk.gated_attention or hk.collaborative_attention")
         given = {name: each for name, each in arguments.items() if each is not None}
         self._check(given)
-        mask = self._mask_of_rows(given)
         if self.method == "all_gather":
             keys = {name: dim for name, dim in OF_KEYS.items() if name in given}
             given |= {name: self.join(given[name], dim) for name, dim in keys.items()}
         apart = ("attn_mask", "is_causal", "backend", "return_lse")
         call, batch = parse(operator.__name__, **{name: each for name, each in given.items() if name not in apart})
-        T, S = call.T, call.S
+        B, H, T, S = call.sizes
         if self.method == "ring":
             S = self.whole_length(S)
         device, first = call.query.device, self._rank * T  # unless it is balanced
-        call = call.under(mask.intervals(call.B, call.H, T, S, device))
+        rows = self.whole_length(T)
+        mask = as_mask(given.get("attn_mask"), (B, H, rows, S))
+        if given.get("is_causal", False):
+            mask = mask & Mask(causal=True)
+        mask = mask.rows(self.positions(rows, device), B, H, rows, S)
+        call = call.under(mask.intervals(B, H, T, S, device))
         if (bias := given.get("bias")) is not None:
             call = call._replace(offset_bias=bias.starting_at(first).table(T, S))
         part = part_of(call)
@@ -207,17 +212,6 @@ class ContextParallel:
             for name in ("dropout_p", "bias"):
                 if given.get(name):
                     refuse(name, f"is {given[name]!r}", "pass balanced=False")
-
-    def _mask_of_rows(self, given: dict[str, Any]) -> Mask:
-        """The mask of this process's rows and all keys."""
-        query, key = given["query"], given["key"]
-        B = query.shape[: query.dim() - (2 if "mixing" in given else 3)].numel()
-        H = given["mixing"].shape[-2] if "mixing" in given else query.shape[-3]
-        T, S = self.whole_length(query.shape[-2]), self.whole_length(key.shape[-2])
-        mask = as_mask(given.get("attn_mask"), (B, H, T, S))
-        if given.get("is_causal", False):
-            mask = mask & Mask(causal=True)
-        return mask.rows(self.positions(T, query.device), B, H, T, S)
 
     def _ring(self, call: Call, S: int) -> Ring:
         """The processes, and the positions of the keys of each among S."""

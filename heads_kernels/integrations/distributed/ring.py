@@ -30,9 +30,9 @@ class Ring(NamedTuple):
     group: Any
     positions: Sequence[Tensor]
 
-    def source(self, step: int) -> int:
-        """The process whose keys this one has at `step`: its own at first, then those of the one before."""
-        return (distributed.get_rank(self.group) - step) % len(self.positions)
+    def positions_at(self, step: int) -> Tensor:
+        """The positions of the keys that this process has at `step`: its own at first, then those of the one before."""
+        return self.positions[(distributed.get_rank(self.group) - step) % len(self.positions)]
 
     def shift(self, tensors: Tensors) -> Callable[[], Tensors]:
         """Begin to send `tensors`, of the keys of one step, on; returns a function that waits for those of the next."""
@@ -93,7 +93,7 @@ class RingCall(NamedTuple):
         return attended if gate is None else gates.multiply(attended, call, hidden)
 
     def block(self, step: int, keys: Tensors) -> Call:
-        call, positions = self.call, self.ring.positions[self.ring.source(step)]
+        call, positions = self.call, self.ring.positions_at(step)
         table, seed = call.offset_bias, call.seed
         if table is not None:
             table = table.narrow(1, *self.columns(step))
@@ -105,7 +105,7 @@ class RingCall(NamedTuple):
 
     def columns(self, step: int) -> tuple[int, int]:
         """The first column and the number of columns of the table of offsets that the keys at `step` use."""
-        positions = self.ring.positions[self.ring.source(step)]
+        positions = self.ring.positions_at(step)
         # Without rows nothing reads the table, which may end before these keys.
         first = int(positions[0]) if len(positions) and self.call.T else 0
         return first, max(self.call.T + len(positions) - 1, 1)

@@ -13,9 +13,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import linear, normalize
 
-from heads_kernels.checks import refuse
 from heads_kernels.heads.interface import NAME
 from heads_kernels.integrations.transformers.masks import RelativeBias
 from heads_kernels.integrations.transformers.replacement import Replacement
@@ -23,22 +22,9 @@ from heads_kernels.ops.statistics import AttentionStatistics
 
 
 class Biased(Replacement):
-    """A layer whose stock forward computes attention itself.
-
-    A tensor as mask comes from another attention function, which the config names: the stock forward then runs.
-    """
+    """A layer whose stock forward computes attention itself."""
 
     calls_operator = True
-
-    def runs_stock(self, given: dict[str, Any]) -> bool:
-        return self.is_reason("attention_mask", isinstance(given.get("attention_mask"), Tensor), "pass it as [B, S]")
-
-    def is_reason(self, argument: str, holds: bool, instead: str) -> bool:
-        """Return `holds`: whether this argument makes the stock forward run, which heads with gates refuse."""
-        if holds and getattr(self, "head_gate", None) is not None:
-            was = f"makes stock {type(self).__name__} run, which ignores the gates of its heads"
-            refuse(argument, was, f"{instead}, or remove the gates: hk.heads.ungate(model)")
-        return holds
 
     def by_heads(self, hidden_states: Tensor, *projections: Any) -> list[Tensor]:
         """What each of these projections gives, `[B, H, T, D]`."""
@@ -133,12 +119,7 @@ class MPNet(Biased):
 class Bloom(Biased):
     """ALiBi by the position of the key among the real tokens, `[B * H, 1, S]`, the same for all rows."""
 
-    unread = frozenset({"use_cache", "output_attentions"})
     is_causal = True
-
-    def runs_stock(self, given: dict[str, Any]) -> bool:
-        slow = self.pretraining_tp > 1 and self.slow_but_exact  # it omits the bias of `dense`
-        return super().runs_stock(given) or self.is_reason("slow_but_exact", slow, "load the model without it")
 
     def fused(
         self,
@@ -155,12 +136,17 @@ class Bloom(Biased):
         bias = alibi.view(-1, self.num_heads, 1, alibi.shape[-1])  # [B, H, 1, S]
         terms = {"position_bias": bias, "dropout": self.attention_dropout.p}
         out, statistics = self.attend(query, key, value, attention_mask, **terms)
-        hidden = torch.dropout(self.dense(out), self.hidden_dropout, self.training)
+        is_summed = self.pretraining_tp > 1 and self.slow_but_exact  # by slices, without the bias of `dense`
+        hidden = linear(out, self.dense.weight) if is_summed else self.dense(out)
+        hidden = torch.dropout(hidden, self.hidden_dropout, self.training)
         return residual + hidden, statistics
 
 
 class Mpt(Biased):
-    """ALiBi by the distance of the key from the last one, `[H, 1, positions]`, the same for all rows."""
+    """ALiBi by the distance of the key from the last one, `[H, 1, positions]`, the same for all rows.
+
+    A mask of pairs, which a caller prepared, is True where a pair is hidden.
+    """
 
     is_causal = True
 
@@ -182,6 +168,8 @@ class Mpt(Biased):
             key, value = cache.update(key, value, self.layer_idx)
         if position_bias is not None:
             position_bias = position_bias[None, ..., -key.shape[2] :]
+        if isinstance(attention_mask, Tensor):
+            attention_mask = ~attention_mask
         terms = {"scaling": self.softmax_scale, "dropout": self.attn_dropout_p}
         out, statistics = self.attend(query, key, value, attention_mask, position_bias=position_bias, **terms)
         return self.out_proj(out), statistics
@@ -193,9 +181,6 @@ class Swinv2(Biased):
 
     The model makes the mask of its shifted windows itself, with any attention function.
     """
-
-    def runs_stock(self, given: dict[str, Any]) -> bool:
-        return False
 
     def fused(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False

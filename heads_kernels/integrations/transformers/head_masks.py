@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from heads_kernels.checks import refuse
 from heads_kernels.heads.interface import attention_function, calls_interface
@@ -20,7 +19,6 @@ class HeadMaskPlace:
     """An attention module of a model, and which head mask belongs to it."""
 
     module: Any
-    holder: Any  # what has its config: the module, or else the inmost model that contains it
     argument: str  # of `model(...)` that is its head mask
     known: tuple[str, ...]  # the names of all head masks that its model uses
     layer: int = 0  # its row of a mask [L, H]
@@ -28,8 +26,8 @@ class HeadMaskPlace:
 
     @property
     def runs(self) -> str:
-        """The name of its attention function."""
-        return attention_function(self.holder)
+        """The name of its attention function; released, a module without a config computes attention itself."""
+        return attention_function(self.module) if hasattr(self.module, "config") else "eager"
 
 
 #: The attribute of an attention module that holds its `HeadMaskPlace`.
@@ -147,15 +145,7 @@ def places(model: Any) -> Iterator[HeadMaskPlace]:
     }
     known = tuple(dict.fromkeys(argument for _, argument in found.values()))
     for name, (module, argument) in found.items():
-        holder = module if hasattr(module, "config") else inmost_model(model, name)
-        yield HeadMaskPlace(module, holder, argument, known, *_row(model, name))
-
-
-def inmost_model(model: Any, name: str) -> Any:
-    """The inmost model that contains the module of this name: `model`, or one in it."""
-    path = name.split(".")
-    around = (model.get_submodule(".".join(path[:end])) for end in range(len(path) - 1, 0, -1))
-    return next((each for each in around if isinstance(each, PreTrainedModel)), model)
+        yield HeadMaskPlace(module, argument, known, *_row(model, name))
 
 
 def _argument(model: Any, name: str) -> str:

@@ -56,6 +56,7 @@ def use(model: Model, *, unpad: bool = False) -> Model:
     layers = unpaddable_layers(model) if unpad else {}
     with kept_on_error(model):  # with the old configs, which are not written to
         own_configs(model)
+        replace_forwards(model)
         before = {
             module: [config._attn_implementation for config in configs]
             for module in model.modules()
@@ -65,7 +66,6 @@ def use(model: Model, *, unpad: bool = False) -> Model:
             vars(module).setdefault(BEFORE, implementations)
             for config in configs_of(module):
                 config._attn_implementation = NAME
-        replace_forwards(model)
         _unhook(model)
         watch(model)
         unpad_layers(model, layers)

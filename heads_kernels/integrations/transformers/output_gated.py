@@ -20,10 +20,7 @@ Positions = tuple[Tensor, Tensor]
 
 
 class OutputGated(Replacement):
-    """`o_proj(act(logits) * attention)`, gate and attention in one op, with logits from `gate_proj`.
-
-    Where the config names another attention function, the stock forward runs.
-    """
+    """`o_proj(act(logits) * attention)`, gate and attention in one op, with logits from `gate_proj`."""
 
     gate_activation: GateActivation = "sigmoid"
     #: The name of the function in the stock class's file that applies rotary positions to query and key.

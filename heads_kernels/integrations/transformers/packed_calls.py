@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -32,36 +33,18 @@ class UnpaddedLayer:
     handles: list[Any] = field(default_factory=list)  # of the hooks
 
 
+class RunsPadded(Exception):
+    """A call runs as it is: nothing is to be packed, or padded rows are asked for, or for the reason that it has."""
+
+
 # ---------------------------------------------------------------------- where the real tokens are
-class Padding(NamedTuple):
-    """The real tokens of the rows, or of the keys, of a mask."""
-
-    packing: Packing  # where they are
-    moves: bool  # packing moves some; of one row that is padded on the right it moves none
-    has_holes: bool  # padding is between real tokens of a row
-    first: bool = True  # the first token of every row is real
-    last: bool = True  # the last one is
-
-    @classmethod
-    def of(cls, real: Tensor) -> Padding:
-        packing = Packing.of(real)
-        index, rows = packing.index, packing.rows
-        N = len(index)
-        if packing.is_whole or N == 0:
-            return cls(packing, False, False)
-        holes = ((index.diff() != 1) & (rows.diff() == 0)).any()
-        ends = real[:, 0].all(), real[:, -1].all()
-        end, *found = torch.stack((index[-1], holes, *ends)).tolist()
-        return cls(packing, end != N - 1, *map(bool, found))
-
-
 class PackedMask(PreparedMask):
     """The mask of a packed row, and what was packed for the layers that share it."""
 
-    def __init__(self, mask: Mask, padding: Padding, padded: PreparedMask) -> None:
-        N = len(padding.packing.index)
+    def __init__(self, mask: Mask, rows: Packing, padded: PreparedMask) -> None:
+        N = len(rows.index)
         super().__init__(mask, (1, 1, N, N), padded.device)
-        self.padding = padding  # what was packed
+        self.rows = rows  # what was packed
         self.padded = padded  # the mask of the rows as they were, of keys that the rows are
 
     def pack(self, packing: Packing, padded: Tensor) -> Tensor:
@@ -72,9 +55,9 @@ class PackedMask(PreparedMask):
         packed: Tensor = self.once(id(padded), lambda: (padded, packing.pack(padded)))[1]
         return packed
 
-    def cross(self, keys: Padding) -> PreparedMask:
+    def cross(self, keys: Packing) -> PreparedMask:
         """The mask of the packed rows and of keys that are packed too."""
-        rows, ids = self.padding.packing.rows, keys.packing.rows
+        rows, ids = self.rows.rows, keys.rows
         sizes = 1, 1, len(rows), len(ids)
         cross: PreparedMask = self.once(
             id(keys), lambda: (keys, PreparedMask(Mask(document_ids=(rows, ids)), sizes, self.device))
@@ -96,9 +79,9 @@ def _packed_mask(mask: PreparedMask) -> PackedMask | None:
         return None
     if (real := _real(mask, T)) is None:
         return None
-    padding = Padding.of(real)
+    rows = Packing.of(real)
     padded = PreparedMask(Mask.of(shape) & Mask(key_mask=real), (B, 1, T, T), mask.device)
-    return PackedMask(Mask.of(shape) & Mask(document_ids=padding.packing.rows), padding, padded)
+    return PackedMask(Mask.of(shape) & Mask(document_ids=rows.rows), rows, padded)
 
 
 def _real(mask: PreparedMask, length: int) -> Tensor | None:
@@ -137,46 +120,6 @@ class PackedCache(Cache):
         return getattr(self.kept, name)
 
 
-@dataclass(frozen=True)
-class PackedCall:
-    """How the arguments of a layer are packed: by its own mask, and the encoder's states by `keys`."""
-
-    mask: PackedMask
-    keys: Padding | None
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Of calls of one kind, one is checked."""
-        terms = tuple(type(term) for term in cast(Mask, self.mask.mask).terms)
-        return terms, self.mask.padding[1:], self.keys and self.keys[1:]
-
-    def argument(self, name: str, value: Any) -> Any:
-        of_keys = _is_of_keys(name)
-        if isinstance(value, PreparedMask):
-            return self.mask.cross(self.keys) if of_keys and self.keys else self.mask
-        rows = self.mask.padding.packing
-        keys = rows if self.keys is None else self.keys.packing
-        if isinstance(value, EncoderDecoderCache):
-            own, cross = value.self_attention_cache, value.cross_attention_cache
-            both = EncoderDecoderCache(PackedCache(own, rows), PackedCache(cross, keys))
-            both.is_updated = value.is_updated
-            return both
-        if isinstance(value, Cache):
-            return PackedCache(value, rows)
-        if name == "hidden_states":
-            return rows.pack(value)
-        if _is_as_it_is(name):
-            return value
-        packing = keys if of_keys else rows
-        return tree_map(lambda each: self.mask.pack(packing, each) if has_tokens(each) else each, value)
-
-    def cross_mask(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The mask of the encoder's states, where the call has none."""
-        if self.keys is None or arguments.get("encoder_attention_mask") is not None:
-            return {}
-        return {"encoder_attention_mask": self.mask.cross(self.keys)}
-
-
 def without_cache(value: Any) -> Any:
     """An argument of a check, which must not fill a cache: None for the cache, and a mask without its other keys."""
     if isinstance(value, Cache):
@@ -186,60 +129,98 @@ def without_cache(value: Any) -> Any:
     return value
 
 
+# ---------------------------------------------------------------------- calls
+class PackedCall(NamedTuple):
+    """A call of a layer on real tokens alone."""
+
+    mask: PackedMask
+    arguments: dict[str, Any]  # by name
+    kind: tuple[Any, ...]  # of calls of one kind, one is checked
+
+
+def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> PackedCall:
+    """A call of a layer packed by its own mask, and the encoder's states by theirs; or `RunsPadded` is raised."""
+    masks = [value for name, value in arguments.items() if isinstance(value, PreparedMask) and not _is_of_keys(name)]
+    pairs = arguments.get("attention_mask")
+    if not masks and isinstance(pairs, Tensor) and pairs.dim() == 4 and pairs.shape[-1] > 1:
+        raise RunsPadded("attention_mask is a tensor for pairs of tokens")
+    if len(masks) != 1 or masks[0].sizes[2] == 1 or _is_of_padded_rows(layer, own, arguments):
+        raise RunsPadded
+    mask: PackedMask | None = masks[0].once(PackedMask, lambda: _packed_mask(masks[0]))
+    if mask is None:
+        raise RunsPadded
+    states = arguments.get("encoder_hidden_states")
+    keys = None if states is None else _keys(states, arguments.get("encoder_attention_mask"))
+    found = [mask.rows] if keys is None else [mask.rows, keys]
+    if all(each.is_whole for each in found) or any(len(each.index) == 0 for each in found):
+        raise RunsPadded
+    terms = tuple(type(term) for term in cast(Mask, mask.mask).terms)
+    counts = own.distances or Window in terms or any(isinstance(each, RelativeBias) for each in arguments.values())
+    if counts and mask.rows.has_holes:
+        raise RunsPadded("it counts positions between tokens, and there is padding between real ones")
+    if own.adds_zeros and keys is not None:
+        raise RunsPadded("its cross-attention makes a bias of all pairs of the packed rows")
+    packed = {name: _packed(mask, keys, name, value) for name, value in arguments.items()}
+    if keys is not None and arguments.get("encoder_attention_mask") is None:
+        packed["encoder_attention_mask"] = mask.cross(keys)
+    return PackedCall(mask, packed, (terms, *(each.kind for each in found)))
+
+
+def _keys(states: Tensor, mask: Any) -> Packing:
+    """The real tokens of an encoder's states."""
+    B, S = states.shape[:2]
+    if mask is None:
+        return Packing.of(torch.ones((), dtype=torch.bool, device=states.device).expand(B, S))
+    is_padding = isinstance(mask, PreparedMask) and isinstance(mask.mask, Mask)
+    if not is_padding or any(not isinstance(term, KeyMask) for term in mask.mask.terms):
+        raise RunsPadded("encoder_attention_mask is no padding mask")
+    real = _real(mask, S)
+    if real is None:
+        raise RunsPadded("encoder_attention_mask is not known")
+    found: Packing = mask.once(Packing, lambda: Packing.of(real))
+    return found
+
+
+def _packed(mask: PackedMask, keys: Packing | None, name: str, value: Any) -> Any:
+    """An argument of a packed row."""
+    rows = mask.rows
+    packing = keys if keys is not None and _is_of_keys(name) else rows
+    if isinstance(value, PreparedMask):
+        return mask if packing is rows else mask.cross(packing)
+    if isinstance(value, EncoderDecoderCache):
+        own, cross = value.self_attention_cache, value.cross_attention_cache
+        both = EncoderDecoderCache(PackedCache(own, rows), PackedCache(cross, keys or rows))
+        both.is_updated = value.is_updated
+        return both
+    if isinstance(value, Cache):
+        return PackedCache(value, rows)
+    if isinstance(value, (tuple, list)):
+        return tree_map(partial(_packed, mask, keys, name), value)
+    if not isinstance(value, Tensor):
+        if not isinstance(value, _PLAIN):
+            raise RunsPadded(f"{name} is a {type(value).__name__}")
+        return value
+    if value.dim() == 0 or _is_as_it_is(name):
+        return value
+    B, T = packing.sizes
+    batch, length = (*value.shape, 0)[:2]
+    is_states = name == "hidden_states"
+    if value.dim() > 3 or length != T or (batch != B and (batch != 1 or is_states)):
+        raise RunsPadded(f"{name} has shape {list(value.shape)} in a batch of {B} rows of {T} tokens")
+    return packing.pack(value) if is_states else mask.pack(packing, value)
+
+
+#: Arguments beside tensors, masks and caches that a packed row takes as they are.
+_PLAIN: Final = (bool, int, float, str, type(None), RelativeBias)
+
+
 def _is_of_keys(name: str) -> bool:
     return name.startswith(("encoder_", "cross_"))
 
 
 def _is_as_it_is(name: str) -> bool:
-    """Whether a packed row takes the same argument: head masks, and the positions that a cache is written at."""
+    """Whether a packed row takes the same tensor: head masks, and the positions that a cache is written at."""
     return name.endswith("head_mask") or name == "cache_position"
-
-
-def has_tokens(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 1
-
-
-# ---------------------------------------------------------------------- which calls are packed
-def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> PackedCall | str | None:
-    """How to pack a call of a layer.
-
-    None if it runs as it is, because there is no padding or padded rows are asked for. A string, the reason, if it runs
-    as it is although there may be padding.
-    """
-    masks = [value for name, value in arguments.items() if isinstance(value, PreparedMask) and not _is_of_keys(name)]
-    pairs = arguments.get("attention_mask")
-    if not masks and isinstance(pairs, Tensor) and pairs.dim() == 4 and pairs.shape[-1] > 1:
-        return "attention_mask is a tensor for pairs of tokens"
-    if len(masks) != 1 or masks[0].sizes[2] == 1 or _is_of_padded_rows(layer, own, arguments):
-        return None
-    mask: PackedMask | None = masks[0].once(PackedMask, lambda: _packed_mask(masks[0]))
-    states = arguments.get("encoder_hidden_states")
-    keys = None if states is None else _keys(states, arguments.get("encoder_attention_mask"))
-    if mask is None:
-        return None
-    if isinstance(keys, str):
-        return keys
-    found = [each.packing for each in (mask.padding, keys) if each is not None]
-    if all(each.is_whole for each in found) or any(len(each.index) == 0 for each in found):
-        return None
-    if why := _why_not(own, mask, keys, arguments):
-        return why
-    return PackedCall(mask, keys)
-
-
-def _keys(states: Tensor, mask: Any) -> Padding | str:
-    """The real tokens of an encoder's states; or why they cannot be packed."""
-    B, S = states.shape[:2]
-    if mask is None:
-        return Padding.of(torch.ones((), dtype=torch.bool, device=states.device).expand(B, S))
-    is_padding = isinstance(mask, PreparedMask) and isinstance(mask.mask, Mask)
-    if not is_padding or any(not isinstance(term, KeyMask) for term in mask.mask.terms):
-        return "encoder_attention_mask is no padding mask"
-    real = _real(mask, S)
-    if real is None:
-        return "encoder_attention_mask is not known"
-    found: Padding = mask.once(Padding, lambda: Padding.of(real))
-    return found
 
 
 def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> bool:
@@ -262,29 +243,3 @@ def _is_of_padded_rows(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]
         if gate is not None and not (type(gate) is FixedGate or is_shared):
             return True
     return False
-
-
-def _why_not(own: UnpaddedLayer, mask: PackedMask, keys: Padding | None, arguments: dict[str, Any]) -> str | None:
-    B, T = mask.padding.packing.sizes
-    terms = cast(Mask, mask.mask).terms
-    counts = own.distances or any(isinstance(each, RelativeBias) for each in arguments.values())
-    if mask.padding.has_holes and (counts or any(isinstance(each, Window) for each in terms)):
-        return "it counts positions between tokens, and there is padding between real ones"
-    if own.adds_zeros and keys is not None:
-        return "its cross-attention makes a bias of all pairs of the packed rows"
-    for name, value in arguments.items():
-        lengths = (B, T) if keys is None or not _is_of_keys(name) else keys.packing.sizes
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(each, Tensor) and each.dim() and not _is_as_it_is(name):
-                batch, length = (*each.shape, 0)[:2]
-                if each.dim() > 3 or length != lengths[1] or batch not in (1, B):
-                    return f"{name} has shape {list(each.shape)} in a batch of {B} rows of {T} tokens"
-            elif not isinstance(each, (*_PLAIN, Tensor)):
-                return f"{name} is a {type(each).__name__}"
-    if arguments["hidden_states"].shape[:2] != (B, T):
-        return f"hidden_states has shape {list(arguments['hidden_states'].shape)}"
-    return None
-
-
-#: Arguments beside tensors that a packed row takes as they are, or that have a packed form.
-_PLAIN: Final = (bool, int, float, str, type(None), PreparedMask, Cache, RelativeBias)

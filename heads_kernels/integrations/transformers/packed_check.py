@@ -124,9 +124,14 @@ def _of_tokens(output: Tensor, own: Filling) -> Tensor:
 def _is_same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
-    both_nan = one.isnan() & other.isnan()
-    error, scale = ((each.masked_fill(both_nan, 0)).float().norm() for each in (one - other, one))
+    error, scale = (each.float().norm() for each in _error_and_scale(one, other))
     return bool(error <= _EQUAL * torch.finfo(one.dtype).eps * scale)
+
+
+def _error_and_scale(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Their difference, and `one` where it is finite; equal infinities do not differ, nor do two NaNs."""
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).masked_fill(is_same, 0), one.masked_fill(~one.isfinite(), 0)
 
 
 def _forked(device: torch.device) -> Any:
@@ -182,10 +187,7 @@ def differ(
         if one.shape[:2] != tokens or other.shape[:2] != tokens:
             is_same = False  # not a number for each token
             continue
-        one, other = one.flatten(2), other.flatten(2)
-        both_nan = one.isnan() & other.isnan()
-        error = (one - other).masked_fill(both_nan, 0).norm(dim=-1)
-        scale = one.masked_fill(both_nan, 0).norm(dim=-1)
+        error, scale = (each.flatten(2).norm(dim=-1) for each in _error_and_scale(one, other))
         bound = (_ROUNDINGS + K) * torch.finfo(one.dtype).eps * scale
         is_same &= bool((error <= bound).all())
         worst = max(worst, float((error / scale).max()))

@@ -7,8 +7,7 @@ context, and its calls are checked.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,6 +21,7 @@ from heads_kernels.integrations.transformers.packed_check import differ, outputs
 from heads_kernels.integrations.transformers.support import family
 from heads_kernels.integrations.transformers.unpadding import UNPADDED
 from heads_kernels.nn.multihead import Context
+from heads_kernels.snapshot import undone
 
 #: Tokens of a process in the trial of `split_attention`: enough for positions to matter.
 _TRIAL: Final = 8
@@ -36,7 +36,7 @@ def split_attention(model: PreTrainedModel, context: Context) -> list[Any]:
     if context.mesh.ndim != 1 or any(map(is_sharded, model.parameters())):
         was = f"is a {family(model)} with DTensors, or mesh has two dimensions"
         refuse("module", was, "pass mesh['cp'], without tensor parallelism and before fully_shard")
-    with _under(attention, context):
+    with undone(model, partial(_give, attention, context)):
         _try(model, attention, context)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
     return attention
@@ -60,17 +60,9 @@ def _attention(model: PreTrainedModel) -> list[Any]:
     return attention
 
 
-@contextmanager
-def _under(attention: list[Any], context: Context | None) -> Iterator[None]:
-    """These modules under another context; afterwards each has the one that it had."""
-    before = [getattr(module, "context", None) for module in attention]
+def _give(attention: list[Any], context: Context | None) -> None:
     for module in attention:
         module.context = context
-    try:
-        yield
-    finally:
-        for module, own in zip(attention, before, strict=True):
-            module.context = own
 
 
 def _try(model: PreTrainedModel, attention: list[Any], context: Context) -> None:
@@ -85,7 +77,7 @@ def _try(model: PreTrainedModel, attention: list[Any], context: Context) -> None
         "attention_mask": torch.ones_like(positions),
     }
     part = {name: context.split(each, 1) for name, each in whole.items()}
-    with _under(attention, None):
+    with undone(model, partial(_give, attention, None)):
         (expected,) = outputs_of(model, device, ((), uncached(model, whole)))
     (found,) = outputs_of(model, device, ((), uncached(model, part)))
     expected = [context.split(e, 1) if e.shape[:2] == (1, T) else e for e in expected]

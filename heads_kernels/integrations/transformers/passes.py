@@ -84,9 +84,7 @@ def _pass_of(model: PreTrainedModel) -> Pass:
         is_decoders = is_pair(model) and name.startswith("decoder.")
         argument = f"decoder_{place.argument}" if is_decoders else place.argument
         arguments.setdefault(argument, []).append(place)
-    kinds = {  # of modules without a config the classes are compared
-        name: {type(getattr(each.module, "config", each.module)) for each in found} for name, found in arguments.items()
-    }
+    kinds = {name: {type(each.module.config) for each in found} for name, found in arguments.items()}
     kinds[""] = set().union(*kinds.values())
     parameters = inspect.signature(model.forward).parameters.values()
     return Pass(
@@ -202,15 +200,15 @@ def _check_runs(model: Any, own: Pass, masks: dict[str, Any], asks: bool) -> Non
     """Refuse head masks for layers that run another attention function, and statistics in a model in use."""
     use = "call heads_kernels.integrations.transformers.use(model)"
     for name in masks:
-        layers = own.arguments.get(name, [])
-        others = [layer for layer in layers if layer.runs != NAME]
-        if others and (own.is_one_stack[name] or len(others) == len(layers)):
-            was = f"is given to a {type(model).__name__}, whose layers run the attention function {others[0].runs!r}"
+        run = [layer.runs for layer in own.arguments.get(name, [])]
+        others = [each for each in run if each != NAME]
+        if others and (own.is_one_stack[name] or NAME not in run):
+            was = f"is given to a {type(model).__name__}, whose layers run the attention function {others[0]!r}"
             refuse(name, f"{was}, which ignores it", use)
-    layers = list(own.layers.values())
-    if asks and layers and hasattr(model, BEFORE) and not any(each.runs == NAME for each in layers):
+    run = [layer.runs for layer in own.layers.values()]
+    if asks and run and hasattr(model, BEFORE) and NAME not in run:
         was = f"is True, but the layers of the {type(model).__name__} in use run the attention function"
-        refuse("output_attentions", f"{was} {layers[0].runs!r}", f"{use}, or release(model) for maps")
+        refuse("output_attentions", f"{was} {run[0]!r}", f"{use}, or release(model) for maps")
 
 
 def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from heads_kernels.heads.interface import NAME, stock_arguments
-from heads_kernels.integrations.transformers.attention import attention_forward
+from heads_kernels.integrations.transformers.attention import UNREAD, attention_forward
 from heads_kernels.ops.statistics import AttentionStatistics
 
 
@@ -18,12 +18,12 @@ class Replacement(nn.Module):
     """Methods that go before those of a stock class, in a subclass of both (`subclass`).
 
     A subclass that repeats the stock forward defines `fused`, whose arguments have the names of the stock ones, but for
-    `cache`. The others add to stock methods, which they call by `stock`.
+    `cache`; the stock forward runs where the config names another attention function. The others add to stock methods,
+    which they call by `stock`.
     """
 
     calls_operator = False  # whether it calls the operator although the stock class computes attention itself
     fused: Callable[..., Any] | None = None
-    unread: frozenset[str] = frozenset()  # the arguments of the stock forward that `fused` need not read
     kind: type[Replacement]  # the first of the two classes that the subclass is made of
     before: Any  # the second one: the stock class
     names: tuple[str, ...]  # the arguments of the stock forward
@@ -42,9 +42,9 @@ class Replacement(nn.Module):
         return {"kind": cls, "before": stock, "names": names, "cache_name": cache_name}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if self.fused is None or self.runs_stock(given):
+        if self.fused is None or self.config._attn_implementation != NAME:
             return self.stock("forward", *args, **kwargs)
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if self.cache_name in given:
             given["cache"] = given.pop(self.cache_name)
         return self.fused(**given)
@@ -61,10 +61,6 @@ class Replacement(nn.Module):
         out, statistics = attention_forward(self, *operands, dropout=dropout, **options)
         return out.flatten(2), statistics
 
-    def runs_stock(self, given: dict[str, Any]) -> bool:
-        """Whether a call with these arguments runs the stock forward: the config names another attention function."""
-        return bool(self.config._attn_implementation != NAME)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         found: Any = super().__reduce_ex__(2)
         return _new, (self.kind, self.before), *found[2:]
@@ -74,7 +70,7 @@ class Replacement(nn.Module):
         """The arguments of the forward of a class that `fused` has not."""
         if cls.fused is None:
             return []
-        known = {*inspect.signature(cls.fused).parameters, *cls.unread}
+        known = {*inspect.signature(cls.fused).parameters, *UNREAD}
         return [
             name
             for name, each in inspect.signature(stock.forward).parameters.items()

@@ -17,6 +17,8 @@ from heads_kernels.integrations.transformers.output_gated import OUTPUT_GATED
 from heads_kernels.integrations.transformers.replacement import Replacement, subclass
 from heads_kernels.snapshot import set_class
 
+#: The attribute of modules that have the config of their model, which says how attention runs.
+_LENT: Final = "_has_config_of_model"
 _ITSELF: Final = "computes its attention itself"
 #: By the name of the class.
 _REPLACED: Final[dict[str, type[Replacement]]] = {**OUTPUT_GATED, **BIASED}
@@ -36,13 +38,13 @@ def replacement(kind: Any) -> type[Replacement] | None:
     return None if stays else found
 
 
-def replace_forwards(model: nn.Module) -> None:
+def replace_forwards(model: PreTrainedModel) -> None:
     """Replace forwards of a model's modules; with another attention function they run the stock forward.
 
-    A module gets a subclass of its class, which its copies, pickles and replicas have too. If somebody else replaced
-    its forward, it keeps that one.
+    A module gets a subclass of its class, which its copies, pickles and replicas have too, and the config of its model
+    if it has none. If somebody else replaced its forward, it keeps that one.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         if "forward" in vars(module) or isinstance(module, Replacement):
             continue
         kind: Any = type(module)
@@ -50,6 +52,9 @@ def replace_forwards(model: nn.Module) -> None:
         if found is not None:
             stock = _unsharded(kind)
             set_class(module, _with_base(kind, stock, subclass(found, stock)))
+            if not hasattr(module, "config"):
+                setattr(module, _LENT, True)
+                module.config = inmost_model(model, name).config
 
 
 def restore_forward(module: nn.Module) -> None:
@@ -63,6 +68,8 @@ def restore_forward(module: nn.Module) -> None:
         kind: Any = type(module)
         made: Any = next(base for base in kind.__mro__ if "before" in vars(base))
         set_class(module, _with_base(kind, made, made.before))
+        if vars(module).pop(_LENT, False):
+            del module.config
 
 
 def _unsharded(kind: Any) -> Any:
@@ -87,6 +94,13 @@ def _with_base(kind: Any, old: Any, new: Any) -> Any:
 
 
 # ---------------------------------------------------------------------- which models
+def inmost_model(model: Any, name: str) -> Any:
+    """The inmost model that contains the module of this name: `model`, or one in it."""
+    path = name.split(".")
+    around = (model.get_submodule(".".join(path[:end])) for end in range(len(path) - 1, 0, -1))
+    return next((each for each in around if isinstance(each, PreTrainedModel)), model)
+
+
 def configs_of(module: nn.Module) -> list[Any]:
     """The configs of a module and those nested in them, in a fixed order."""
     found = [value for value in vars(module).values() if isinstance(value, PreTrainedConfig)]

@@ -20,17 +20,16 @@ from heads_kernels.checks import refuse
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.interface import calls_interface, stock_arguments
 from heads_kernels.integrations.transformers.biased import OwnRelativePositions, RelativePositions
-from heads_kernels.integrations.transformers.head_masks import inmost_model
 from heads_kernels.integrations.transformers.packed_calls import (
     PackedMask,
+    RunsPadded,
     UnpaddedLayer,
-    has_tokens,
     packed_call,
     without_cache,
 )
 from heads_kernels.integrations.transformers.packed_check import Arguments, check_outputs, check_packed, filling
 from heads_kernels.integrations.transformers.passes import PASS, Pass
-from heads_kernels.integrations.transformers.support import family, replacement
+from heads_kernels.integrations.transformers.support import family, inmost_model, replacement
 
 #: The attribute of every layer with the hooks that holds its `UnpaddedLayer`.
 UNPADDED: Final = "_heads_kernels_unpadded"
@@ -110,6 +109,10 @@ def _names(layer: Any) -> tuple[str, ...]:
     return tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
 
 
+def _has_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1
+
+
 def _reads_batch(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) or any(
         word in type(module).__name__ for word in ("DropPath", "StochasticDepth")
@@ -130,23 +133,19 @@ def _packed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     names = _names(layer)
     if len(args) > len(names):
         return None
-    arguments = dict(zip(names, args, strict=False)) | kwargs
     own: UnpaddedLayer = getattr(layer, UNPADDED)
-    call = packed_call(layer, own, arguments)
-    if call is None:
+    try:
+        call = packed_call(layer, own, dict(zip(names, args, strict=False)) | kwargs)
+    except RunsPadded as reason:
+        if reason.args:
+            warnings.warn(f"{type(layer).__name__} runs with its padding: {reason}", stacklevel=2)
         return None
-    if isinstance(call, str):
-        warnings.warn(f"{type(layer).__name__} runs with its padding: {call}", stacklevel=2)
-        return None
-    by_name = {name: call.argument(name, value) for name, value in arguments.items()}
-    by_name |= call.cross_mask(arguments)
-    packed = tuple(by_name.pop(name) for name in names[: len(args)])
+    packed = tuple(call.arguments.pop(name) for name in names[: len(args)])
     if call.kind not in own.probed:
-        rows = call.mask.padding.packing
-        both = tree_map(without_cache, ((args, kwargs), (packed, by_name)))
-        check_packed(layer, own.name, rows, *both)
+        both = tree_map(without_cache, ((args, kwargs), (packed, call.arguments)))
+        check_packed(layer, own.name, call.mask.rows, *both)
         own.probed.add(call.kind)
-    return packed, by_name
+    return packed, call.arguments
 
 
 def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -156,13 +155,13 @@ def _pad_back(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _padded(mask: PackedMask, output: Any) -> Any:
-    packing, own = mask.padding.packing, filling.get()
+    rows, own = mask.rows, filling.get()
 
     def pad_back(each: Any) -> Any:
-        if not has_tokens(each) or each.shape[:2] != (1, mask.sizes[3]):
+        if not _has_tokens(each) or each.shape[:2] != (1, mask.sizes[3]):
             return each
-        padded = packing.pad_back(each)
-        return padded if own is None else own.fill(padded, packing)
+        padded = rows.pad_back(each)
+        return padded if own is None else own.fill(padded, rows)
 
     return tree_map(pad_back, output)
 
@@ -173,7 +172,7 @@ def _check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
         was = f"is asked for, but layers of {type(model).__name__} give their own from within, of packed rows"
         refuse("output_hidden_states", was, "call use(model, unpad=False)")
     given = [*args[:1], *(kwargs.get(name) for name in _TOKENS)]
-    lengths = [each.shape[1] for each in given if has_tokens(each)]
+    lengths = [each.shape[1] for each in given if _has_tokens(each)]
     if not lengths or max(lengths) > 1:  # a step of decoding is compiled as a whole
         _checked(model, args, kwargs)
 
