@@ -232,6 +232,20 @@ def test_which_calls_a_kernel_serves(kernel: str) -> None:
         assert not chosen(kernel)
 
 
+@pytest.mark.parametrize("gate", [None, "BHT"])
+def test_rows_of_a_wider_tensor(gate: str | None) -> None:
+    """Rows 40 numbers apart can be described; those of 36 that a gate makes of them can't."""
+    inputs = GatedCase("apart", 1, 2, 512, 512, D=36, Dv=36, gate=gate).make(torch.bfloat16)
+    query, key, value = rows = [
+        torch.nn.functional.pad(inputs.tensors[name], (0, 4))[..., :36] for name in ("query", "key", "value")
+    ]
+    call = inputs.parsed(query=query, key=key, value=value)
+    with on_kind_of_gpu("sm_90"):
+        gradients = Gradients(*rows, *[torch.empty(0)] * (len(Gradients._fields) - 3))
+        found = triton_backend.specialized_backward(call, gradients, value)
+    assert (found is not None) == (gate is None)
+
+
 def test_places() -> None:
     """Programs of `together` heads come one tile of rows after another, the last first; every tile once."""
     T, H, pairs = 300, 3, 6

@@ -115,12 +115,13 @@ def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tile
     """The tiles of the backward kernel, if it serves the call.
 
     It requires that all of dquery, dkey and dvalue are requested. Its loops would spill with a dense mask, and with a
-    cap in heads of more than 64 features.
+    cap in heads of more than 64 features. With a gate it reads a dense tensor in the place of `dout`.
     """
     g = gradients
     asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
     spills = call.dense_mask is not None or (call.softcap and max(call.D, call.Dv) > 64)
-    if not (asked_for and HAS_ADDING_COPIES) or spills:
+    dense_rows_fit = call.gate is None or call.Dv % 8 == 0
+    if not (asked_for and HAS_ADDING_COPIES and dense_rows_fit) or spills:
         return None
     return _tiles("backward", call, [call.query, call.key, call.value, dout])
 
