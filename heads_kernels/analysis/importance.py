@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
@@ -95,14 +96,15 @@ def importance(
         refuse("reduce", f"is {reduce!r}, but the method is {method!r}", "leave it out")
     if not callable(loss):
         refuse_type("loss", loss, "pass a function loss(model, batch) -> Tensor")
-    chosen = choose_layers(attention_layers(model), layers)
+    every = attention_layers(model)
+    chosen = choose_layers(every, layers)
     if not any(layer.num_heads for layer in chosen):
         was = f"has no heads left in its {len(chosen)} attention layer(s)"
         refuse("model", was, "score heads before all of them are pruned")
     if method != "leave_one_out" and any(weight.is_inference() for weight in model.parameters()):
         was = "has weights of inference mode, through which no gradient goes"
         refuse("model", was, "load it outside of torch.inference_mode, or use 'leave_one_out'")
-    task = _Task(model, chosen, loss, reduce if method == "gradient" else method)
+    task = _Task(model, every, chosen, loss, reduce if method == "gradient" else method)
     sums = {layer.index: torch.zeros(layer.num_heads).double() for layer in chosen}
     examples = 0
     with evaluation(model):
@@ -125,8 +127,10 @@ def importance(
 class _Task:
     """What a method reads: the layers that are scored, the loss, and how the terms of a batch are summed."""
 
-    def __init__(self, model: nn.Module, layers: list[AttentionLayer], loss: Loss, estimator: str) -> None:
-        self.model, self.loss, self.estimator = model, loss, estimator
+    def __init__(
+        self, model: nn.Module, every: list[AttentionLayer], layers: list[AttentionLayer], loss: Loss, estimator: str
+    ) -> None:
+        self.model, self.every, self.loss, self.estimator = model, every, loss, estimator
         self.layers = [layer for layer in layers if layer.num_heads]
         self.names = [layer.name for layer in layers]
         self.signs = torch.Generator().manual_seed(0)
@@ -171,16 +175,19 @@ def _by_gradients(task: _Task, batch: Any) -> _Terms:
     def multiply(index: int, gates: Tensor, B: int, T: int) -> Tensor | None:
         if not is_over and threading.get_ident() != own_thread:
             return None
-        factor = torch.ones(B, len(gates), T, dtype=gates.dtype, device=gates.device, requires_grad=True)
+        gates = gates[None] if gates.dim() == 1 else gates
+        gates = gates[..., None] if gates.dim() == 2 else gates
+        size = (B, gates.shape[1], T)
+        factor = torch.ones(size, dtype=gates.dtype, device=gates.device, requires_grad=True)
         if not is_over:
             ones.append((index, factor))
-        return factor * gates[:, None]
+        return factor * gates
 
     terms: dict[int, list[Tensor]] = {}
     with ExitStack() as block:
         block.enter_context(observe(task.model, look, task.names))
         for layer in task.layers:
-            block.enter_context(_gates(layer, partial(multiply, layer.index)))
+            block.enter_context(_gates(task.every, layer, partial(multiply, layer.index)))
         block.enter_context(torch.enable_grad())
         value = task.loss(task.model, batch)
         is_over = True
@@ -247,9 +254,9 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
             closed = torch.tensor([head], device=layer.weight.device)
 
             def close(gates: Tensor, B: int, T: int, closed: Tensor = closed) -> Tensor:
-                return gates.index_fill(0, closed, 0)
+                return gates.index_fill(min(1, gates.dim() - 1), closed, 0)
 
-            with _gates(layer, of_this_thread(close)):
+            with _gates(task.every, layer, of_this_thread(close)):
                 change = task.loss(task.model, batch).double() - whole.double()
             change = change.square() if whole.dim() > 1 else change
             terms[layer.index][head] = change.sum().cpu()
@@ -258,16 +265,22 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
 
 # ---------------------------------------------------------------------- gates
 @contextmanager
-def _gates(layer: AttentionLayer, change: Callable[[Tensor, int, int], Tensor | None]) -> Iterator[None]:
-    """In this block `change` replaces the gates of a layer, `[H]`, unless it returns None; it also gets B and T."""
+def _gates(layers: list[AttentionLayer], layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Iterator[None]:
+    """In this block `change` replaces the gates of a layer, or ones, unless it returns None; it also gets B and T.
+
+    `layers` are all of the model.
+    """
     before = layer.gate
-    gate = FixedGate(gates_of(layer))
-    gate.closed_grad = False  # a factor of a closed head has the derivative 0
-    gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
+    gate = FixedGate(gates_of(layer)) if before is None else before
+    if sum(each.gate is gate for each in layers) > 1:  # a hook on it would change the gates of all of them
+        gate = copy(gate)
+        gate._forward_hooks = gate._forward_hooks.copy()
+    hook = gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
     try:
         layer.module.head_gate = gate
         yield
     finally:
+        hook.remove()
         layer.module.head_gate = before
 
 
