@@ -2,6 +2,8 @@
 // along the keys, so nothing is reduced across lanes.
 #pragma once
 
+#include <algorithm>
+
 #include "common/params.h"
 #include "common/philox.h"
 #include "cpu/pair.h"

@@ -264,6 +264,10 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
 
 
 # ---------------------------------------------------------------------- gates
+class _Ones(FixedGate):
+    """The gate of a layer that has none, while its heads are scored."""
+
+
 @contextmanager
 def _gates(layers: list[AttentionLayer], layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Iterator[None]:
     """In this block `change` replaces the gates of a layer, or ones, unless it returns None; it also gets B and T.
@@ -271,7 +275,9 @@ def _gates(layers: list[AttentionLayer], layer: AttentionLayer, change: Callable
     `layers` are all of the model.
     """
     before = layer.gate
-    gate = FixedGate(gates_of(layer)) if before is None else before
+    if isinstance(before, _Ones):
+        refuse(str(layer), "is scored by another call of importance", "wait for its end")
+    gate = _Ones(gates_of(layer)) if before is None else before
     if sum(each.gate is gate for each in layers) > 1:  # a hook on it would change the gates of all of them
         gate = copy(gate)
         gate._forward_hooks = gate._forward_hooks.copy()
@@ -281,7 +287,8 @@ def _gates(layers: list[AttentionLayer], layer: AttentionLayer, change: Callable
         yield
     finally:
         hook.remove()
-        layer.module.head_gate = before
+        if layer.gate is gate:
+            layer.module.head_gate = before
 
 
 #: The function of a batch for each `method`.

@@ -18,7 +18,7 @@ compute in float32, or float64 for float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -111,7 +111,7 @@ def relevance(
     with evaluation(model), torch.no_grad():
         for batch in each_batch(data):
             batch = tree_map_only(Tensor, Tensor.detach, batch)  # the graph is the tape
-            tape = _Tape(attention == "full")
+            tape = _Tape(attention == "full", sums.keys())
             of_modules = register_module_forward_hook(of_this_thread(_rule_of_module))
             with of_modules, observe(model, tape.see), tape:
                 found = output(model, batch)
@@ -199,8 +199,9 @@ class _Tape(TorchFunctionMode):
     Gradients must be off: operators are visible only where autograd does not record them.
     """
 
-    def __init__(self, full: bool) -> None:
+    def __init__(self, full: bool, scored: Collection[int]) -> None:
         super().__init__()
+        self.scored = scored  # indices of the layers whose heads get scores
         self.full = full  # whether relevance goes through probabilities to query and key; else they are constants
         #: By (B, T), bool [B, T]: the real tokens in the last attention of these sizes.
         self.rows: dict[tuple[int, int], Tensor] = {}
@@ -210,7 +211,8 @@ class _Tape(TorchFunctionMode):
     def see(self, layer: AttentionLayer, call: AttentionCall) -> None:
         """An observer: the next attention is that of `layer`."""
         call.check_softmax("relevance")
-        if isinstance(layer.module, MergedAttention):
+        ran = {layer.index, *(index for index, _ in self._heads)}
+        if isinstance(layer.module, MergedAttention) and not ran.isdisjoint(self.scored):
             was = "adds an average of rows to its heads, for which relevance has no rule"
             refuse(str(layer), was, "score its heads by hk.analysis.importance")
         self._layer = layer

@@ -126,7 +126,7 @@ class _Slot:
     def leave(self, block: _Block) -> None:
         with _LOCK:
             del self._observers[block]
-            if not self._observers:
+            if self._hooks and not self._observers:
                 _remove(*self._hooks)
                 self._hooks = ()
                 self._take_from(self._layer.module)

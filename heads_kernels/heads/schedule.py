@@ -43,7 +43,8 @@ class GateSchedule(nn.Module):
     Args:
         model: has `HardConcrete` gates (`hk.heads.gate`) and is on its final device.
         open_heads: k for the whole model, or k per kind of attention, such as `{"encoder": 8, "cross": 10}`, with
-            separate multipliers. Kinds that are not given are not changed; layers of two kinds may not share a gate.
+            separate multipliers. Kinds that are not given are not changed. Layers of a kind that is given may not share
+            a gate with layers of another.
         steps: planned optimiser steps until `finish`, at least 1; the actual number may differ.
         warmup: share of the steps in which the target falls, in [0, 1].
         rate: learning rate of the multipliers, above 0, proportional to the scale of the loss. For a few hundred steps,
@@ -150,7 +151,7 @@ def _counts(model: nn.Module, open_heads: int | Mapping[str, int]) -> list[tuple
         if not isinstance(layer.gate, HardConcrete):
             continue
         other = first.setdefault(layer.gate, layer)
-        if layer.kind != other.kind:
+        if layer.kind != other.kind and {layer.kind, other.kind} & set(open_heads):
             was = f"counts kinds, but {other} and {layer}, of the kinds {other.kind!r} and {layer.kind!r}, share a gate"
             refuse("open_heads", was, "pass an int, or give each layer a gate of its own")
         kinds.setdefault(layer.kind, {})[layer.gate] = None

@@ -186,9 +186,15 @@ def test_patching_takes_pairs_of_equal_sizes() -> None:
     )
 
 
-def test_gates_stay_in_effect() -> None:
+class GatesByRow(Gates):
+    def forward(self, B: int, T: int) -> Tensor:
+        return (self.gates[:, None] * torch.linspace(0.5, 1.0, T).to(self.gates)).expand(B, -1, -1)
+
+
+@pytest.mark.parametrize("kind", [Gates, GatesByRow])
+def test_gates_stay_in_effect(kind: type[Gates]) -> None:
     """A factor on a gate has the gate's own derivative, times the gate; a head is left out of the others' gates."""
-    gates = Gates([0.0, 0.3, 0.7, 1.0]).double()
+    gates = kind([0.0, 0.3, 0.7, 1.0]).double()
     layer = layer_of(dropout=0.5)
     layer.head_gate = gates
     model, x = Layers(layer), torch.randn(2, 7, 24, dtype=torch.float64)
@@ -221,6 +227,16 @@ def test_a_gate_that_layers_share_is_the_gate_of_each(method: Any) -> None:
         return importance(model, [x], lambda model, x: model(x).square().sum((1, 2)), method=method).scores
 
     assert_alike(scores(gates, gates), scores(gates, copy.deepcopy(gates)))
+
+
+def test_a_call_within_another_is_refused() -> None:
+    model, x = Layers(layer_of()), torch.randn(2, 7, 24, dtype=torch.float64)
+    again = partial(importance, model, [x], lambda model, x: model(x).square().sum())
+    assert_refused(
+        ({"loss": lambda model, x: again()}, "layer 0 .* is scored by another call of importance; wait for its end"),
+        of=partial(importance, model, [x]),
+    )
+    assert hk.heads.attention_layers(model)[0].gate is None
 
 
 def test_bad_input_is_refused() -> None:

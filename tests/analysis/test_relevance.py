@@ -420,6 +420,19 @@ def test_unknown_functions_are_refused_by_name() -> None:
     )
 
 
+def test_layers_after_merged_attention() -> None:
+    """Their relevance does not go through its average."""
+    model = nn.ModuleList([hk.nn.MergedAttention(8, 4), hk.nn.GatedMultiheadAttention(8, 4)]).double()
+
+    def output(model: Any, x: Tensor) -> Tensor:
+        y: Tensor = model[1](model[0](x, x.flip(1))[0])[0][:, 0]
+        return y
+
+    of = partial(relevance, model, [random(2, 5, 8)], output)
+    assert_alike(of(layers=[1]).scores[0].sum(), torch.ones((), dtype=torch.float64))
+    assert_refused(({"layers": [0]}, "layer 0 .* adds an average"), of=of)
+
+
 def test_bad_arguments() -> None:
     model = spread(Encoder())
     assert_refused(

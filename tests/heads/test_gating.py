@@ -264,6 +264,9 @@ def test_a_gate_that_layers_share_counts_once() -> None:
     model.layers[2].head_gate = model.layers[0].head_gate  # of another kind: it would be settled twice
     words = r"open_heads counts kinds, but layer 0 .* and layer 2 .*'encoder' and 'decoder', share a gate"
     assert_refused(({"open_heads": {"encoder": 2}}, words), of=partial(hk.heads.GateSchedule, model, steps=1))
+    model.cross_attn = hk.nn.GatedMultiheadAttention(8, 4)
+    model.cross_attn.head_gate = hk.nn.HardConcrete(4)
+    hk.heads.GateSchedule(model, open_heads={"cross": 1}, steps=1)  # the others are not changed
     hk.heads.GateSchedule(model, open_heads=2, steps=1).finish()
     assert model.layers[2].head_gate.export().tolist() == [1, 1, 0, 0]
 

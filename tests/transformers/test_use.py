@@ -33,6 +33,22 @@ def test_models_of_one_config_are_put_to_use_one_by_one() -> None:
     assert release(second).config._attn_implementation == "eager"
 
 
+def test_a_layer_that_was_added_in_use_is_released() -> None:
+    model = use(build("bert"))
+    model.encoder.layer.append(type(model.encoder.layer[0])(model.config))
+    assert release(use(model)).config._attn_implementation == "eager"
+
+
+def test_attention_without_a_config_has_that_of_its_model_in_use() -> None:
+    model = build("bert")
+    expected = outputs(model)
+    attention = model.encoder.layer[0].attention.self
+    del attention.config
+    assert_alike(outputs(use(model)), expected)
+    release(model)
+    assert not hasattr(attention, "config")
+
+
 @pytest.mark.parametrize(
     ("name", "task"),
     [

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: Arguments that the operator does not need: of packed sequences, which the mask describes too, and of models.
-UNREAD: Final = {*TransformersKwargs.__annotations__, "deterministic", "return_dict", "use_cache"}
+_UNREAD: Final = {*TransformersKwargs.__annotations__, "deterministic", "return_dict", "use_cache"}
 
 
 def attention_forward(
@@ -145,7 +145,7 @@ def _check_served(module: nn.Module, arguments: dict[str, Any]) -> None:
         was = f"is given to {type(module).__name__}, which {what}"
         refuse("attention_mask", was, "load the model with attn_implementation='eager' or 'sdpa'")
     for name, each in arguments.items():
-        if each is None or name in UNREAD or name.endswith("head_mask"):
+        if each is None or name in _UNREAD or name.endswith("head_mask"):
             continue
         was = f"is given to the attention of {type(module).__name__} and is not supported"
         instead = "leave it out, or use attn_implementation='sdpa' or 'eager'"

@@ -94,7 +94,8 @@ def release(model: Model) -> Model:
         for module in model.modules():
             before = vars(module).pop(BEFORE, [])
             for config, implementation in zip(configs_of(module), before, strict=False):
-                config._attn_implementation = {"": implementation}  # not of those nested in it
+                if implementation != NAME:  # a layer that was added later shares a config in use
+                    config._attn_implementation = {"": implementation}  # not of those nested in it
             restore_forward(module)
         _unhook(model)
     return model

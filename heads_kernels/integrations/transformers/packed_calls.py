@@ -160,7 +160,8 @@ def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> Pa
         raise RunsPadded("it counts positions between tokens, and there is padding between real ones")
     if own.adds_zeros and keys is not None:
         raise RunsPadded("its cross-attention makes a bias of all pairs of the packed rows")
-    packed = {name: _packed(mask, keys, name, value) for name, value in arguments.items()}
+    names = sorted(arguments, key=lambda name: name == "hidden_states")  # what cannot be packed is refused before it
+    packed = {name: _packed(mask, keys, name, arguments[name]) for name in names}
     if keys is not None and arguments.get("encoder_attention_mask") is None:
         packed["encoder_attention_mask"] = mask.cross(keys)
     return PackedCall(mask, packed, (terms, *(each.kind for each in found)))
@@ -194,7 +195,7 @@ def _packed(mask: PackedMask, keys: Packing | None, name: str, value: Any) -> An
         return both
     if isinstance(value, Cache):
         return PackedCache(value, rows)
-    if isinstance(value, (tuple, list)):
+    if type(value) in (tuple, list, torch.Size) or hasattr(value, "_fields"):
         return tree_map(partial(_packed, mask, keys, name), value)
     if not isinstance(value, Tensor):
         if not isinstance(value, _PLAIN):

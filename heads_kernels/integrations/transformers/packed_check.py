@@ -190,7 +190,7 @@ def differ(
         error, scale = (each.flatten(2).norm(dim=-1) for each in _error_and_scale(one, other))
         bound = (_ROUNDINGS + K) * torch.finfo(one.dtype).eps * scale
         is_same &= bool((error <= bound).all())
-        worst = max(worst, float((error / scale).max()))
+        worst = max(worst, float((error / scale).masked_fill(error == 0, 0).nan_to_num(torch.inf, torch.inf).max()))
     return is_same, worst
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from heads_kernels.heads.interface import NAME, stock_arguments
-from heads_kernels.integrations.transformers.attention import UNREAD, attention_forward
+from heads_kernels.integrations.transformers.attention import attention_forward
 from heads_kernels.ops.statistics import AttentionStatistics
 
 
@@ -70,7 +70,7 @@ class Replacement(nn.Module):
         """The arguments of the forward of a class that `fused` has not."""
         if cls.fused is None:
             return []
-        known = {*inspect.signature(cls.fused).parameters, *UNREAD}
+        known = {*inspect.signature(cls.fused).parameters, "use_cache", "output_attentions"}
         return [
             name
             for name, each in inspect.signature(stock.forward).parameters.items()

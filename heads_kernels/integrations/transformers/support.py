@@ -17,8 +17,8 @@ from heads_kernels.integrations.transformers.output_gated import OUTPUT_GATED
 from heads_kernels.integrations.transformers.replacement import Replacement, subclass
 from heads_kernels.snapshot import set_class
 
-#: The attribute of modules that have the config of their model, which says how attention runs.
-_LENT: Final = "_has_config_of_model"
+#: The attribute of modules that were given the config of their model, which says how attention runs.
+_GIVEN: Final = "_has_config_of_model"
 _ITSELF: Final = "computes its attention itself"
 #: By the name of the class.
 _REPLACED: Final[dict[str, type[Replacement]]] = {**OUTPUT_GATED, **BIASED}
@@ -41,35 +41,34 @@ def replacement(kind: Any) -> type[Replacement] | None:
 def replace_forwards(model: PreTrainedModel) -> None:
     """Replace forwards of a model's modules; with another attention function they run the stock forward.
 
-    A module gets a subclass of its class, which its copies, pickles and replicas have too, and the config of its model
-    if it has none. If somebody else replaced its forward, it keeps that one.
+    A module gets a subclass of its class, which its copies, pickles and replicas have too. If somebody else replaced
+    its forward, it keeps that one. Attention without a config gets that of its model.
     """
     for name, module in model.named_modules():
-        if "forward" in vars(module) or isinstance(module, Replacement):
-            continue
         kind: Any = type(module)
-        found: Any = replacement(kind)
-        if found is not None:
+        found: Any = None if isinstance(module, Replacement) else replacement(kind)
+        if found is not None and "forward" not in vars(module):
             stock = _unsharded(kind)
             set_class(module, _with_base(kind, stock, subclass(found, stock)))
-            if not hasattr(module, "config"):
-                setattr(module, _LENT, True)
-                module.config = inmost_model(model, name).config
+        attends = isinstance(module, Replacement) or calls_interface(module)
+        if attends and not hasattr(module, "config"):
+            setattr(module, _GIVEN, True)
+            module.config = inmost_model(model, name).config
 
 
 def restore_forward(module: nn.Module) -> None:
     """Undo `replace_forwards` for one module."""
-    if not isinstance(module, Replacement):
-        return
-    own: Any = vars(module).get("forward")
-    if getattr(own, "__func__", None) is type(module).forward:
-        del module.forward  # the method of the class, put back there by somebody who had wrapped it
-    if "forward" not in vars(module):
+    if isinstance(module, Replacement):
+        own: Any = vars(module).get("forward")
+        if getattr(own, "__func__", None) is type(module).forward:
+            del module.forward  # the method of the class, put back there by somebody who had wrapped it
+        if "forward" in vars(module):
+            return
         kind: Any = type(module)
         made: Any = next(base for base in kind.__mro__ if "before" in vars(base))
         set_class(module, _with_base(kind, made, made.before))
-        if vars(module).pop(_LENT, False):
-            del module.config
+    if vars(module).pop(_GIVEN, False):
+        del module.config
 
 
 def _unsharded(kind: Any) -> Any:
