@@ -145,7 +145,8 @@ class Bloom(Biased):
 class Mpt(Biased):
     """ALiBi by the distance of the key from the last one, `[H, 1, positions]`, the same for all rows.
 
-    A mask of pairs, which a caller prepared, is True where a pair is hidden.
+    A mask of pairs, which a caller prepared, is True where a pair is hidden. Rows in which all are hidden give 0; the
+    stock forward averages their values.
     """
 
     is_causal = True
