@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import heads_kernels as hk
 from heads_kernels.ops.attention import attention_op, backward_op
@@ -23,6 +24,7 @@ from tests.ops.calls import (
     T,
     assert_same_bits,
     call,
+    function,
     parsed,
     serve,
     tensors,
@@ -141,7 +143,22 @@ def test_create_graph_and_second_order(operator: str, backend: str) -> None:
             torch.autograd.grad(grad.sum(), values, retain_graph=True)
 
 
-# ---------------------------------------------------------------------- autocast
+# ---------------------------------------------------------------------- checkpointing and autocast
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_checkpoint_with_dropout(operator: str, backend: str) -> None:
+    """The forward pass run again draws the dropout mask of the first."""
+    arguments = tensors(operator, grad=True)
+    serve(operator, backend, **arguments, dropout_p=0.5)
+    run = function(operator, backend, list(arguments), dropout_p=0.5)
+    values = list(arguments.values())
+    results = []
+    for through in (lambda *a: run(*a), lambda *a: checkpoint(run, *a, use_reentrant=False)):
+        torch.manual_seed(11)
+        out = through(*values)
+        results.append([out, *torch.autograd.grad(out.square().sum(), values)])
+    assert_same_bits(backend, *results)
+
+
 @pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
 def test_autocast(operator: str, backend: str) -> None:
     """The bits of a bfloat16 call with a float32 gate: arguments are cast, nothing inside is."""

@@ -78,7 +78,7 @@ def test_terms_stay_small(name: str, calls: list[Any]) -> None:
 
 
 def test_a_pruned_layer_whose_sinks_are_all_there() -> None:
-    """It takes those of the heads that are left, which pruning leaves alone, so that the model may be released."""
+    """It takes those of the heads that pruning leaves, so that the model may be released."""
     model = use(build("gpt_oss"))
     layer = model.model.layers[0].self_attn
     sinks = layer.sinks
