@@ -216,7 +216,6 @@ def built_inside(query: Tensor, lengths: Tensor, key_mask: Tensor, ids: Tensor, 
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.check)])
 def test_masks_built_inside_a_compiled_function(dynamic: bool) -> None:
     """One graph for all sizes if they are dynamic."""
-    torch.compiler.reset()
     graphs = CompileCounter()
     backend = graphs if dynamic else "aot_eager"
     compiled = torch.compile(built_inside, fullgraph=True, backend=backend, dynamic=dynamic)
@@ -230,7 +229,6 @@ def test_masks_built_inside_a_compiled_function(dynamic: bool) -> None:
 
 def test_one_compiled_graph_serves_every_length() -> None:
     """Lengths are data: new values make no new graph, and they are clamped, unread."""
-    torch.compiler.reset()
     graphs = CompileCounter()
     compiled = torch.compile(
         lambda lengths: bound(Mask(key_lengths=lengths).intervals(2, 1, 2, 5)), fullgraph=True, backend=graphs
