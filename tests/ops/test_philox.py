@@ -65,10 +65,7 @@ PART = {"b": 1, "h": 2, "i": 3, "j": 4}
 def test_the_mask_of_an_operator(
     operator: str, backend: str, seed: int, S: int, before: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys as values show the dropped probabilities of every row: each reads its own word, on every backend.
-
-    Of a part as in the whole.
-    """
+    """Keys as values show the dropped probabilities: each reads its own word, of a part as of the whole."""
     B, H, T, p = 2, 2, 6, 0.3
     monkeypatch.setattr(functional, "draw_seed", lambda device: seed_of(seed, **before))
     arguments = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=4, Dv=S, dtype=torch.float32)

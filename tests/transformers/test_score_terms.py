@@ -115,7 +115,7 @@ def test_gate_and_attention_are_one_op(name: str, calls: list[Any]) -> None:
     model = use(build(name))
     projections = []
     for layer in (module for module in model.modules() if isinstance(module, OutputGated)):
-        source = next(getattr(layer, p) for p in ("gate_proj", "g_proj", "q_proj") if hasattr(layer, p))  # fmt: skip
+        source = next(getattr(layer, p) for p in ("gate_proj", "g_proj", "q_proj") if hasattr(layer, p))
         source.register_forward_hook(lambda _, args, out: projections.append(out))
     outputs(model)
     kind, _, extent = OUTPUT_GATES[name].removesuffix(": fused").partition(", ")
