@@ -173,15 +173,26 @@ def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(backend: str, 
     assert not out[:, :, 60:, 7].isfinite().any()
 
 
+_HIDDEN: Any = {"Dv": 64, "mask": masks.padded(140, 70), "gate": "BHT"}
+_POISONED = GatedCase("poison", 2, 1, 140, 140, D=64, **_HIDDEN)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.release)])
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("kernel", "named"),
+    [
+        ("forward", _POISONED),
+        ("forward", CollaborativeCase("poison", 2, 1, 140, 140, Ds=64, **_HIDDEN)),
+        ("backward", _POISONED),
+        ("backward", replace(_POISONED, name="poison, softcap", softcap=2.0)),
+    ],
+)
 @pytest.mark.parametrize("backend", ["triton"])
-def test_hidden_values_reach_no_gradient(backend: str, softcap: float | None, bad: float) -> None:
+def test_hidden_values_reach_nothing(backend: str, kernel: str, named: Case, bad: float) -> None:
     """Of keys that no row sees and rows that see no key, their gates and dout too."""
-    case = GatedCase("poison", 2, 1, 140, 140, D=64, Dv=64, gate="BHT", mask=masks.padded(140, 70),
-        softcap=softcap)  # fmt: skip
-    with in_gluon("backward", "greedy"):
-        assert_hidden_reaches_nothing(case.make(torch.bfloat16), backend, bad)
+    with in_gluon(kernel, "greedy") as launched:
+        assert_hidden_reaches_nothing(named.make(torch.bfloat16), backend, bad)
+    assert launched.called
 
 
 def chosen(
@@ -243,6 +254,20 @@ def test_which_calls_a_kernel_serves(kernel: str) -> None:
         assert not chosen(kernel, **changes), changes
     with mock.patch.object(triton_backend, needed, False):
         assert not chosen(kernel)
+
+
+@pytest.mark.parametrize("gate", [None, "BHT"])
+def test_rows_of_a_wider_tensor(gate: str | None) -> None:
+    """Rows 40 numbers apart can be described; those of 36 that a gate makes of them can't."""
+    inputs = GatedCase("apart", 1, 2, 512, 512, D=36, Dv=36, gate=gate).make(torch.bfloat16)
+    query, key, value = rows = [
+        torch.nn.functional.pad(inputs.tensors[name], (0, 4))[..., :36] for name in ("query", "key", "value")
+    ]
+    call = inputs.parsed(query=query, key=key, value=value)
+    with on_kind_of_gpu("sm_90"):
+        gradients = Gradients(*rows, *[torch.empty(0)] * (len(Gradients._fields) - 3))
+        found = triton_backend.specialized_backward(call, gradients, value)
+    assert (found is not None) == (gate is None)
 
 
 def test_places() -> None:
