@@ -118,9 +118,14 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
-    """Every test draws the same numbers in every run, alone or beside others, until --seed asks for others."""
+    """Every test draws the same numbers in every run, alone or beside others, until --seed asks for others.
+
+    And nothing is compiled yet: with what other tests compiled, Dynamo takes another way.
+    """
     own = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(own + request.config.getoption("seed"))
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

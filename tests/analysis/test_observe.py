@@ -46,33 +46,29 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(call.statistics(keys)[:-1], statistics[:-1], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_rows_before_the_first_key_are_no_tokens(dense: bool) -> None:
-    query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 4)
-    mask = torch.ones(5, 3, dtype=torch.bool) if dense else None
-    call = AttentionCall.of(hk.gated_attention, query, key, key, mask)
-    assert call.real_queries.tolist() == [[False, False, True, True, True]]
+HOLE = torch.tensor([[True, False, True, True]])
+ALONE, CROSS = hk.Mask(window=(0, 0)), {"self_attention": False}
+#: A document with keys and no rows.
+PACKED = hk.Mask(document_ids=(torch.tensor([0, 2, 2]), torch.tensor([0, 1, 1, 2, 3])))
+#: Rows and keys of a call, its mask and options, and which rows or keys of it are tokens.
+TOKENS: dict[str, tuple[int, int, Any, dict[str, Any], str, list[int]]] = {
+    "rows before the first key": (5, 3, None, {}, "real_queries", [0, 0, 1, 1, 1]),
+    "dense rows before it": (5, 3, torch.ones(5, 3).bool(), {}, "real_queries", [0, 0, 1, 1, 1]),
+    "rows that see a hole alone": (4, 4, ALONE & hk.Mask(key_mask=HOLE), CROSS, "real_queries", [1, 0, 1, 1]),
+    "a hole by a bias": (
+        4, 4, ALONE, CROSS | {"bias": torch.where(HOLE, 0.0, -torch.inf)}, "real_queries", [1, 0, 1, 1],
+    ),
+    "keys between those that rows see": (3, 5, PACKED, CROSS, "real_keys", [1, 0, 0, 1, 0]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["mask", "bias"])
-def test_rows_that_see_a_hole_alone_are_no_tokens(how: str) -> None:
-    """Of encoder-decoder attention, in which row and key of a number are different tokens."""
-    x, keys = torch.randn(1, 2, 4, 4), torch.tensor([[True, False, True, True]])
-    mask, bias = hk.Mask(window=(0, 0)), None
-    if how == "mask":
-        mask = mask & hk.Mask(key_mask=keys)
-    else:
-        bias = torch.where(keys, 0.0, -torch.inf)
-    call = AttentionCall.of(hk.gated_attention, x, x, x, mask, bias=bias, self_attention=False)
-    assert torch.equal(call.real_queries, keys)
-
-
-def test_keys_between_those_that_rows_see_are_no_tokens() -> None:
-    """Of packed encoder-decoder attention, in which a document has keys and no rows."""
-    query, keys = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
-    mask = hk.Mask(document_ids=(torch.tensor([0, 2, 2]), torch.tensor([0, 1, 1, 2, 3])))
-    call = AttentionCall.of(hk.gated_attention, query, keys, keys, mask, self_attention=False)
-    assert call.real_keys.tolist() == [[True, False, False, True, False]]
+@pytest.mark.parametrize("name", TOKENS)
+def test_what_is_a_token(name: str) -> None:
+    """In encoder-decoder attention row and key of a number are different tokens."""
+    T, S, mask, options, side, expected = TOKENS[name]
+    query, key = torch.randn(1, 2, T, 4), torch.randn(1, 2, S, 4)
+    call = AttentionCall.of(hk.gated_attention, query, key, key, mask, **options)
+    assert getattr(call, side).tolist() == [list(map(bool, expected))]
 
 
 @pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf, None])

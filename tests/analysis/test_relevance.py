@@ -319,9 +319,7 @@ def token_two(model: Any, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor]
     return values, values.abs()
 
 
-FAMILIES = (
-    "albert", "bert", "vit", "bart", "t5", "gpt2", "llama", "modernbert", "gemma3_text", "step3p7_text"
-)  # fmt: skip
+FAMILIES = ("albert", "bert", "vit", "bart", "t5", "gpt2", "llama", "modernbert", "gemma3_text", "step3p7_text")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -166,7 +166,7 @@ def test_bad_distances() -> None:
 
 
 # ---------------------------------------------------------------------- maps
-def test_chosen_heads() -> None:
+def test_some_heads_examples_and_rows() -> None:
     model = use(tiny_models.build("bert"))
     arguments = tiny_models.batch(model)
     every = hk.analysis.maps(model, arguments)
@@ -174,14 +174,6 @@ def test_chosen_heads() -> None:
     assert (one.layer, one.heads) == (every[1].layer, (0, 3))
     assert_alike(one.maps, every[1].maps[[0, 3]])
     assert hk.analysis.maps(model, arguments, {1: []}) == []
-    hk.heads.prune(model, {0: [0, 1, 2], 1: range(4)})
-    [left] = hk.analysis.maps(model, arguments)
-    assert_alike(left.maps, every[0].maps[3:])
-
-
-def test_a_whole_batch_and_some_rows() -> None:
-    model = use(tiny_models.build("bert"))
-    arguments = tiny_models.batch(model)
     heads = {1: [3, 0]}
     [whole] = hk.analysis.maps(model, arguments, heads, example=None)
     assert whole.maps.shape == (3, 2, 9, 9)
@@ -191,6 +183,9 @@ def test_a_whole_batch_and_some_rows() -> None:
         assert_alike(one.maps.sum(), whole.maps[example].sum())
         [some_rows] = hk.analysis.maps(model, arguments, heads, example=example, rows=slice(5, 7))
         assert_alike(some_rows.maps, one.maps[:, real[:5].sum() :][:, : real[5:7].sum()])
+    hk.heads.prune(model, {0: [0, 1, 2], 1: range(4)})
+    [left] = hk.analysis.maps(model, arguments)
+    assert_alike(left.maps, every[0].maps[3:])
 
 
 # ---------------------------------------------------------------------- what others draw of maps

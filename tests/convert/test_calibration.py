@@ -20,8 +20,8 @@ from tests.support.tiny_models import batch, build
 T, D_in, D_in_k = 7, 6, 4
 
 
-def real(*lengths: int, size: int, left: bool = False) -> Tensor:
-    mask = torch.arange(size) < torch.tensor(lengths)[:, None]
+def real(*lengths: int, left: bool = False) -> Tensor:
+    mask = torch.arange(T) < torch.tensor(lengths)[:, None]
     return mask.flip(1) if left else mask
 
 
@@ -58,12 +58,12 @@ def assert_moments(found: Moments, expected: Moments) -> None:
 
 
 # ---------------------------------------------------------------------- of tensors
-WHOLE = real(T, T, T, size=T)
+WHOLE = real(T, T, T)
 #: Real rows, and real keys: whole, padded, empty, of their own and on the left.
 MASKS = [
     (WHOLE, WHOLE),
-    *((rows := real(*lengths, size=T), rows) for lengths in ((7, 1, 4), (0, 3, 5))),
-    (real(7, 3, 5, size=T), real(4, 7, 6, size=T, left=True)),
+    *((rows := real(*lengths), rows) for lengths in ((7, 1, 4), (0, 3, 5))),
+    (real(7, 3, 5), real(4, 7, 6, left=True)),
 ]
 
 
@@ -76,15 +76,6 @@ def test_self_attention(rows: Tensor, keys: Tensor, is_causal: bool) -> None:
     read = x.masked_fill(~(rows | keys)[..., None], torch.nan)
     found = Moments.of(read, query_mask=rows, key_mask=keys, is_causal=is_causal)
     assert_moments(found, expected)
-
-
-def test_cross_attention() -> None:
-    x, y = torch.randn(3, T, D_in), torch.randn(3, 5, D_in_k)
-    rows, keys = real(7, 2, 4, size=T), real(5, 1, 3, size=5)
-    found = Moments.of(x, y, query_mask=rows, key_mask=keys)
-    assert_moments(found, moments_by_hand([(x, y, rows, keys, False)]))
-    expected = moments_by_hand([(x, y, WHOLE, real(5, 5, 5, size=5), False)])
-    assert_moments(Moments.of(x, y), expected)
 
 
 def test_a_row_of_sentences_added_to_each_sees_its_own_mean() -> None:

@@ -171,9 +171,7 @@ def test_the_record_is_in_the_config(tmp_path: Path) -> None:
         for name, tensor in model.state_dict().items()
         if name.startswith(names[0]) and "value" not in name
     }
-    assert found == {
-        "mixing": [4, 13], "query.weight": [13, 32], "key.weight": [13, 32], "key.content.weight": [4, 32],
-    }  # fmt: skip
+    assert found == {"mixing": [4, 13], "query.weight": [13, 32], "key.weight": [13, 32], "key.content.weight": [4, 32]}
     model.config.heads_kernels["another"] = 1
     hk.heads.prune(model, {1: [0]})
     left = {"heads": [1, 2, 3], "key_heads": 1, "head_dim": 13, "value_dim": 8}

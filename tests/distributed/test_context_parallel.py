@@ -56,7 +56,9 @@ PARTS = {"query": -2, "key": -2, "value": -2, "content_bias": -1}
 def operands(operator: str, gate: str, Hk: int, length: int) -> dict[str, Tensor]:
     """`Hk` is the number of heads of values, and of keys where heads have their own."""
     torch.manual_seed(0)
-    given = tensors(operator, Hk=Hk, Hv=Hk, T=length, S=length, Dv=D, dtype=torch.float32) | {"sinks": torch.randn(H)}
+    width = 12 if operator == "collaborative_attention" else D
+    sizes = {"B": B, "H": H, "Hk": Hk, "Hv": Hk, "T": length, "S": length, "D": width, "Dv": D}
+    given = tensors(operator, **sizes, dtype=torch.float32) | {"sinks": torch.randn(H)}
     if (factors := GATES[gate]) is not None:
         given["gate"] = factors[:, :, :length] if factors.dim() > 2 else factors
     return given

@@ -158,7 +158,7 @@ def test_received() -> None:
     for given in (weights, tensor.distribute_tensor(weights, mesh, [tensor.Shard(2)])):
         found = hk.attention_statistics(split, key, is_causal=True, received=given)
         assert found.received.placements == (tensor.Partial(),)
-        assert_alike([whole(each) for each in found], list(expected))
+        assert_alike([each.full_tensor() for each in found], list(expected))
 
 
 # ---------------------------------------------------------------------- what is refused

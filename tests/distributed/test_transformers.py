@@ -30,16 +30,6 @@ def split(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-def set_gates(model: Any, gates: str) -> dict[str, Tensor]:
-    """The same in every process; head masks are arguments of a pass."""
-    H, layers = model.config.num_attention_heads, model.config.num_hidden_layers
-    if gates == "head mask":
-        return {"head_mask": torch.linspace(0, 1, H).expand(layers, H)}
-    torch.manual_seed(1)
-    hk.heads.gate(model, lambda H: hk.nn.HardConcrete(H, per_sample=gates == "per sample"))
-    return {}
-
-
 GATES = ("one sample", "per sample", "head mask")
 CHECKS = [
     *(("llama", gates, order) for gates in GATES for order in ("gates first", "split first")),
@@ -62,7 +52,13 @@ def test_gates(family: str, gates: str, order: str) -> None:
         hk.integrations.transformers.use(model)
         if parts and order == "split first":
             split(model, mesh)
-        options = set_gates(model, gates)
+        options = {}
+        if gates == "head mask":
+            H, layers = model.config.num_attention_heads, model.config.num_hidden_layers
+            options = {"head_mask": torch.linspace(0, 1, H).expand(layers, H)}
+        else:
+            torch.manual_seed(1)  # the same gates in every process
+            hk.heads.gate(model, lambda H: hk.nn.HardConcrete(H, per_sample=gates == "per sample"))
         if parts and order == "converted":
             plan = distributed.tensor_parallel_plan(model, mesh)
             parallel.parallelize_module(model, mesh, plan)

@@ -53,14 +53,10 @@ def unpadded() -> Any:
     return use(biased(), unpad=True)
 
 
-def data_of(model: Any) -> Any:
-    if isinstance(model, nn.TransformerEncoder):
-        return torch.randn(B, S, E, generator=torch.Generator().manual_seed(0))
-    return batch(model)
-
-
 def run(model: Any) -> Tensor:
-    return model(data_of(model)) if isinstance(model, nn.TransformerEncoder) else outputs(model)
+    if isinstance(model, nn.TransformerEncoder):
+        return model(torch.linspace(-1, 1, B * S * E).view(B, S, E))
+    return outputs(model)
 
 
 # ---------------------------------------------------------------------- operations that change a model
@@ -73,7 +69,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "prune": (closed, lambda model: hk.heads.prune(model, hk.heads.closed(model))),
     "apply_shapes": (in_use, lambda model: hk.heads.apply_shapes(model, hk.heads.shapes(pruned()))),
     "load": (in_use, hk.heads.load),
-    "collaborate": (stock, lambda model: collaborate(model, 8, method="ragged", calibration=[data_of(model)])),
+    "collaborate": (stock, lambda model: collaborate(model, 8, method="ragged", calibration=[batch(model)])),
     "collaborate modules": (encoder, lambda model: collaborate(model, 8, method="ragged")),
     "replace_attention_": (torch_encoder, hk.nn.replace_attention_),
     "use": (biased, use),

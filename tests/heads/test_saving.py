@@ -170,14 +170,14 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
 class Translator(nn.Module):
     """The three uses of attention, and a weight that two modules share."""
 
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, heads: int = 4, words: int = 9) -> None:
         super().__init__()
         width = 24
         self.encoder = hk.nn.GatedMultiheadAttention(width, heads, num_key_heads=heads // 2)
         self.decoder = hk.nn.CollaborativeMultiheadAttention(width, heads, 10)
         self.cross = hk.nn.GatedMultiheadAttention(width, heads, output_gate="head")
-        self.embed = nn.Embedding(9, width)
-        self.logits = nn.Linear(width, 9, bias=False)
+        self.embed = nn.Embedding(words, width)
+        self.logits = nn.Linear(width, words, bias=False)
         self.logits.weight = self.embed.weight
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
@@ -242,17 +242,6 @@ def test_gates_are_restored_where_they_are_attached(path: Path) -> None:
     assert_alike(translation(fresh), translation(model))
 
 
-def untie(model: Translator) -> None:
-    del model.embed
-    model.logits = nn.Linear(24, 9)
-
-
-def fewer_words(model: Translator) -> None:
-    model.embed = nn.Embedding(7, 24)
-    model.logits = nn.Linear(24, 7, bias=False)
-    model.logits.weight = model.embed.weight
-
-
 def test_heads_in_another_order_are_refused() -> None:
     """They would read other key heads."""
     model = nn.Sequential(hk.nn.GatedMultiheadAttention(16, 4, num_key_heads=2))
@@ -261,22 +250,22 @@ def test_heads_in_another_order_are_refused() -> None:
     assert_refused((lambda: hk.heads.apply_shapes(model, {"pruned": {"0": left}}), words), unchanged=[model])
 
 
-def of_heads(model: Translator, heads: int) -> None:
-    """Makes it a translator with another number of heads."""
-    vars(model).update(vars(Translator(heads)))
+def remake(model: Translator, **sizes: int) -> None:
+    """Makes it a translator of other sizes."""
+    vars(model).update(vars(Translator(**sizes)))
 
 
 #: What is done to a model that a file of a translator without head 0 of its encoder then does not fit.
 MISFITS: list[tuple[Callable[[Translator], Any], str]] = [
-    (lambda model: of_heads(model, 2), r"saved with \{'heads': \[1, 2, 3\], 'key_heads': 3"),
-    (lambda model: of_heads(model, 8), r"'value_dim': 6\}; the model has \{'heads': \[0, 1, 2"),
+    (lambda model: remake(model, heads=2), r"saved with \{'heads': \[1, 2, 3\], 'key_heads': 3"),
+    (lambda model: remake(model, heads=8), r"'value_dim': 6\}; the model has \{'heads': \[0, 1, 2"),
     (lambda model: delattr(model, "cross"), "layer 'cross' does not exist in the model"),
     (lambda model: hk.heads.prune(model, {"encoder": [1]}), r"the model has \{'heads': \[0, 2, 3\]"),
     (lambda model: setattr(model, "another", nn.Linear(2, 2)), "which lacks another.bias, another.weight"),
     (lambda model: hk.heads.gate(model, hk.nn.HardConcrete), r"which lacks cross.head_gate.log_alpha, .*\.ungate"),
-    (untie, "which has embed.weight; the model has not"),
-    (fewer_words, r"embed\.weight of shape .*; in the model it has \[7, 24\]"),
-]  # fmt: skip
+    (lambda model: delattr(model, "embed"), "which has embed.weight; the model has not"),
+    (lambda model: remake(model, words=7), r"embed\.weight of shape .*; in the model it has \[7, 24\]"),
+]
 
 
 @pytest.mark.parametrize(("change", "refusal"), MISFITS)

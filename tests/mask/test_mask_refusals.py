@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from heads_kernels.mask import Mask, as_mask
@@ -120,8 +119,8 @@ def test_calls() -> None:
 
 def test_a_tensor_does_not_join_a_mask_by_an_operator() -> None:
     mask, dense = Mask(causal=True), all_real(5, 5)
-    for join in (lambda: mask & dense, lambda: dense & mask):
-        with pytest.raises(TypeError, match=r"^& joins a Mask and a Tensor; .*key_mask=.*to_dense"):
-            join()
-    with pytest.raises(TypeError, match="unsupported operand"):
-        mask & 1  # type: ignore[operator]
+    words = r"^& joins a Mask and a Tensor; .*key_mask=.*to_dense"
+    assert_refused(
+        *((join, TypeError, words) for join in (lambda: mask & dense, lambda: dense & mask)),
+        (lambda: mask & 1, TypeError, "unsupported operand"),  # type: ignore[operator]
+    )

@@ -10,23 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import heads_kernels as hk
+from tests.support import nn_layers
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import (
-    PADDED,
-    B,
-    E,
-    Gates,
-    H,
-    S,
-    T,
-    calls_of,
-    formula,
-    gradients,
-    layer_of,
-    random,
-    shared_layer_of,
-    spread,
-)
+from tests.support.nn_layers import PADDED, B, E, Gates, H, S, T, formula, gradients, layer_of, shared_layer_of, spread
 from tests.support.refusals import assert_refused
 
 
@@ -99,7 +85,7 @@ def test_any_shape_is_the_formula(form: str, sizes: tuple[int, ...], causal: boo
     gates = bias = None
     if gated:
         layer.head_gate = Gates([0.0, *torch.randn(layer.num_heads - 1).tolist()]).double()
-        gates, bias = layer.head_gate.gates[:, None, None], random(layer.num_heads, t, y.shape[1])
+        gates, bias = layer.head_gate.gates[:, None, None], nn_layers.random(layer.num_heads, t, y.shape[1])
         bias[torch.rand(bias.shape) < 0.2] = -torch.inf
         visible = visible & bias.isfinite()
         bias.requires_grad_()
@@ -221,7 +207,7 @@ def test_alpha_stays_where_entmax_is_defined(dtype: torch.dtype) -> None:
 
 def test_support_sizes_and_probabilities() -> None:
     torch.manual_seed(0)
-    [(_, call)] = calls_of(entmax_layer(-2.0, 0.0, 1.0, 3.0), torch.randn(B, S, E), is_causal=True)
+    [(_, call)] = nn_layers.calls_of(entmax_layer(-2.0, 0.0, 1.0, 3.0), torch.randn(B, S, E), is_causal=True)
     every_key = torch.eye(S).expand(B, H, S, S)
     options = {"alpha": call.alpha, "scale": call.scale, "is_causal": True}
     p = hk.entmax_attention(call.query, call.key, every_key, **options)

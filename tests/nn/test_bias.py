@@ -41,6 +41,8 @@ def test_offset_bias_is_its_dense_form() -> None:
 def test_masks_are_those_of_torch(shape: tuple[int, ...]) -> None:
     """Float ones are added, bool ones hide."""
     theirs = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
+    for bias in (theirs.in_proj_bias, theirs.out_proj.bias):
+        nn.init.normal_(bias)
     ours = hk.nn.GatedMultiheadAttention.from_torch(theirs)
     x, added = random(B, S, E), random(*shape).requires_grad_()
     added.data[..., 0, 1:] = -torch.inf

@@ -122,7 +122,7 @@ def test_a_gpu_draws_the_gates_of_the_cpu(per_sample: bool) -> None:
 # ---------------------------------------------------------------------- gradients
 @pytest.mark.parametrize("what", ["sample", "probability_one", "penalty"])
 def test_gradients(what: str) -> None:
-    """Of a sample and of the closed forms."""
+    """Of a sample, which has none at the clamps, and of the closed forms."""
     gate = gates_at(-3.0, -1.0, 0.0, 0.5, 1.0, 2.0, per_sample=True)
 
     def of(log_alpha: Tensor) -> Tensor:
@@ -135,16 +135,8 @@ def test_gradients(what: str) -> None:
     assert torch.autograd.gradcheck(of, (gate.log_alpha.detach().requires_grad_(),))
 
 
-def test_no_slope_at_the_clamps() -> None:
-    gate = gates_at(-2.0, 0.0, 2.0, per_sample=True)
-    sample = gate(400, 1)
-    clamped = (sample == 0) | (sample == 1)
-    assert clamped.any(0).all()
-    assert (~clamped).any(0).all()
-    jacobian = torch.autograd.grad(sample[clamped].sum(), gate.log_alpha, retain_graph=True)[0]
-    assert jacobian.tolist() == [0, 0, 0]
-    assert (torch.autograd.grad(sample[~clamped].sum(), gate.log_alpha)[0] > 0).all()
-    far = gates_at(-20.0, 0.0, 20.0)  # nor beyond eps
+def test_no_slope_beyond_eps() -> None:
+    far = gates_at(-20.0, 0.0, 20.0)
     (slope,) = torch.autograd.grad(far.penalty(), far.log_alpha)
     assert (slope == 0).tolist() == [True, False, True]
     assert far.probability_open()[[0, 2]].tolist() == [1e-6, 1 - 1e-6]

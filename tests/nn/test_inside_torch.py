@@ -98,6 +98,10 @@ def test_heads_and_conversion_take_it_then() -> None:
     model.eval()
     collaborate(model, E, progress=False)
     assert_alike(model(**arguments), before, dtype=torch.float32)
+    hk.heads.close(model, {0: [1, 2]})
+    closed = model(**arguments)
+    hk.heads.prune(model, hk.heads.closed(model))
+    assert_alike(model(**arguments), closed)
 
 
 def test_a_module_of_two_names_stays_one() -> None:

@@ -240,7 +240,6 @@ def test_initialisation(name: str) -> None:
 # ---------------------------------------------------------------------- inside PyTorch
 @by_kind("grouped", "ragged")
 def test_compiled(name: str) -> None:
-    torch.compiler.reset()
     layer, x = with_gates(name, dtype=torch.float32), inputs().float()
     options = {"is_causal": True, "key_padding_mask": PADDED}
     expected = results(layer, x, **options)

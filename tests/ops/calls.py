@@ -22,6 +22,7 @@ from heads_kernels.call import Call, compute_dtype
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.parse import parse
 from heads_kernels.testing import CASES, ENTMAX, Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
+from heads_kernels.testing.accuracy import Report
 from tests.support.alike import assert_alike
 from tests.support.poison import hide
 
@@ -140,6 +141,11 @@ def run(operator: str, backend: str, /, dout: Tensor | None = None, **arguments:
     dout = torch.ones_like(out).cumsum(-1) if dout is None else dout
     grads = torch.autograd.grad(out, list(leaves.values()), dout)
     return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def assert_ok(report: Report) -> None:
+    """The accuracy rule holds, or the report says where not."""
+    assert report.ok, str(report)
 
 
 def assert_same_bits(backend: str, found: Any, expected: Any) -> None:

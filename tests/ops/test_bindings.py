@@ -111,9 +111,7 @@ def of_statistics(c: Tensors) -> tuple[Call, tuple[Any, ...]]:
 
 
 _TERMS = ("bias", "offset_bias", "sinks")
-_SCORES = (
-    "query", "key", "mixing", "content_bias", *_TERMS, "k_lo", "k_hi", "first_keys", "key_visible", "dense_mask",
-)  # fmt: skip
+_SCORES = ("query", "key", "mixing", "content_bias", *_TERMS, "k_lo", "k_hi", "first_keys", "key_visible", "dense_mask")
 _CALL = (*_SCORES, "value", "gate", "seed")
 _STATISTICS = ("lse", "max_score", "max_prob", "argmax", "entropy", "received")
 _TILED = (*_CALL, "dense_cells")

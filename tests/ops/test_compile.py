@@ -10,21 +10,8 @@ import torch
 from torch import Tensor
 
 import heads_kernels as hk
-from tests.ops.calls import (
-    DIFFERENTIABLE,
-    FUSED,
-    NAMES,
-    OPERATORS,
-    B,
-    Dv,
-    H,
-    S,
-    T,
-    assert_same_bits,
-    function,
-    serve,
-    tensors,
-)
+from tests.ops import calls
+from tests.ops.calls import FUSED, NAMES, OPERATORS, B, Dv, H, S, T, assert_same_bits, function, serve, tensors
 from tests.support.alike import assert_alike
 from tests.support.commands import python
 
@@ -87,14 +74,13 @@ DERIVATIVES: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
         *((*row, False) for row in FUSED),
         *(
             pytest.param(*row, True, marks=pytest.mark.check if row[0] != "gated_attention" else ())
-            for row in DIFFERENTIABLE
+            for row in calls.DIFFERENTIABLE
         ),
     ],
 )
 def test_derivatives_of_functions(operator: str, backend: str, kind: str, is_compiled: bool) -> None:
     """Fused kernels refuse them. Tensors of compiled code do not show that they are differentiated: the op alone would
     give zeros. Operators have one op, so that `make test` compiles one of them."""
-    torch.compiler.reset()  # with what other tests compiled, Dynamo takes another way
     arguments = tensors(operator, dtype=torch.float32)
     serve(operator, backend, **arguments)
     query = arguments.pop("query")
@@ -129,7 +115,6 @@ DYNAMIC = [
 def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
     """One graph, without a break, serves every length: the second call does not compile again."""
     beside, options = COMPILED[case]
-    torch.compiler.reset()
     arguments = compiled_arguments(operator, T, S, **beside)
     serve(operator, backend, **arguments, **options)
     run = function(operator, backend, list(arguments), **options)
@@ -146,7 +131,6 @@ def test_compile_dynamic(operator: str, backend: str, case: str) -> None:
 )
 def test_compile_masks(operator: str, backend: str) -> None:
     """A mask made of tensors of the batch, in the graph: other lengths do not compile again. With lse, or a gate."""
-    torch.compiler.reset()
     beside, options = ({"gate": "H"}, {}) if operator == "entmax_attention" else ({}, {"return_lse": True})
     arguments = compiled_arguments(operator, T, S, **beside)
     serve(operator, backend, **arguments)
@@ -168,7 +152,6 @@ def test_compile_masks(operator: str, backend: str) -> None:
 
 def test_one_tensor_as_several_operands() -> None:
     """Dynamo itself refuses an autograd function that gets a tensor twice."""
-    torch.compiler.reset()
     x, mixing = torch.randn(2, H, T, 8, requires_grad=True), torch.randn(H, 8)
 
     def run(x: Tensor) -> Tensor:
@@ -190,7 +173,6 @@ MADE_OUTSIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MADE_OUTSIDE)
 def test_compile_with_what_was_made_outside(name: str) -> None:
     """A mask or bias is constant in the graph, or one of its arguments."""
-    torch.compiler.reset()
     made = MADE_OUTSIDE[name]
     values = list(tensors("gated_attention", dtype=torch.float32).values())
 
@@ -243,7 +225,6 @@ for call, operands in (
 @pytest.mark.parametrize(("operator", "backend"), FUSED)
 def test_compile_inductor(operator: str, backend: str) -> None:
     """Among other operations, as in a model, through inductor, forward and backward."""
-    torch.compiler.reset()
     arguments = compiled_arguments(operator, T, S, gate="H")
     names = list(arguments)
     options: dict[str, Any] = {"is_causal": True}
@@ -307,7 +288,6 @@ def test_export_with_a_mask_as_input(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", NAMES)
 def test_compile_statistics(backend: str) -> None:
-    torch.compiler.reset()
     arguments = tensors("attention_statistics", dtype=torch.float32)
     serve("attention_statistics", backend, **arguments)
 

@@ -44,9 +44,10 @@ class Calls(Ops):
 
     @property
     def recorded(self) -> list[tuple[str, Any, Any]]:
-        own = [(op, args, out) for op, args, out in self.ran if op.namespace == "heads_kernels"]
+        own = [ran for ran in self.ran if ran[0].namespace == "heads_kernels"]
+        assert not any(by_name for _, _, by_name, _ in own)
         detached = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, own)
-        return [(op._schema.name.partition("::")[2], args, out) for op, args, out in detached]
+        return [(op._schema.name.partition("::")[2], args, out) for op, args, _, out in detached]
 
 
 REPEAT = """

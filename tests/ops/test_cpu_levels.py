@@ -8,7 +8,7 @@ import torch
 
 import heads_kernels as hk
 from heads_kernels.testing import compare, reference
-from tests.ops.calls import OPERATORS, at_level, case_of, threads
+from tests.ops.calls import OPERATORS, assert_ok, at_level, case_of, threads
 
 _cpu = pytest.importorskip("heads_kernels._cpu", reason="needs the CPU kernels")
 
@@ -44,8 +44,7 @@ def test_rows_in_the_same_memory(level: str, operator: str, views: str) -> None:
     head = 1 if views == "overlap" else 0
     for wanted in (expected.oracle, expected.eager):
         wanted["out"][:, head] += (0 * value[:, head]).cumsum(1)
-    report = compare(replace(expected, inputs=clean), "cpu")
-    assert report.ok, str(report)
+    assert_ok(compare(replace(expected, inputs=clean), "cpu"))
 
 
 @pytest.mark.parametrize("T", [1, 70])

@@ -11,7 +11,7 @@ import heads_kernels as hk
 from heads_kernels.backends import CUDA_EMULATED, BackendName
 from heads_kernels.testing import check, masks
 from heads_kernels.testing.case import Case, CollaborativeCase, GatedCase
-from tests.ops.calls import tensors
+from tests.ops.calls import assert_ok, tensors
 
 pytestmark = [
     pytest.mark.parametrize("backend", ["cuda"]),
@@ -103,11 +103,10 @@ CASES: tuple[Case, ...] = (
     GatedCase("lengths", 2, 1, 70, 150, D=96, Dv=72, mask=masks.holes, gate="H", dropout_p=0.25),
     GatedCase("grouped", 1, 4, 90, 200, D=128, Dv=104, Hk=2, mask=masks.holes, gate="BHT", dropout_p=0.25),
     CollaborativeCase("causal", 1, 2, 70, 70, Ds=256, Dv=64, is_causal=True, gate="H"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_part_computes_the_same(case: Case, dtype: torch.dtype, part: str, backend: str) -> None:
-    report = check(case, dtype, backend)
-    assert report.ok, str(report)
+    assert_ok(check(case, dtype, backend))

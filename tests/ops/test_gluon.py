@@ -149,6 +149,30 @@ def test_cases(backend: str, kernel: str, named: Case, dtype: torch.dtype, order
     assert launched.called
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", [GatedCase, CollaborativeCase])
+@pytest.mark.parametrize("backend", ["triton"])
+def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(backend: str, kind: Any, number: float) -> None:
+    """In a key or in a value: hidden from some rows, from all of them, or in padding."""
+    mask = masks.padded(140, 70, queries=False, causal=True)
+    width = {"D": 64} if kind is GatedCase else {"Ds": 64}
+    inputs = kind("poison", 2, 2, 140, 200, Dv=64, mask=mask, **width).make(torch.bfloat16)
+    tensors = dict(inputs.tensors)
+    for name in ("key", "value"):
+        tensors[name] = tensors[name].clone()
+        tensors[name][1, ..., 70:, 5] = number  # beyond the length
+    tensors["value"][:, :, 60, 7] = number  # rows from 60 on see it
+    clean = dict(tensors)
+    clean["value"] = tensors["value"].nan_to_num(0.0, 0.0, 0.0)
+    clean["key"] = tensors["key"].nan_to_num(0.0, 0.0, 0.0)
+    with in_gluon("forward", "greedy") as launched, torch.no_grad():
+        out = replace(inputs, tensors=tensors).call(backend)
+        expected = replace(inputs, tensors=clean).call(backend)
+    assert launched.called
+    assert torch.equal(out[:, :, :60], expected[:, :, :60])
+    assert not out[:, :, 60:, 7].isfinite().any()
+
+
 _HIDDEN: Any = {"Dv": 64, "mask": masks.padded(140, 70), "gate": "BHT"}
 _POISONED = GatedCase("poison", 2, 1, 140, 140, D=64, **_HIDDEN)
 

@@ -9,7 +9,7 @@ import torch
 
 from heads_kernels.mask import Mask
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, check, find, masks
-from tests.ops.calls import assert_same_bits, inputs_of
+from tests.ops.calls import assert_ok, assert_same_bits, inputs_of
 from tests.support.poison import dirty_allocator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("backend", ["triton", "cuda"])]
@@ -50,8 +50,7 @@ CAPTURED: tuple[Case, ...] = (
 @pytest.mark.parametrize("case", REAL)
 def test_real_sizes(case: Case, dtype: torch.dtype, backend: str) -> None:
     inputs_of(case, backend, dtype)
-    report = check(case, dtype, backend)
-    assert report.ok, str(report)
+    assert_ok(check(case, dtype, backend))
 
 
 @pytest.mark.parametrize("case", REAL)

@@ -14,7 +14,7 @@ from heads_kernels.ops import buffers
 from heads_kernels.ops.attention import Results, attend_with_lse, attention_op
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, masks
 from heads_kernels.testing.masks import Sizes
-from tests.ops.calls import parsed, serve
+from tests.ops.calls import assert_ok, parsed, serve
 
 #: The module of each backend that splits keys, as it names `buffers.key_splits`.
 MODULES = {"triton": "heads_kernels.ops.triton.forward", "cuda": "heads_kernels.ops.cuda"}
@@ -76,8 +76,7 @@ def in_one_pass(backend: str) -> Any:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", MODULES)
 def test_accuracy(backend: str, case: Case) -> None:
-    report = check(case, torch.float32, backend)
-    assert report.ok, str(report)
+    assert_ok(check(case, torch.float32, backend))
 
 
 @pytest.mark.parametrize("splits", [2, 7, 33])
@@ -86,8 +85,7 @@ def test_shares_of_any_size(backend: str, splits: int) -> None:
     """The last share is smaller, or some are empty; more of them than are combined at once."""
     for case in (CASES[0], CASES[3]):
         with with_splits(backend, splits):
-            report = check(case, torch.bfloat16, backend)
-        assert report.ok, str(report)
+            assert_ok(check(case, torch.bfloat16, backend))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -95,7 +93,6 @@ def test_shares_of_any_size(backend: str, splits: int) -> None:
 @pytest.mark.parametrize("backend", MODULES)
 def test_what_is_not_finite(backend: str, grouped: bool, bad: float) -> None:
     """It reaches the rows that see it, in the kernels with and without splits, and `lse` is the same."""
-    torch.manual_seed(0)
     B, H, T, S = 3, 4, 1 if grouped else 3, 200
     query, key, value = (torch.randn(B, *shape) for shape in ((H, T, 16), (2, S, 16), (2, S, 24)))
     hidden = torch.zeros(B, S, dtype=torch.bool)
@@ -131,6 +128,11 @@ def test_keys_are_read_once_for_the_heads_that_share_them(backend: str) -> None:
 
 
 def test_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the multiprocessors of a GPU; a few on the CPU, so that its tests have some."""
+    like = torch.empty(0)
+    for tiles, splits in {0: 1, 1: 1, 2: 2, 5: 3, 100: 4}.items():
+        assert buffers.key_splits(1, 1000, tiles, like) == splits
+    assert buffers.key_splits(17, 1, 100, like) == 1
     monkeypatch.setattr(buffers, "programs_wanted", lambda device: 3 * 132)
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     assert buffers.key_splits(1, 8, 128, gpu) == 32  # of 4 tiles: fewer would be too short
@@ -140,13 +142,6 @@ def test_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert buffers.key_splits(17, 8, 128, gpu) == 1  # a longer query
     assert buffers.key_splits(1, 0, 128, gpu) == 32  # an empty batch
     assert buffers.key_splits(1, 8, 0, gpu) == 1
-
-
-def test_splits_occur_on_the_cpu() -> None:
-    like = torch.empty(0)
-    for tiles, splits in {0: 1, 1: 1, 2: 2, 5: 3, 100: 4}.items():
-        assert buffers.key_splits(1, 1000, tiles, like) == splits
-    assert buffers.key_splits(17, 1, 100, like) == 1
 
 
 @pytest.mark.parametrize(("H", "row_tiles"), [(12, 32), (8, 4), (1, 396), (396, 1), (7, 5)])

@@ -53,20 +53,27 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tu
     assert plain_philox(counter, key) == words
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**45 + 3, 2**63 - 1, -5])
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
-def test_the_mask_of_an_operator(operator: str, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys as values show the dropped probabilities of every row: each reads its own word, on every backend.
+#: Of a part: how many places of the whole come before it in each dimension.
+PART = {"b": 1, "h": 2, "i": 3, "j": 4}
 
-    The call is the last part of a whole in every dimension.
-    """
-    B, H, T, S, p = 2, 2, 6, 9, 0.3
-    monkeypatch.setattr(functional, "draw_seed", lambda device: seed_of(seed, b=1, h=2, i=3, j=4))
+
+@pytest.mark.parametrize(
+    ("seed", "S", "before"),
+    [(0, 1, {}), (1, 4, {}), (2**32 - 1, 6, PART), (2**45 + 3, 9, PART), (2**63 - 1, 7, {}), (-5, 9, {})],
+)
+@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+def test_the_mask_of_an_operator(
+    operator: str, backend: str, seed: int, S: int, before: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys as values show the dropped probabilities: each reads its own word, of a part as of the whole."""
+    B, H, T, p = 2, 2, 6, 0.3
+    monkeypatch.setattr(functional, "draw_seed", lambda device: seed_of(seed, **before))
     arguments = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=4, Dv=S, dtype=torch.float32)
     arguments["value"] = torch.eye(S).expand(B, H, S, S)
     plain = call(operator, backend, **arguments)
     dropped = call(operator, backend, **arguments, dropout_p=p)
-    kept = keeps(seed, p, B + 1, H + 2, T + 3, S + 4)[1:, 2:, 3:, 4:]
+    b, h, i, j = (before.get(name, 0) for name in "bhij")
+    kept = keeps(seed, p, B + b, H + h, T + i, S + j)[b:, h:, i:, j:]
     assert_alike(dropped, plain * kept / (1 - p))
 
 

@@ -14,21 +14,8 @@ from torch import Tensor
 import heads_kernels as hk
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, find
 from heads_kernels.testing.case import surrounded
-from tests.ops.calls import (
-    DIFFERENTIABLE,
-    NAMES,
-    OPERATORS,
-    QUICK,
-    assert_hidden_reaches_nothing,
-    assert_same_bits,
-    call,
-    drawn_dlse,
-    inputs_of,
-    run,
-    tensors,
-    threads,
-    with_dlse,
-)
+from tests.ops import calls
+from tests.ops.calls import NAMES, QUICK, assert_hidden_reaches_nothing, assert_same_bits, call, inputs_of, run, tensors
 from tests.support.alike import assert_alike, rounding
 from tests.support.poison import dirty_allocator
 
@@ -40,7 +27,7 @@ BESIDE_SINKS = [
 ]  # fmt: skip
 BESIDE_SINKS.append(
     CollaborativeCase("rows_hidden", 2, 2, 40, 70, Ds=16, Dv=16, sinks=True, bias="B1T1", bias_hides=True)
-)  # fmt: skip
+)
 MASKED = [*(case for case in QUICK if case.is_causal or case.mask is not None), *BESIDE_SINKS]
 FUSED = [name for name in NAMES if name != "eager"]
 
@@ -54,7 +41,7 @@ def test_all_that_is_written_and_nothing_beside_what_is_read(case: Case, backend
     for result in (want[0], *want[1].values()):
         assert result.isfinite().all()
     dirty_allocator(want[0])
-    with threads(torch.get_num_threads() + 2):
+    with calls.threads(torch.get_num_threads() + 2):
         assert_same_bits(backend, inputs.backward(backend), want)
     guarded = {name: surrounded(t) for name, t in inputs.tensors.items()}
     found = replace(inputs, tensors=guarded, dout=surrounded(inputs.dout)).backward(backend)
@@ -70,10 +57,10 @@ def test_all_that_is_written_and_nothing_beside_what_is_read(case: Case, backend
     ],
 )
 def test_hidden_values_reach_nothing(case: Case, backend: str, bad: float) -> None:
-    assert_hidden_reaches_nothing(with_dlse(inputs_of(case, backend)), backend, bad)
+    assert_hidden_reaches_nothing(calls.with_dlse(inputs_of(case, backend)), backend, bad)
 
 
-FEW = [find(o, n) for o in OPERATORS for n in ("padded", "holes", "padded_causal", "sinks_all")]
+FEW = [find(o, n) for o in calls.OPERATORS for n in ("padded", "holes", "padded_causal", "sinks_all")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -81,12 +68,12 @@ FEW = [find(o, n) for o in OPERATORS for n in ("padded", "holes", "padded_causal
 def test_hidden_values_in_other_dtypes(case: Case, backend: str, dtype: torch.dtype) -> None:
     inputs = inputs_of(case, backend, dtype)
     assert_hidden_reaches_nothing(inputs, backend, torch.nan)
-    assert_hidden_reaches_nothing(drawn_dlse(inputs), backend, torch.nan)
+    assert_hidden_reaches_nothing(calls.drawn_dlse(inputs), backend, torch.nan)
 
 
 @pytest.mark.parametrize("at", [2, 31, 64])
 @pytest.mark.parametrize("argument", ["query", "key", "value"])
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@pytest.mark.parametrize(("operator", "backend"), calls.DIFFERENTIABLE)
 def test_nan_reaches_what_sees_it(operator: str, backend: str, argument: str, at: int) -> None:
     """NaN in a row of one tensor, causal: in outputs and gradients that touch it, in no others.
 
@@ -130,7 +117,7 @@ def in_tokens(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", calls.OPERATORS)
 def test_few_rows_see_their_own_keys(operator: str, bad: float, dtype: torch.dtype, tokens_first: bool) -> None:
     """A key that one row of three sees and another does not: only the first gets the NaN of the key or value."""
     sizes = {"H": 6, "S": 700, "D": 96, "Dv": 40}
@@ -212,7 +199,7 @@ def test_zeros_of_closed_heads_are_written(dtype: torch.dtype, T: int, Dv: int, 
 
 @pytest.mark.parametrize("closed_grad", [True, False])
 @pytest.mark.parametrize("learned", [True, False])
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+@pytest.mark.parametrize(("operator", "backend"), calls.DIFFERENTIABLE)
 def test_closed_rows(operator: str, backend: str, learned: bool, closed_grad: bool) -> None:
     """Rows whose gate per token is exactly 0. Tiles of them, here from row 128 on, are skipped on the CPU."""
     B, H, T = 2, 4, 200

@@ -18,7 +18,7 @@ from heads_kernels.backends import choose
 from heads_kernels.mask import as_mask
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, compare, reference
 from heads_kernels.testing.masks import MaskBuilder, Sizes, padded
-from tests.ops.calls import DIFFERENTIABLE, NAMES, OPERATORS, case_of, serve, threads
+from tests.ops.calls import DIFFERENTIABLE, NAMES, OPERATORS, assert_ok, case_of, serve, threads
 from tests.support.alike import assert_alike
 
 LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([31, 32, 33, 63, 64, 65, 96, 130]))
@@ -26,22 +26,14 @@ WIDTH = st.one_of(st.integers(1, 20), st.sampled_from([32, 40, 64, 72, 80]))
 DTYPE = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 LAYOUT = st.sampled_from(["heads_first", "transposed", "sliced"])
 ACTIVATION = st.sampled_from(["identity", "sigmoid", "softplus"])
+#: Parts of a mask.
+PARTS = ("causal", "window", "head_windows", "first_keys", "lengths", "key_mask", "query_mask", "documents", "dense")
 
 
 @st.composite
 def masks(draw: st.DrawFn) -> MaskBuilder:
     """Any part of `hk.Mask` with any other; sizes are known when the case is made."""
-    parts = draw(
-        st.lists(
-            st.sampled_from(
-                [
-                    *("causal", "window", "head_windows", "first_keys"),
-                    *("lengths", "key_mask", "query_mask", "documents", "dense"),
-                ]
-            ),
-            unique=True,
-        )
-    )
+    parts = draw(st.lists(st.sampled_from(PARTS), unique=True))
     causal = draw(st.sampled_from([True, "lower_right"])) if "causal" in parts else False
     window = (draw(st.integers(-1, 40)), draw(st.integers(-1, 40)))
     seed = draw(st.integers(0, 1 << 30))
@@ -142,8 +134,7 @@ def test_any_call_is_accurate(operator: str, backend: str, data: st.DataObject, 
     inputs = data.draw(cases(operator)).make(dtype, seed=seed)
     choice = choose(inputs.parsed(), backend)
     assume(choice.backend is not None)
-    report = compare(reference(inputs), backend)
-    assert report.ok, str(report)
+    assert_ok(compare(reference(inputs), backend))
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -166,8 +157,7 @@ def test_a_key_with_nearly_all_weight(backend: str) -> None:
         {"is_causal": True},
         torch.randn(1, 4, 128, 16, generator=made).bfloat16(),
     )
-    report = compare(reference(inputs), backend)
-    assert report.ok, str(report)
+    assert_ok(compare(reference(inputs), backend))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -181,8 +171,7 @@ def test_a_key_with_nearly_all_weight(backend: str) -> None:
 def test_few_rows_are_accurate(operator: str, data: st.DataObject, T: int, S: int, dtype: torch.dtype) -> None:
     """Few query rows have a way of their own on the CPU."""
     inputs = replace(data.draw(cases(operator)), T=T, S=S).make(dtype)
-    report = compare(reference(inputs, backward=False), "cpu")
-    assert report.ok, str(report)
+    assert_ok(compare(reference(inputs, backward=False), "cpu"))
 
 
 #: Of this one `make test` runs one row.
@@ -202,8 +191,7 @@ def test_few_rows_with_tokens_first(operator: str, dtype: torch.dtype) -> None:
     mask = padded(600, 255, queries=False)
     case = case_of(operator, 2, 10, 3, 600, Dv=256, gate="H", closed=0.3, mask=mask, layout="transposed", **layout)
     with threads(1):  # several have a head each
-        report = compare(reference(case.make(dtype), backward=False), "cpu")
-    assert report.ok, str(report)
+        assert_ok(compare(reference(case.make(dtype), backward=False), "cpu"))
 
 
 def test_no_heads_whose_tokens_are_first_in_memory() -> None:

@@ -145,7 +145,7 @@ def patterns() -> tuple[Tensor, Tensor, Tensor]:
         (torch.full((S,), -1e9), zero, 0),
         (torch.full((S,), 3e38), zero, 0),
         (torch.full((S,), -3e38).masked_fill(some, LEAST), zero.masked_fill(some, -INF), 0),
-    ]  # fmt: skip
+    ]
     large, small, random = zip(*rows, strict=True)
     return torch.stack(large), torch.stack(small), torch.tensor(random, dtype=torch.float32)
 

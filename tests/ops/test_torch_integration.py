@@ -5,28 +5,14 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import heads_kernels as hk
 from heads_kernels.ops.attention import attention_op, backward_op
 from heads_kernels.ops.philox import seed_of
 from heads_kernels.ops.statistics import statistics_op
-from tests.ops.calls import (
-    ATTENTION,
-    DIFFERENTIABLE,
-    FUSED,
-    NAMES,
-    OPERATORS,
-    B,
-    Dv,
-    H,
-    S,
-    T,
-    assert_same_bits,
-    call,
-    parsed,
-    serve,
-    tensors,
-)
+from tests.ops import calls
+from tests.ops.calls import FUSED, NAMES, OPERATORS, B, Dv, H, S, T, assert_same_bits, call, parsed, serve, tensors
 from tests.support.alike import assert_alike
 
 # ---------------------------------------------------------------------- opcheck
@@ -58,7 +44,7 @@ QUICK_OPCHECK = ("gated_attention", "cpu", "gate")
     ("operator", "backend", "case"),
     [
         pytest.param(*row, marks=() if row == QUICK_OPCHECK else pytest.mark.slow)
-        for row in ((*pair, case) for pair in ATTENTION for case in OPCHECKS)
+        for row in ((*pair, case) for pair in calls.ATTENTION for case in OPCHECKS)
         if row[0] != "entmax_attention" or row[2] == "gate"
     ],
 )
@@ -141,8 +127,23 @@ def test_create_graph_and_second_order(operator: str, backend: str) -> None:
             torch.autograd.grad(grad.sum(), values, retain_graph=True)
 
 
-# ---------------------------------------------------------------------- autocast
-@pytest.mark.parametrize(("operator", "backend"), DIFFERENTIABLE)
+# ---------------------------------------------------------------------- checkpointing and autocast
+@pytest.mark.parametrize(("operator", "backend"), calls.DIFFERENTIABLE)
+def test_checkpoint_with_dropout(operator: str, backend: str) -> None:
+    """The forward pass run again draws the dropout mask of the first."""
+    arguments = tensors(operator, grad=True)
+    serve(operator, backend, **arguments, dropout_p=0.5)
+    run = calls.function(operator, backend, list(arguments), dropout_p=0.5)
+    values = list(arguments.values())
+    results = []
+    for through in (lambda *a: run(*a), lambda *a: checkpoint(run, *a, use_reentrant=False)):
+        torch.manual_seed(11)
+        out = through(*values)
+        results.append([out, *torch.autograd.grad(out.square().sum(), values)])
+    assert_same_bits(backend, *results)
+
+
+@pytest.mark.parametrize(("operator", "backend"), calls.DIFFERENTIABLE)
 def test_autocast(operator: str, backend: str) -> None:
     """The bits of a bfloat16 call with a float32 gate: arguments are cast, nothing inside is."""
     arguments = tensors(operator, dtype=torch.float32, grad=True)

@@ -25,7 +25,7 @@ from heads_kernels.ops.triton.rows import first_pass
 from heads_kernels.ops.triton.tiles import Tiles, tiles_for
 from heads_kernels.ops.triton.visible import with_tile_lists
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, check, find, masks
-from tests.ops.calls import on_kind_of_gpu, parsed
+from tests.ops.calls import assert_ok, on_kind_of_gpu, parsed
 
 interpreted = pytest.mark.skipif(not TRITON_INTERPRETED, reason="kernels are not interpreted (TRITON_INTERPRET)")
 
@@ -96,8 +96,7 @@ def test_addresses_of_64_bits(backend: str, name: str, monkeypatch: pytest.Monke
     assert operands._far(far) == 1
     assert operands._far(far[..., : 2**14, :]) is None
     monkeypatch.setattr(operands, "_far", lambda pairs: None if pairs is None else 1)
-    report = check(find("gated_attention", name), torch.float32, backend)
-    assert report.ok, str(report)
+    assert_ok(check(find("gated_attention", name), torch.float32, backend))
 
 
 # ---------------------------------------------------------------------- the support of entmax
@@ -169,7 +168,7 @@ LAYOUTS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "base of 2 bytes": (lambda B, H, L, W: rows(B * H * L * W + 1)[1:].view(B, H, L, W), False),
     "float32": (lambda *sizes: rows(*sizes).float(), False),
     "no rows": (lambda B, H, L, W: rows(B, H, 0, W), False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("layout", "expected"), LAYOUTS.values(), ids=LAYOUTS)
@@ -204,7 +203,7 @@ DESCRIBED: tuple[tuple[Case, bool], ...] = (
     (GatedCase("rows of an odd width", 1, 2, 40, 128, D=20, Dv=16), False),
     (GatedCase("softcap", 1, 2, 40, 128, D=16, Dv=16, softcap=5.0), False),
     (CollaborativeCase("collaborative", 1, 2, 40, 128, Ds=32, Dv=16), False),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("case", "expected"), DESCRIBED, ids=lambda value: str(value))
@@ -217,8 +216,7 @@ def test_results_of_descriptors(backend: str, dtype: torch.dtype, case: Case, ex
         mock.patch.object(forward, "FEWEST_KEYS", 0),
         mock.patch.object(forward, "tiles_in", wraps=tiles_in) as described,
     ):
-        report = check(case, dtype, backend)
-    assert report.ok, str(report)
+        assert_ok(check(case, dtype, backend))
     assert described.called is expected
 
 
@@ -239,5 +237,4 @@ CASES: tuple[Case, ...] = (
 @pytest.mark.parametrize("backend", ["triton"])
 def test_tiles_of_a_kind(backend: str, kind: str, case: Case) -> None:
     with on_kind_of_gpu(kind):
-        report = check(case, torch.bfloat16, backend)
-    assert report.ok, str(report)
+        assert_ok(check(case, torch.bfloat16, backend))

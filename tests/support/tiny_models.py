@@ -67,12 +67,8 @@ GEMMA3N = {
     "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40,
     "laurel_rank": 8, "altup_num_inputs": 2,
 }  # fmt: skip
-LAYOUTLM3 = {
-    "coordinate_size": 6, "shape_size": 4, "visual_embed": False, "rel_pos_bins": 8, "rel_2d_pos_bins": 8,
-}  # fmt: skip
-SWIN = {
-    "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [4, 4], "window_size": 3, "mlp_ratio": 1.0,
-}  # fmt: skip
+LAYOUTLM3 = {"coordinate_size": 6, "shape_size": 4, "visual_embed": False, "rel_pos_bins": 8, "rel_2d_pos_bins": 8}
+SWIN = {"patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [4, 4], "window_size": 3, "mlp_ratio": 1.0}
 SWITCH = STARTS | {"num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 BAILING_HYBRID = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,

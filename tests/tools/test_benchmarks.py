@@ -246,7 +246,7 @@ def test_goals_read_the_rows_they_name() -> None:
         ("gated_T2048_D64_dense forward", "sgemm rate", 2, "80%", "80%", True),
         ("gated_D64_T8192_dense forward", "cuDNN*gate", 2, "0.95x", "0.70x", False),
         ("collaborative_Ds256_T4096_dense forward", "on cuda", 2, "250 TFLOP/s", "0 TFLOP/s", False),
-    ):  # fmt: skip
+    ):
         each = found[goal, against, threads]
         assert [each.wanted, each.got, each.met] == outcome, goal
     linear = found[f"memory linear in T, forward, {goals.GPU_MEMORY[1][1]}", "", None]

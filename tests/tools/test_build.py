@@ -22,9 +22,7 @@ def compiler(folder: Path, version: str) -> Path:
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No nvcc is found but those that a test makes."""
-    for name in (
-        "CUDA_HOME", "CXX", "HEADS_KERNELS_CPU", "HEADS_KERNELS_CUDA", "HEADS_KERNELS_CUDA_ARCHITECTURES",
-    ):  # fmt: skip
+    for name in ("CUDA_HOME", "CXX", "HEADS_KERNELS_CPU", "HEADS_KERNELS_CUDA", "HEADS_KERNELS_CUDA_ARCHITECTURES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     monkeypatch.setattr(build, "TOOLKIT", str(tmp_path / "toolkit"))

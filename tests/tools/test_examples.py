@@ -49,9 +49,7 @@ def test_translation(tmp_path: Path) -> None:
     file.write_text("".join("\t".join(map(" ".join, pair)) + "\n" for pair in pairs))
     sizes = "--pairs", str(file), "--steps", "3", "--gated-steps", "5", "--heads", "7"
     done = python(EXAMPLES / "translation", *sizes, "--out", out, cwd=tmp_path)
-    assert {path.name for path in out.iterdir()} == {
-        "pruned.safetensors", "open_heads.png", "results.json",
-    }  # fmt: skip
+    assert {path.name for path in out.iterdir()} == {"pruned.safetensors", "open_heads.png", "results.json"}
     results = json.loads((out / "results.json").read_text())
     assert results["checks"] == {"pruned = gated": True, "loaded = pruned, bit for bit": True}
     before, gated, pruned, control = results["rows"]

@@ -106,9 +106,7 @@ PRODUCTS = ("HGMMA.64x128x16.F32", "HGMMA.64x64x16.F32")
 
 
 def test_exponentials_under_a_product() -> None:
-    loop = loop_of(
-        *PRODUCTS, f"{WAIT}0x1", "MUFU.EX2", "MUFU.EX2", f"{WAIT}0x0", "MUFU.EX2"
-    )  # fmt: skip
+    loop = loop_of(*PRODUCTS, f"{WAIT}0x1", "MUFU.EX2", "MUFU.EX2", f"{WAIT}0x0", "MUFU.EX2")
     assert loop.overlap == (2, 3)
     assert loop_of(*PRODUCTS, f"{WAIT}0x0", "MUFU.EX2", "MUFU.RCP").overlap == (0, 2)
     assert loop_of("MUFU.EX2", f"{WAIT}0x1", "FADD").overlap == (0, 1)

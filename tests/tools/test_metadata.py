@@ -76,9 +76,7 @@ def test_make_lists_its_targets() -> None:
 
 def test_no_address_of_an_index_or_machine() -> None:
     """Where packages come from is the business of the machine that installs them."""
-    for name in (
-        "pyproject.toml", "constraints.txt", "Makefile", "setup.py", "csrc/build.py", ".ci/run",
-    ):  # fmt: skip
+    for name in ("pyproject.toml", "constraints.txt", "Makefile", "setup.py", "csrc/build.py", ".ci/run"):
         text = (ROOT / name).read_text()
         assert "://" not in text, name
         assert "index-url" not in text, name
@@ -139,7 +137,7 @@ def examples(document: Path) -> Iterator[pytest.param]:
 @pytest.mark.parametrize(
     ("document", "code", "line"),
     [example for document in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))) for example in examples(document)],
-)  # fmt: skip
+)
 def test_example_runs(document: Path, code: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # The blank lines make a traceback point at the line of the document.

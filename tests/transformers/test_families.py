@@ -21,29 +21,11 @@ from heads_kernels.convert.collaborate import read_heads
 from heads_kernels.heads.interface import class_calls_interface
 from heads_kernels.integrations.transformers import from_pretrained, release, use
 from tests.convert.converted_models import CONVERTIBLE, ROTARY, TURNED, convert
+from tests.support import tiny_models
 from tests.support.alike import assert_alike
 from tests.support.model_state import structure
 from tests.support.refusals import assert_refused
-from tests.support.tiny_models import (
-    ATTENTION_ALONE,
-    DOCUMENT,
-    FEW,
-    NEVER_PADDED,
-    NO_PADDING,
-    OF_A_FORM,
-    PAIRS,
-    TINY,
-    assert_same_states,
-    batch,
-    build,
-    documented,
-    outputs,
-    packed_layers,
-    padding_of,
-    small,
-    unpooled,
-    with_gradients,
-)
+from tests.support.tiny_models import OF_A_FORM, TINY, batch, documented, outputs, unpooled, with_gradients
 
 #: Families of which no layer runs packed, and what the warning says of them.
 PADDED = {
@@ -52,8 +34,8 @@ PADDED = {
     "layoutlmv3": "position_bias has shape [3, 4, 9, 9]",
     "mpt": "position_bias has shape",
     "wav2vec2-conformer": "relative_position_embeddings has shape [1, 197, 32]",
-    **dict.fromkeys(PAIRS, "attention_mask is a tensor for pairs"),
-    **dict.fromkeys(NEVER_PADDED, ""),  # no warning
+    **dict.fromkeys(tiny_models.PAIRS, "attention_mask is a tensor for pairs"),
+    **dict.fromkeys(tiny_models.NEVER_PADDED, ""),  # no warning
 }
 #: Families of which some layers run packed, and what the warning says of the others.
 PARTLY_PADDED = {
@@ -101,17 +83,17 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
     """Of the families of a form, whose layers are alike, `make check` runs every third."""
     if name in OF_A_FORM and name not in OF_A_FORM[::3]:
         return [pytest.mark.release]
-    return [] if name in FEW | {"bloom", "gpt_neox", "olmo2", "phi3"} else [pytest.mark.check]
+    return [] if name in tiny_models.FEW | {"bloom", "gpt_neox", "olmo2", "phi3"} else [pytest.mark.check]
 
 
-NAMES = (*TINY, *OF_A_FORM, *ATTENTION_ALONE)
+NAMES = (*TINY, *OF_A_FORM, *tiny_models.ATTENTION_ALONE)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=marks_of(name)) for name in NAMES])
 def family(request: pytest.FixtureRequest) -> Family:
     name = request.param
-    stock = unpooled(build(name) if name in TINY else small(name))
-    changes = padding_of(name, stock)
+    stock = unpooled(tiny_models.build(name) if name in TINY else tiny_models.small(name))
+    changes = tiny_models.padding_of(name, stock)
     return Family(name, stock, changes, with_gradients(stock, **changes))
 
 
@@ -330,7 +312,7 @@ def test_layers_without_heads(family: Family) -> None:
 
 
 def assert_loaded(family: Family, loaded: Any, model: Any) -> None:
-    assert_same_states(loaded, model)
+    tiny_models.assert_same_states(loaded, model)
     assert_alike(family.outputs(loaded), family.outputs(model))
     for old, new in zip(*map(hk.heads.projected_layers, (model, loaded)), strict=True):
         assert (old.name, old.num_heads, old.head_dim) == (new.name, new.num_heads, new.head_dim)
@@ -364,7 +346,7 @@ def test_saved_and_loaded(family: Family, tmp_path: Path) -> None:
 
 def test_unpadded(family: Family) -> None:
     """Layers on real tokens alone; where none can, a warning says why, or `use` refuses."""
-    if family.name in NO_PADDING:
+    if family.name in tiny_models.NO_PADDING:
         words = "none of whose layers takes a mask of padded tokens"
         assert_refused((lambda: use(family.copy(), unpad=True), words))
         return
@@ -373,7 +355,7 @@ def test_unpadded(family: Family) -> None:
         warnings.simplefilter("always")
         found = family.with_gradients(model)
     assert_alike(found, family.expected)
-    assert any(packed_layers(model)) == (family.name not in PADDED)
+    assert any(tiny_models.packed_layers(model)) == (family.name not in PADDED)
     said = [str(each.message) for each in given]
     words = (PADDED | PARTLY_PADDED).get(family.name, "")
     assert bool(said) == bool(words), said
@@ -419,6 +401,6 @@ def test_families_in_the_documentation() -> None:
     for name, (model, *_, pruning, _) in rows.items():
         assert (model, pruning) == (TINY[name].model, "yes" if TINY[name].attention else "no")
     assert rows.keys() >= {name for name in TINY if not TINY[name].attention}
-    document = DOCUMENT.read_text(encoding="utf-8")
-    for name in (*OF_A_FORM, *ATTENTION_ALONE):
+    document = tiny_models.DOCUMENT.read_text(encoding="utf-8")
+    for name in (*OF_A_FORM, *tiny_models.ATTENTION_ALONE):
         assert f"`{name}`" in document

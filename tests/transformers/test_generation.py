@@ -170,7 +170,6 @@ def test_compiled_decoding(name: str, change: str, unpad: bool, backend: str) ->
     side = TASKS[name][1]
     model = changed(use(made(name)), change, {0: [1, 3]})
     expected = generated(model, side)
-    torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     compile_config = transformers.CompileConfig(backend=backend, fullgraph=True, mode=None)

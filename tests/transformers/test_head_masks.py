@@ -173,15 +173,11 @@ def test_towers_read_the_head_masks_that_they_are_handed() -> None:
 
 
 # ---------------------------------------------------------------------- models that hand no arguments on
-def stablelm() -> Any:
-    """It drops `**kwargs` before they reach a layer, as Nemotron, OPT and YOLOS do."""
-    return use(small("stablelm"))
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_layers_that_run_again_would_lose_the_mask(use_reentrant: bool) -> None:
-    model = stablelm().train()
+    """StableLM drops `**kwargs` before they reach a layer, as Nemotron, OPT and YOLOS do."""
+    model = use(small("stablelm")).train()
     mask = torch.rand(2, model.config.num_attention_heads)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     words = r"head_mask reaches no .* gradient checkpointing runs"
@@ -191,7 +187,7 @@ def test_layers_that_run_again_would_lose_the_mask(use_reentrant: bool) -> None:
 
 def test_threads_do_not_share_head_masks() -> None:
     """A plain pass and one with another mask begin before a pass with a mask, and end within it."""
-    model = stablelm()
+    model = use(small("stablelm"))
     masks = torch.rand(2, 2, model.config.num_attention_heads)
     passes = [lambda: outputs(model), *(partial(outputs, model, head_mask=mask) for mask in masks)]
     alone = [run() for run in passes]
@@ -235,7 +231,6 @@ def test_a_model_is_compiled_beside_an_eager_pass(whole: bool) -> None:
         return graph.forward
 
     model.embeddings.register_forward_hook(wait)
-    torch.compiler.reset()
     for part in [compiled] if whole else compiled.encoder.layer:
         part.compile(fullgraph=True, backend=backend)
     assert_alike(outputs(compiled, head_mask=masks[0]), expected[0])

@@ -94,7 +94,6 @@ def test_compiles_whole(name: str, checkpointing: bool) -> None:
     expected = [with_gradients(model, **changes, use_cache=False) for changes in passes]
     if checkpointing:
         model.gradient_checkpointing_enable()
-    torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for changes, outcome in zip(passes, expected, strict=True):
         found = with_gradients(compiled, **changes, use_cache=False)
@@ -106,7 +105,7 @@ def test_compiles_whole(name: str, checkpointing: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "unpad"),
     [("qwen3_next", False), ("bert", True), *((n, u) for n in ("llama", "t5") for u in (False, True))],
-)  # fmt: skip
+)
 def test_gradient_checkpointing(name: str, unpad: bool, reentrant: bool) -> None:
     """With the gradient of the embedding of T5's bias, which a layer that runs again looks up again."""
     model = unpooled(build(name, **NO_DROPOUT.get(name, {}))).train()

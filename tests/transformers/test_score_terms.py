@@ -78,7 +78,7 @@ def test_terms_stay_small(name: str, calls: list[Any]) -> None:
 
 
 def test_a_pruned_layer_whose_sinks_are_all_there() -> None:
-    """It takes those of the heads that are left, which pruning leaves alone, so that the model may be released."""
+    """It takes those of the heads that pruning leaves, so that the model may be released."""
     model = use(build("gpt_oss"))
     layer = model.model.layers[0].self_attn
     sinks = layer.sinks
@@ -115,7 +115,7 @@ def test_gate_and_attention_are_one_op(name: str, calls: list[Any]) -> None:
     model = use(build(name))
     projections = []
     for layer in (module for module in model.modules() if isinstance(module, OutputGated)):
-        source = next(getattr(layer, p) for p in ("gate_proj", "g_proj", "q_proj") if hasattr(layer, p))  # fmt: skip
+        source = next(getattr(layer, p) for p in ("gate_proj", "g_proj", "q_proj") if hasattr(layer, p))
         source.register_forward_hook(lambda _, args, out: projections.append(out))
     outputs(model)
     kind, _, extent = OUTPUT_GATES[name].removesuffix(": fused").partition(", ")

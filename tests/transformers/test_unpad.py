@@ -114,7 +114,7 @@ def test_losses(name: str, task: str, labels: Tensor | None) -> None:
         ("bart", "decoder_attention_mask", [True] * 4),  # as in training: all of its tokens are packed rows
         ("t5", "attention_mask", [False, False, True, True]),
     ],
-)  # fmt: skip
+)
 def test_one_part_of_a_pair_is_padded(name: str, without: str, packed: list[bool]) -> None:
     model = build(name)
     expected = with_gradients(model, **{without: None})
@@ -127,7 +127,7 @@ def test_one_part_of_a_pair_is_padded(name: str, without: str, packed: list[bool
 @pytest.mark.parametrize(
     ("name", "side", "other"),
     [("bert", "right", "left"), ("aimv2_text_model", "right", "left"), ("clip_text_model", "left", "right")],
-)  # fmt: skip
+)
 def test_outputs_pooled_at_padding_are_refused(name: str, side: str, other: str, seen_before: bool) -> None:
     """Also in a later pass, after one with padding on the side where none is read."""
     model = tiny_models.small(name)
@@ -198,7 +198,6 @@ def test_readings_of_heads_are_of_padded_rows() -> None:
 @pytest.mark.check
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_compile_does_not_compile_every_batch(name: str) -> None:
-    torch._dynamo.reset()
     model = build(name)
     found = unpadded(model)
     compiled = torch.compile(found, backend="aot_eager")
