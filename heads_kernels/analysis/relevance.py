@@ -234,8 +234,14 @@ class _Tape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func is attention_op and self._layer is not None:
+            call, (with_lse, _) = Call(*args[: len(Call._fields)]), args[len(Call._fields) :]
+            if with_lse:
+                was = (
+                    "asks for the lse of its rows, by which parts of attention are merged: relevance has no rule for it"
+                )
+                refuse(str(self._layer), was, "score its heads by hk.analysis.importance")
             out, *rest = func(*args)
-            return self._attend(Call(*args[: len(Call._fields)]), out), *rest
+            return self._attend(call, out), *rest
         name = _name_of(func)
         carried = [x for x in tree_leaves((args, options)) if carries(x)]
         if not carried:
