@@ -14,6 +14,7 @@ from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
+from heads_kernels.mask.terms import Dense
 from heads_kernels.nn import attention_call
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
@@ -27,13 +28,15 @@ REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
     mask, terms = hk.Mask(causal=True), {"scale": 0.5, "sinks": torch.ones(4)}
-    call = AttentionCall.of(hk.gated_attention, query, key, key, mask, **terms)
+    unread = {"gate": torch.rand(4), "dropout_p": 0.5, "return_lse": True, "backend": "eager"}
+    call = AttentionCall.of(hk.gated_attention, query, key, key, mask, **terms, **unread)
     second = torch.arange(6) == 1
     excluded = [None, second, second[None], torch.stack([second, ~second])]
     expected = [hk.attention_statistics(query, key, exclude_keys=keys, attn_mask=mask, **terms) for keys in excluded]
     assert call.real_queries.all()
     assert (call.scale, call.Hk, call.intervals.band_hi) == (0.5, 2, 1)
     assert call.sinks is terms["sinks"]
+    assert AttentionCall.of(hk.entmax_attention, query, key, key).alpha.tolist() == [1.5] * 4
     assert call.flops() == call.call.flops() > 0
     assert copy.deepcopy(call).call.sizes == (2, 4, 6, 6)
     assert_refused(
@@ -46,24 +49,37 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(call.statistics(keys)[:-1], statistics[:-1], rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_rows_before_the_first_key_are_no_tokens(dense: bool) -> None:
+@pytest.mark.parametrize("how", ["mask", "bias", "offset bias"])
+@pytest.mark.parametrize(("T", "S", "self_attention"), [(6, 6, True), (6, 6, False), (3, 6, False), (6, 3, True)])
+def test_tokens_are_what_one_head_sees(T: int, S: int, self_attention: bool, how: str) -> None:
+    """By its window and what is hidden besides together, whatever other heads see by one of them."""
+    query, key, visible = torch.randn(2, 3, T, 4), torch.randn(2, 3, S, 4), torch.rand(2, 3, T, S) < 0.3
+    mask, bias = hk.Mask(causal="lower_right", window=[(0, 0), (2, 0), (-1, 0)]), None
+    if how == "mask":
+        mask = mask & hk.Mask.of((Dense(visible),))
+    elif how == "bias":
+        bias = torch.where(visible, 0.0, -torch.inf)
+    else:
+        bias = hk.OffsetBias(torch.where(torch.rand(3, T + S) < 0.5, 0.0, -torch.inf))
+    call = AttentionCall.of(hk.gated_attention, query, key, key, mask, bias=bias, self_attention=self_attention)
+    seen = (call.probabilities() > 0).any(1)
+    itself = torch.nn.functional.pad(seen, (T, 0))[:, torch.arange(T), call.own_keys + T]
+    assert torch.equal(call.real_queries, itself if self_attention else seen.any(2))
+    assert torch.equal(call.real_keys, itself if self_attention and T == S else seen.any(1))
+    assert call.is_causal
+
+
+def test_rows_before_the_first_key_are_no_tokens() -> None:
     query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 4)
-    mask = torch.ones(5, 3, dtype=torch.bool) if dense else None
-    call = AttentionCall.of(hk.gated_attention, query, key, key, mask)
+    call = AttentionCall.of(hk.gated_attention, query, key, key)
     assert call.real_queries.tolist() == [[False, False, True, True, True]]
 
 
-@pytest.mark.parametrize("how", ["mask", "bias"])
-def test_rows_that_see_a_hole_alone_are_no_tokens(how: str) -> None:
+def test_rows_that_see_a_hole_alone_are_no_tokens() -> None:
     """Of encoder-decoder attention, in which row and key of a number are different tokens."""
     x, keys = torch.randn(1, 2, 4, 4), torch.tensor([[True, False, True, True]])
-    mask, bias = hk.Mask(window=(0, 0)), None
-    if how == "mask":
-        mask = mask & hk.Mask(key_mask=keys)
-    else:
-        bias = torch.where(keys, 0.0, -torch.inf)
-    call = AttentionCall.of(hk.gated_attention, x, x, x, mask, bias=bias, self_attention=False)
+    mask = hk.Mask(window=(0, 0), key_mask=keys)
+    call = AttentionCall.of(hk.gated_attention, x, x, x, mask, self_attention=False)
     assert torch.equal(call.real_queries, keys)
 
 
