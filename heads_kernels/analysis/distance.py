@@ -162,7 +162,8 @@ def _divergence(calls: list[AttentionCall]) -> Tensor:
     mass = torch.zeros(N, dtype=torch.float64, device=first.query.device)  # of p
     own = torch.zeros_like(mass)  # of p ln p
     pairs = mass.new_zeros(N, N)  # of (p + q) ln (p + q)
-    real, spans = first.real_queries, _spans(first.real_keys)
+    seen = [replace(call, self_attention=False).real_keys for call in calls]  # in some layer, by some row
+    real, spans = first.real_queries, _spans(torch.stack(seen).any(0))
     causal = all(call.is_causal for call in calls)
     for rows in blocks(first.T, first.B * N * first.S):
         p = torch.cat([call.probabilities(rows) for call in calls], 1)  # [B, N, rows, S]

@@ -211,12 +211,16 @@ class _Tape(TorchFunctionMode):
     def see(self, layer: AttentionLayer, call: AttentionCall) -> None:
         """An observer: the next attention is that of `layer`."""
         call.check_softmax("relevance")
-        ran = {layer.index, *(index for index, _ in self._heads)}
-        if isinstance(layer.module, MergedAttention) and not ran.isdisjoint(self.scored):
-            was = "adds an average of rows to its heads, for which relevance has no rule"
-            refuse(str(layer), was, "score its heads by hk.analysis.importance")
+        if isinstance(layer.module, MergedAttention):
+            self._check_not_scored(layer, "adds an average of rows to its heads, for which relevance has no rule")
         self._layer = layer
         self.rows[call.B, call.T] = call.real_queries
+
+    def _check_not_scored(self, layer: AttentionLayer, was: str) -> None:
+        """Refuse a layer, if relevance goes through it to heads that get scores: its own, or of layers before it."""
+        ran = {layer.index, *(index for index, _ in self._heads)}
+        if not ran.isdisjoint(self.scored):
+            refuse(str(layer), was, "score its heads by hk.analysis.importance")
 
     def heads(self, output: Tensor, relevance: Tensor) -> dict[int, Tensor]:
         """The relevance of each head, `{index of the layer: [B, H]}`, up to a factor of each example.
@@ -236,8 +240,11 @@ class _Tape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func is attention_op and self._layer is not None:
+            call, (with_lse, _) = Call(*args[: len(Call._fields)]), args[len(Call._fields) :]
+            if with_lse:
+                self._check_not_scored(self._layer, "asks for the lse of its rows, for which relevance has no rule")
             out, *rest = func(*args)
-            return self._attend(Call(*args[: len(Call._fields)]), out), *rest
+            return self._attend(call, out), *rest
         name = _name_of(func)
         carried = [x for x in tree_leaves((args, options)) if carries(x)]
         if not carried:

@@ -15,6 +15,7 @@ from heads_kernels.backends import select
 from heads_kernels.batch import expand_bias
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import check_excluded, check_heads, check_row_weights, check_rows, refuse
+from heads_kernels.offset_bias import diagonals
 from heads_kernels.ops import eager
 from heads_kernels.ops.statistics import AttentionStatistics, measure
 from heads_kernels.parse import parse
@@ -60,9 +61,11 @@ class AttentionCall:
         **kwargs: Any,
     ) -> AttentionCall:
         """The call `operator(*args, **kwargs)`, which is checked and does not run."""
-        given = signature(operator).bind_partial(*args).arguments
-        call = parse(operator.__name__, **given, **kwargs)[0]
-        return cls(call, self_attention, first=first)
+        arguments = signature(operator).bind(*args, **kwargs)
+        arguments.apply_defaults()  # of alpha
+        given = {name: each for name, each in arguments.arguments.items() if name not in ("return_lse", "backend")}
+        call = parse(operator.__name__, **given)[0]
+        return cls(call._replace(gate=None, gate_activation="identity", dropout_p=0.0), self_attention, first=first)
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("call", "__setstate__"):  # of a copy that has no attributes yet
@@ -102,36 +105,49 @@ class AttentionCall:
         if self.self_attention and self.call.T == self.call.S:
             return self._sees_itself
         lo, hi, first = self._bounds
+        if self._dense is not None and self._dense.shape[-2] > 1:
+            return self._pairs.any(2).any(1).expand(self.call.B, self.call.S)
         j = torch.arange(self.call.S, device=lo.device)
         some = (hi > lo).long()
         # How many more rows see a key than the one before it: a range adds 1 where it begins, and takes 1 at its end.
         more = some.new_zeros(*some.shape[:2], self.call.S + 1).scatter_add(2, lo, some).scatter_add(2, hi, -some)
         in_front = torch.minimum(hi, first).amax(2, keepdim=True)
-        seen = ((more.cumsum(2)[..., :-1] > 0) | (j < in_front)).any(1)
+        seen = (more.cumsum(2)[..., :-1] > 0) | (j < in_front)  # [B or 1, H or 1, S]
         if self.call.key_visible is not None:
-            seen = seen & self.call.key_visible
+            seen = seen & self.call.key_visible[:, None]
         if self._dense is not None:
-            seen = seen & self._dense.any(-2).any(1)
-        return seen.expand(self.call.B, self.call.S)
+            seen = seen & self._dense[:, :, 0]
+        return seen.any(1).expand(self.call.B, self.call.S)
 
     @property
     def is_causal(self) -> bool:
         """Whether no row sees a later key than its own. Reads the values of the mask."""
         own = self.own_keys
-        if bool((self._bounds[1] <= own + 1).all()):
+        if bool((self._bounds[1] <= (own + 1).clamp(min=0)).all()):
             return True
         dense = self._dense
         later = torch.arange(self.call.S, device=own.device) > own[:, None]
-        return dense is not None and dense.shape[-2:] == (self.call.T, self.call.S) and not bool((dense & later).any())
+        of_pairs = dense is not None and dense.shape[-2:] == (self.call.T, self.call.S)
+        return of_pairs and not bool((self._pairs & later).any())
+
+    @property
+    def _pairs(self) -> Tensor:
+        """bool `[B or 1, H or 1, T, S]`: what is visible, by mask and biases."""
+        return self.call.intervals._replace(dense_mask=self._dense).to_dense(
+            self.call.T, self.call.S, self.query.device
+        )
 
     @cached_property
     def _dense(self) -> Tensor | None:
-        """bool `[B or 1, H or 1, T or 1, S or 1]`: what a dense mask, and a bias, leave visible."""
-        dense, bias = self.call.dense_mask, self.call.bias
-        if bias is None:
-            return dense
-        visible = expand_bias(_visible_under(bias), self.call.B)
-        return visible if dense is None else visible & dense
+        """bool `[B or 1, H or 1, T or 1, S or 1]`: what a dense mask, and biases, leave visible."""
+        dense, bias, of_offsets = self.call.dense_mask, self.call.bias, self.call.offset_bias
+        if bias is not None:
+            visible = expand_bias(_visible_under(bias), self.call.B)
+            dense = visible if dense is None else visible & dense
+        if of_offsets is not None and bool((of_offsets == -torch.inf).any()):
+            visible = diagonals(of_offsets > -torch.inf, self.call.T, self.call.S)[None]
+            dense = visible if dense is None else visible & dense
+        return dense
 
     @cached_property
     def _bounds(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,14 +165,14 @@ class AttentionCall:
         own = self.own_keys
         lo, hi, first = self._bounds
         there = (own >= 0) & (own < self.call.S)
-        sees = (((lo <= own) | (own < first)) & (own < hi)).any(1) & there
+        sees = ((lo <= own) | (own < first)) & (own < hi) & there  # [B or 1, H or 1, T]
         own = own.clamp(0, max(self.call.S - 1, 0))
         if self.call.key_visible is not None:
-            sees = sees & self.call.key_visible[:, own]
+            sees = sees & self.call.key_visible[:, None, own]
         if self._dense is not None:
             dense = self._dense.expand(-1, -1, self.call.T, self.call.S)
-            sees = sees & dense[:, :, torch.arange(self.call.T, device=own.device), own].any(1)
-        return sees.expand(self.call.B, self.call.T)
+            sees = sees & dense[:, :, torch.arange(self.call.T, device=own.device), own]
+        return sees.any(1).expand(self.call.B, self.call.T)
 
     # ------------------------------------------------------------------ attention
     def statistics(

@@ -14,6 +14,7 @@ from torch import nn
 
 import heads_kernels as hk
 from heads_kernels.analysis import AttentionCall
+from heads_kernels.mask.terms import Dense
 from heads_kernels.nn import attention_call
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
@@ -27,13 +28,15 @@ REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
     mask, terms = hk.Mask(causal=True), {"scale": 0.5, "sinks": torch.ones(4)}
-    call = AttentionCall.of(hk.gated_attention, query, key, key, mask, **terms)
+    unread = {"gate": torch.rand(4), "dropout_p": 0.5, "return_lse": True, "backend": "eager"}
+    call = AttentionCall.of(hk.gated_attention, query, key, key, mask, **terms, **unread)
     second = torch.arange(6) == 1
     excluded = [None, second, second[None], torch.stack([second, ~second])]
     expected = [hk.attention_statistics(query, key, exclude_keys=keys, attn_mask=mask, **terms) for keys in excluded]
     assert call.real_queries.all()
     assert (call.scale, call.Hk, call.intervals.band_hi) == (0.5, 2, 1)
     assert call.sinks is terms["sinks"]
+    assert AttentionCall.of(hk.entmax_attention, query, key, key).alpha.tolist() == [1.5] * 4
     assert call.flops() == call.call.flops() > 0
     assert copy.deepcopy(call).call.sizes == (2, 4, 6, 6)
     assert_refused(
@@ -46,6 +49,26 @@ def test_the_arguments_of_a_call_are_parsed_once(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(call.statistics(keys)[:-1], statistics[:-1], rtol=0.0, atol=0.0)
 
 
+@pytest.mark.parametrize("how", ["mask", "bias", "offset bias"])
+@pytest.mark.parametrize(("T", "S", "self_attention"), [(6, 6, True), (6, 6, False), (3, 6, False), (6, 3, True)])
+def test_tokens_are_what_one_head_sees(T: int, S: int, self_attention: bool, how: str) -> None:
+    """By its window and what is hidden besides together, whatever other heads see by one of them."""
+    query, key, visible = torch.randn(2, 3, T, 4), torch.randn(2, 3, S, 4), torch.rand(2, 3, T, S) < 0.3
+    mask, bias = hk.Mask(causal="lower_right", window=[(0, 0), (2, 0), (-1, 0)]), None
+    if how == "mask":
+        mask = mask & hk.Mask.of((Dense(visible),))
+    elif how == "bias":
+        bias = torch.where(visible, 0.0, -torch.inf)
+    else:
+        bias = hk.OffsetBias(torch.where(torch.rand(3, T + S) < 0.5, 0.0, -torch.inf))
+    call = AttentionCall.of(hk.gated_attention, query, key, key, mask, bias=bias, self_attention=self_attention)
+    seen = (call.probabilities() > 0).any(1)
+    itself = torch.nn.functional.pad(seen, (T, 0))[:, torch.arange(T), call.own_keys + T]
+    assert torch.equal(call.real_queries, itself if self_attention else seen.any(2))
+    assert torch.equal(call.real_keys, itself if self_attention and T == S else seen.any(1))
+    assert call.is_causal
+
+
 HOLE = torch.tensor([[True, False, True, True]])
 ALONE, CROSS = hk.Mask(window=(0, 0)), {"self_attention": False}
 #: A document with keys and no rows.
@@ -53,11 +76,7 @@ PACKED = hk.Mask(document_ids=(torch.tensor([0, 2, 2]), torch.tensor([0, 1, 1, 2
 #: Rows and keys of a call, its mask and options, and which rows or keys of it are tokens.
 TOKENS: dict[str, tuple[int, int, Any, dict[str, Any], str, list[int]]] = {
     "rows before the first key": (5, 3, None, {}, "real_queries", [0, 0, 1, 1, 1]),
-    "dense rows before it": (5, 3, torch.ones(5, 3).bool(), {}, "real_queries", [0, 0, 1, 1, 1]),
     "rows that see a hole alone": (4, 4, ALONE & hk.Mask(key_mask=HOLE), CROSS, "real_queries", [1, 0, 1, 1]),
-    "a hole by a bias": (
-        4, 4, ALONE, CROSS | {"bias": torch.where(HOLE, 0.0, -torch.inf)}, "real_queries", [1, 0, 1, 1],
-    ),
     "keys between those that rows see": (3, 5, PACKED, CROSS, "real_keys", [1, 0, 0, 1, 0]),
 }  # fmt: skip
 

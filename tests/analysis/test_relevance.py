@@ -1,5 +1,6 @@
 """Layer-wise relevance propagation against Jacobians: every rule, whole models, outputs, refusals."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -404,7 +405,16 @@ REFUSED = {
 }
 
 
+@functools.wraps(hk.gated_attention)
+def in_parts(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    """Attention to halves of the keys, merged."""
+    halves = zip(key.chunk(2, 2), value.chunk(2, 2), strict=True)
+    return hk.merge_attention(*zip(*(hk.gated_attention(query, *h, return_lse=True) for h in halves), strict=True))[0]
+
+
 def test_unknown_functions_are_refused_by_name() -> None:
+    parts = Layers(hk.nn.GatedMultiheadAttention(8, 4, dtype=torch.float64))
+    parts.layers[0].operator = in_parts
     model, data, mixtral = spread(Encoder()), [random(2, 5, 8)], use(build("mixtral"))
     merged = hk.nn.MergedAttention(8, 4, dtype=torch.float64)
     assert_refused(
@@ -413,6 +423,7 @@ def test_unknown_functions_are_refused_by_name() -> None:
             for name, end in REFUSED.items()
         ),
         ((mixtral, [batch(mixtral)], token_two), "model computes div_, "),
+        ((parts, data, lambda m, b: m(b)[:, 0]), "layer 0 .* asks for the lse of its rows"),
         ((merged, data, lambda m, b: m(b, b.flip(1))[0][:, 0]), "layer 0 .* adds an average of rows to its heads"),
         of=relevance,
     )

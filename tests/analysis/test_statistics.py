@@ -13,7 +13,7 @@ import heads_kernels as hk
 from heads_kernels.analysis.statistics import MEASURES
 from tests.support import tiny_models
 from tests.support.alike import assert_alike
-from tests.support.nn_layers import Layers, spread
+from tests.support.nn_layers import Layers, calls_of, spread
 from tests.support.refusals import assert_refused
 
 use = hk.integrations.transformers.use
@@ -277,6 +277,22 @@ def test_rows_behind_a_cache() -> None:
         ({"data": [], "last_rows": 0}, "last_rows is 0; pass an int of at least 1"),
         of=partial(hk.analysis.received, model),
     )
+
+
+class Views(Layers):
+    """Layers that see other keys of one memory."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> None:
+        for layer, causal in zip(self.layers, (True, False), strict=True):
+            layer(x, memory, mask=hk.Mask(causal=causal))
+
+
+def test_distance_of_layers_that_see_other_keys() -> None:
+    model = Views(*(spread(hk.nn.GatedMultiheadAttention(16, 4, dtype=torch.float64)) for _ in range(2)))
+    batch = torch.randn(2, 3, 16, dtype=torch.float64), torch.randn(2, 9, 16, dtype=torch.float64)
+    maps = torch.stack([call.probabilities() for _, call in calls_of(model, *batch)])
+    expected = Maps(maps, maps[0, :, 0, :, 0] >= 0, maps[0, :, 0, 0] >= 0).divergences()
+    assert_alike(hk.analysis.distance(model, [batch]).matrix, expected, dtype=torch.float32)
 
 
 def test_places_are_exact_in_half_precision() -> None:
