@@ -92,7 +92,8 @@ def distance(
     code of Clark et al. 2019 sums over all rows and mixes `0.001 / S` into the probabilities first.
 
     Queries and keys of the layers are held for one batch. Probabilities are computed by blocks of rows, 1 MiB for all
-    heads together (or 8 rows); padding and keys hidden by causality are skipped.
+    heads together (or 8 rows); padding and keys hidden by causality are skipped. Layers with dense masks or biases need
+    a byte for each pair and head besides.
 
     Args:
         model, data: as in `statistics`.

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -264,8 +265,8 @@ def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
 
 
 # ---------------------------------------------------------------------- gates
-class _Ones(FixedGate):
-    """The gate of a layer that has none, while its heads are scored."""
+#: Gates that layers have while their heads are scored.
+_TEMPORARY: Final = WeakSet[nn.Module]()
 
 
 @contextmanager
@@ -275,12 +276,14 @@ def _gates(layers: list[AttentionLayer], layer: AttentionLayer, change: Callable
     `layers` are all of the model.
     """
     before = layer.gate
-    if isinstance(before, _Ones):
+    if before in _TEMPORARY:
         refuse(str(layer), "is scored by another call of importance", "wait for its end")
-    gate = _Ones(gates_of(layer)) if before is None else before
+    gate = FixedGate(gates_of(layer)) if before is None else before
     if sum(each.gate is gate for each in layers) > 1:  # a hook on it would change the gates of all of them
         gate = copy(gate)
         gate._forward_hooks = gate._forward_hooks.copy()
+    if gate is not before:
+        _TEMPORARY.add(gate)
     hook = gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
     try:
         layer.module.head_gate = gate

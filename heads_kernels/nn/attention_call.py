@@ -139,14 +139,19 @@ class AttentionCall:
 
     @cached_property
     def _dense(self) -> Tensor | None:
-        """bool `[B or 1, H or 1, T or 1, S or 1]`: what a dense mask, and biases, leave visible."""
+        """bool `[B or 1, H or 1, T or 1, S or 1]`: what a dense mask, and biases, leave visible.
+
+        A table of offsets hides keys by -inf and its lowest numbers alone: ALiBi's may differ by thousands.
+        """
         dense, bias, of_offsets = self.call.dense_mask, self.call.bias, self.call.offset_bias
         if bias is not None:
             visible = expand_bias(_visible_under(bias), self.call.B)
             dense = visible if dense is None else visible & dense
-        if of_offsets is not None and bool((of_offsets == -torch.inf).any()):
-            visible = diagonals(of_offsets > -torch.inf, self.call.T, self.call.S)[None]
-            dense = visible if dense is None else visible & dense
+        if of_offsets is not None:
+            seen = of_offsets > torch.finfo(of_offsets.dtype).min / 2
+            if not bool(seen.all()):
+                visible = diagonals(seen, self.call.T, self.call.S)[None]
+                dense = visible if dense is None else visible & dense
         return dense
 
     @cached_property

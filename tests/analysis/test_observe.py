@@ -70,13 +70,14 @@ def test_tokens_are_what_one_head_sees(T: int, S: int, self_attention: bool, how
 
 
 HOLE = torch.tensor([[True, False, True, True]])
-ALONE, CROSS = hk.Mask(window=(0, 0)), {"self_attention": False}
+ALONE, CROSS, LOWEST = hk.Mask(window=(0, 0)), {"self_attention": False}, torch.finfo(torch.float32).min
 #: A document with keys and no rows.
 PACKED = hk.Mask(document_ids=(torch.tensor([0, 2, 2]), torch.tensor([0, 1, 1, 2, 3])))
 #: Rows and keys of a call, its mask and options, and which rows or keys of it are tokens.
 TOKENS: dict[str, tuple[int, int, Any, dict[str, Any], str, list[int]]] = {
     "rows before the first key": (5, 3, None, {}, "real_queries", [0, 0, 1, 1, 1]),
     "rows that see a hole alone": (4, 4, ALONE & hk.Mask(key_mask=HOLE), CROSS, "real_queries", [1, 0, 1, 1]),
+    "what a table hides": (4, 4, ALONE, {"bias": hk.OffsetBias(torch.full((2, 8), LOWEST))}, "real_queries", [0] * 4),
     "keys between those that rows see": (3, 5, PACKED, CROSS, "real_keys", [1, 0, 0, 1, 0]),
 }  # fmt: skip
 
@@ -88,6 +89,14 @@ def test_what_is_a_token(name: str) -> None:
     query, key = torch.randn(1, 2, T, 4), torch.randn(1, 2, S, 4)
     call = AttentionCall.of(hk.gated_attention, query, key, key, mask, **options)
     assert getattr(call, side).tolist() == [list(map(bool, expected))]
+
+
+def test_a_later_key_that_is_hidden_too_is_none() -> None:
+    x, dense = torch.randn(1, 2, 6, 4), torch.ones(6, 6, dtype=torch.bool).tril()
+    dense[0, 5] = True
+    for keys, expected in ((5, True), (6, False)):
+        mask = hk.Mask.of((Dense(dense[None, None]),)) & hk.Mask(key_lengths=torch.tensor([keys]))
+        assert AttentionCall.of(hk.gated_attention, x, x, x, mask).is_causal == expected
 
 
 @pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf, None])

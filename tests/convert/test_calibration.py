@@ -78,6 +78,15 @@ def test_self_attention(rows: Tensor, keys: Tensor, is_causal: bool) -> None:
     assert_moments(found, expected)
 
 
+def test_cross_attention() -> None:
+    x, y = torch.randn(3, T, D_in), torch.randn(3, 5, D_in_k)
+    rows, keys = real(7, 2, 4), real(5, 1, 3)[:, :5]
+    found = Moments.of(x, y, query_mask=rows, key_mask=keys)
+    assert_moments(found, moments_by_hand([(x, y, rows, keys, False)]))
+    expected = moments_by_hand([(x, y, WHOLE, WHOLE[:, :5], False)])
+    assert_moments(Moments.of(x, y), expected)
+
+
 def test_a_row_of_sentences_added_to_each_sees_its_own_mean() -> None:
     """What a whole sentence of keys shares is no matter: the softmax does not see it."""
     x = torch.randn(3, T, D_in, dtype=torch.double)
