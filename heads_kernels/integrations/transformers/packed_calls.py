@@ -160,8 +160,7 @@ def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> Pa
         raise RunsPadded("it counts positions between tokens, and there is padding between real ones")
     if own.adds_zeros and keys is not None:
         raise RunsPadded("its cross-attention makes a bias of all pairs of the packed rows")
-    names = sorted(arguments, key=lambda name: name == "hidden_states")  # what cannot be packed is refused before it
-    packed = {name: _packed(mask, keys, name, arguments[name]) for name in names}
+    packed = {name: _packed(mask, keys, name, value) for name, value in arguments.items()}
     if keys is not None and arguments.get("encoder_attention_mask") is None:
         packed["encoder_attention_mask"] = mask.cross(keys)
     return PackedCall(mask, packed, (terms, *(each.kind for each in found)))
