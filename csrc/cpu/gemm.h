@@ -117,8 +117,8 @@ inline void multiply_columns(int64_t rows, Left<Operand, kDown> a, const Operand
 // A panel of B of this depth and 64 columns (16 KiB of float) stays in the first-level cache while all rows of A pass.
 constexpr int64_t kPanelDepth = 64;
 
-// With one or two rows, no average over numbers hides the error of a long chain of additions; the sums stay in the
-// first-level cache.
+// The same for one or two rows, whose few numbers don't average out the error of a long chain of additions. It costs
+// little: the sums of so few rows stay in the first-level cache.
 constexpr int64_t kPanelDepthOfFew = 8;
 
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns] by vectors; `columns` in whole ones.

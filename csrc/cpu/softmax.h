@@ -25,8 +25,8 @@ inline void hide(Real* scores, const KeySpan& keys, const VisibleRows<Real>& row
 // tiles after the first rescale the sums, and no unnormalised probability exceeds e^5.5 = 245.
 constexpr float kSlack = 5.5;
 
-// Weights of so many keys are summed before they are added to the sum of a tile: one large weight among small ones
-// makes every later addition of a long chain round in its units.
+// The weights of so many keys are summed first, and then added to the sum of a tile: after a large weight, every
+// addition of a small one would round to the precision of the large sum.
 constexpr int kKeysPerSum = 8;
 
 // Running reference (at most kSlack below the maximum) and sum of each query row.

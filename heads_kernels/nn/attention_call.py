@@ -104,9 +104,9 @@ class AttentionCall:
         those that some row sees."""
         if self.self_attention and self.call.T == self.call.S:
             return self._sees_itself
-        lo, hi, first = self._bounds
         if self._dense is not None and self._dense.shape[-2] > 1:
             return self._pairs.any(2).any(1).expand(self.call.B, self.call.S)
+        lo, hi, first = self._bounds
         j = torch.arange(self.call.S, device=lo.device)
         some = (hi > lo).long()
         # How many more rows see a key than the one before it: a range adds 1 where it begins, and takes 1 at its end.

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads_kernels.checks import check_tensor, refuse, shape_of
 from heads_kernels.mask import Mask
+
+
+class PackingKind(NamedTuple):
+    """How a batch is padded."""
+
+    moves: bool  # packing moves some tokens; of one row that is padded on the right it moves none
+    has_holes: bool  # there is padding between real tokens of a row
+    first: bool  # the first token of every row is real
+    last: bool  # the last one is
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,22 +45,15 @@ class Packing:
         return len(self.index) == self.sizes[0] * self.sizes[1]
 
     @cached_property
-    def kind(self) -> tuple[bool, bool, bool, bool]:
-        """Whether packing moves tokens (of one row that is padded on the right it moves none), whether there is padding
-        between real ones, and whether the first token of every row is real, and the last one."""
+    def kind(self) -> PackingKind:
+        """On a GPU this waits for the device."""
         N, (B, T) = len(self.index), self.sizes
         if self.is_whole or N == 0:
-            return False, False, True, True
+            return PackingKind(False, False, True, True)
         holes = ((self.index.diff() != 1) & (self.rows.diff() == 0)).any()
         first, last = ((self.columns == column).sum() == B for column in (0, T - 1))
         end, *found = torch.stack((self.index[-1], holes, first, last)).tolist()
-        has_holes, has_first, has_last = map(bool, found)
-        return end != N - 1, has_holes, has_first, has_last
-
-    @property
-    def has_holes(self) -> bool:
-        """Whether there is padding between real tokens of a row."""
-        return self.kind[1]
+        return PackingKind(end != N - 1, *map(bool, found))
 
     def pack(self, padded: Tensor) -> Tensor:
         """`[B or 1, T, ...]` as `[1, N, ...]`."""

@@ -52,8 +52,8 @@ class PreparedMask(BlockMask):
     """The mask of a forward pass, shared by all layers. Only `attention_forward` can read it.
 
     As a `BlockMask` it passes in transformers for a mask that is already prepared. Model code may read its shape, dtype
-    and device and pass it on. Any other use is refused: code that computes attention itself would add True and
-    False to its scores, which hides nothing.
+    and device and pass it on. Any other use is refused: code that computes attention itself would add True and False to
+    its scores, which hides nothing.
     """
 
     dtype = torch.bool

@@ -156,7 +156,7 @@ def packed_call(layer: Any, own: UnpaddedLayer, arguments: dict[str, Any]) -> Pa
         raise RunsPadded
     terms = tuple(type(term) for term in cast(Mask, mask.mask).terms)
     counts = own.distances or Window in terms or any(isinstance(each, RelativeBias) for each in arguments.values())
-    if counts and mask.rows.has_holes:
+    if counts and mask.rows.kind.has_holes:
         raise RunsPadded("it counts positions between tokens, and there is padding between real ones")
     if own.adds_zeros and keys is not None:
         raise RunsPadded("its cross-attention makes a bias of all pairs of the packed rows")

@@ -200,15 +200,15 @@ def _check_runs(model: Any, own: Pass, masks: dict[str, Any], asks: bool) -> Non
     """Refuse head masks for layers that run another attention function, and statistics in a model in use."""
     use = "call heads_kernels.integrations.transformers.use(model)"
     for name in masks:
-        run = [layer.runs for layer in own.arguments.get(name, [])]
-        others = [each for each in run if each != NAME]
-        if others and (own.is_one_stack[name] or NAME not in run):
+        functions = [layer.runs for layer in own.arguments.get(name, [])]
+        others = [each for each in functions if each != NAME]
+        if others and (own.is_one_stack[name] or NAME not in functions):
             was = f"is given to a {type(model).__name__}, whose layers run the attention function {others[0]!r}"
             refuse(name, f"{was}, which ignores it", use)
-    run = [layer.runs for layer in own.layers.values()]
-    if asks and run and hasattr(model, BEFORE) and NAME not in run:
+    functions = [layer.runs for layer in own.layers.values()]
+    if asks and functions and hasattr(model, BEFORE) and NAME not in functions:
         was = f"is True, but the layers of the {type(model).__name__} in use run the attention function"
-        refuse("output_attentions", f"{was} {run[0]!r}", f"{use}, or release(model) for maps")
+        refuse("output_attentions", f"{was} {functions[0]!r}", f"{use}, or release(model) for maps")
 
 
 def _end(model: Any, args: tuple[Any, ...], output: Any) -> None:
