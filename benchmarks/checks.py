@@ -85,14 +85,15 @@ def check(workload: Workload, settings: Settings) -> Check:
 
 
 def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, ...] | None]:
-    """The call itself; or, with more pairs than `_MOST_PAIRS`, some heads and batches of it, and where these are.
+    """The call itself; or, with more pairs (or numbers of keys) than `_MOST_PAIRS`, some heads and batches of it, and
+    where these are.
 
     Heads are the first and the last: where some are closed, an open and a closed one. Grouped ones are kept, all of
     them: another number would be another kernel's work. Of those a causal call has its first rows and keys, where it
     has more than twice as many pairs. Batches are evenly spread, and all of them under a mask.
     """
     p, most = inputs.parsed(), _MOST_PAIRS[inputs.dout.device.type]
-    matrix = p.T * p.S
+    matrix = max(p.T, p.query.shape[-1]) * p.S
     if p.B * p.H * matrix <= most:
         return inputs, None
     grouped = inputs.tensors["value"].shape[1] != p.H
