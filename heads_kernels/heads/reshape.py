@@ -62,7 +62,7 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
     for name in layer.layout.rows:
         if isinstance(rows_of_heads := getattr(module, name, None), nn.Parameter):
             replace(module, name, rows_of_heads[kept])
-    if layer.gate is not None:
+    if layer.gate is not None and layer.gate.num_heads == layer.num_heads:  # else another layer has it too
         layer.gate.keep(heads)
     if not hasattr(module, "kept_heads"):
         module.heads_before = layer.num_heads
