@@ -19,7 +19,7 @@ from heads_kernels.convert.features import METHODS
 from heads_kernels.convert.heads import Heads
 from heads_kernels.convert.rotary import AnyFactors, AnyHeads, AnyMoments, RotaryFactors, RotaryHeads
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
-from heads_kernels.heads.projected import has_products, with_projections
+from heads_kernels.heads.projected import why_not_shared, with_projections
 from heads_kernels.heads.reshape import check_can_share, check_has_products, share
 from heads_kernels.heads.saving import record_in_config
 from heads_kernels.heads.weights import ProjectedLayer, Projection
@@ -53,10 +53,11 @@ def collaborate(
         print(conversion)
 
     The scores of each layer are approximated with `Ds` features, computed from its weights in float64 (`Heads.fit`).
-    The scale does not change. The key bias, which does not affect the softmax, is dropped, and the query bias becomes a
-    content bias per head and key. With `calibration`, the features minimise the error of the scores on those inputs
-    instead of that of the weights; on MiniLM this reduces the error of the output by nine tenths. From the rank of all
-    heads on, at most `H D`, the result is exact, and a layer gets no more features than that.
+    The scale does not change. The key bias, which does not affect the softmax, is dropped (with softcap or sinks it
+    does: such a layer is refused), and the query bias becomes a content bias per head and key. With `calibration`, the
+    features minimise the error of the scores on those inputs instead of that of the weights; on MiniLM this reduces the
+    error of the output by nine tenths. From the rank of all heads on, at most `H D`, the result is exact, and a layer
+    gets no more features than that.
 
     In a layer with rotary positions, heads share pairs of features of the same frequency, which rotate as the heads'
     own do. Biases then stay, there is no content bias, and `Ds` is even.
@@ -224,9 +225,9 @@ def prepare(model: nn.Module, layers: Iterable[int | str] | None) -> list[Projec
     for layer in chosen:
         check_can_share(model, layer)
         is_ours = isinstance(layer.module, GatedMultiheadAttention)
-        if not is_ours and not has_products(layer.holder, layer.layout):  # a subclass may do more than its layout says
-            was = f"is a {type(layer.module).__name__}, whose scores are not products of its queries and keys"
-            refuse(str(layer), was, "leave it out: something comes between its projections and its scores")
+        # A subclass may do more than its layout says.
+        if not is_ours and (why := why_not_shared(layer.holder, layer.layout)) is not None:
+            refuse(str(layer), f"is a {type(layer.module).__name__}, {why}", "leave it out")
     return chosen
 
 

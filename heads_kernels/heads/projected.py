@@ -41,6 +41,9 @@ _FEATURES: Final = 8
 #: The gate of the heads that are open; its products are exact.
 _GATE: Final = 0.5
 
+#: The factor of a random bias of keys, so that softcap shows. Heuristic: scores of a hundred, where caps are 20 to 50.
+_SHIFT: Final = 64.0
+
 #: Results by structure of the module: None, or why its layout does not fit.
 _FOUND: dict[Any, str | None] = {}
 
@@ -152,12 +155,13 @@ def _apart() -> Iterator[None]:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def has_products(holder: nn.Module, layout: HeadLayout) -> bool:
-    """Whether the scores of a module are products of its queries and keys, with rotary positions by `layout.rotary`.
+def why_not_shared(holder: nn.Module, layout: HeadLayout) -> str | None:
+    """Why shared features would not compute what a module does, as a phrase that follows its name; None if they do.
 
-    In a random copy the features of queries are multiplied by large powers of two, so that a clamp shows, and those of
-    keys divided by them: products stay as they are. A module that does not run on random input counts as one that has
-    them.
+    Its scores must be products of its queries and keys, with rotary positions by `layout.rotary`: in a random copy the
+    features of queries are multiplied by large powers of two, so that a clamp shows, and those of keys divided by them.
+    Without such positions the bias of the keys, which adds one number to a row of scores, must not matter: a larger one
+    is left out. A module that does not run on random input passes.
     """
     with _apart():
         trial = _random_copy(holder, layout, NAME)
@@ -166,7 +170,7 @@ def has_products(holder: nn.Module, layout: HeadLayout) -> bool:
         tried = ((inputs, _run(trial, inputs)) for inputs in _inputs(trial, layer))
         inputs, whole = next((each for each in tried if isinstance(each[1], Tensor)), ({}, ""))
         if isinstance(whole, str):
-            return True
+            return None
         factors = 2.0 ** (12 * torch.randint(-1, 2, (Hk, D // 2 if layout.rotary else D)))
         factors = factors.repeat(1, 2) if layout.rotary else factors
         of_queries = factors.repeat_interleave(H // Hk, 0)
@@ -175,7 +179,16 @@ def has_products(holder: nn.Module, layout: HeadLayout) -> bool:
             linear.weight[rows] *= by.flatten()[:, None]
             if linear.bias is not None:
                 linear.bias[rows] *= by.flatten()
-        return not _differ(_run(trial, inputs), whole, _rounding(layer, whole))
+        if _differ(_run(trial, inputs), whole, _rounding(layer, whole)):
+            return "whose scores are not products of its queries and keys"
+        if layout.rotary or linear.bias is None:
+            return None
+        linear.bias[rows] *= _SHIFT
+        whole = _run(trial, inputs)
+        linear.bias[rows] = 0.0
+        if isinstance(whole, str) or _differ(_run(trial, inputs), whole, _SHIFT * _rounding(layer, whole)):
+            return "whose key bias, which would be dropped, changes its output: it has softcap or sinks"
+    return None
 
 
 @torch.inference_mode(False)

@@ -62,7 +62,7 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
     for name in layer.layout.rows:
         if isinstance(rows_of_heads := getattr(module, name, None), nn.Parameter):
             replace(module, name, rows_of_heads[kept])
-    if layer.gate is not None:
+    if layer.gate is not None and layer.gate.num_heads == layer.num_heads:  # else another layer has it too
         layer.gate.keep(heads)
     if not hasattr(module, "kept_heads"):
         module.heads_before = layer.num_heads
@@ -219,6 +219,8 @@ def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
             refuse("model", f"{was} itself", "pass a module that holds it: nn.Sequential(model)")
         if module._forward_hooks or module._forward_pre_hooks:
             refuse(str(layer), "has forward hooks, which would be lost", "remove them first: handle.remove()")
+        if "forward" in vars(module):
+            refuse(str(layer), "has a replaced forward, which would be lost", "restore its forward first")
         return
     if not names_attention_function(getattr(module, "config", None)):
         instead = "layers of transformers and hk.nn.GatedMultiheadAttention can be converted"
@@ -296,16 +298,18 @@ def _collaborative(layer: ProjectedLayer, dim: int, ragged: bool) -> Collaborati
         batch_first=old.batch_first,
         device="meta",
     ).train(old.training)
-    made.computes_padded_rows = old.computes_padded_rows
+    for name, value in vars(old).items():  # what was set on it
+        if name not in vars(made) and name not in ("head_dim", "num_key_heads", "_compiled_call_impl"):
+            setattr(made, name, value)
     assert made.content_proj is not None
     for linear, like in ((made.q_proj, layer.query), (made.k_proj, layer.key), (made.content_proj, layer.key)):
         _as_empty(linear, like)
     made.mixing = _mixing(layer, dim)
-    for name in ("v_proj", "out_proj", "gate_proj", "head_gate"):
-        setattr(made, name, getattr(old, name))
-    if hasattr(old, "kept_heads"):
-        made.register_buffer("kept_heads", old.get_buffer("kept_heads"), persistent=False)
-        made.heads_before = old.heads_before
+    for name, part in old.named_children():
+        if name not in ("q_proj", "k_proj"):
+            setattr(made, name, part)
+    for name, buffer in old.named_buffers(recurse=False):
+        made.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
     return made
 
 

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heads_kernels.backends import select
 from heads_kernels.batch import expand_bias
@@ -104,14 +104,14 @@ class AttentionCall:
         those that some row sees."""
         if self.self_attention and self.call.T == self.call.S:
             return self._sees_itself
-        if self._dense is not None and self._dense.shape[-2] > 1:
+        if self._dense is not None and self._dense.shape[-2] != 1:
             return self._pairs.any(2).any(1).expand(self.call.B, self.call.S)
         lo, hi, first = self._bounds
         j = torch.arange(self.call.S, device=lo.device)
         some = (hi > lo).long()
         # How many more rows see a key than the one before it: a range adds 1 where it begins, and takes 1 at its end.
         more = some.new_zeros(*some.shape[:2], self.call.S + 1).scatter_add(2, lo, some).scatter_add(2, hi, -some)
-        in_front = torch.minimum(hi, first).amax(2, keepdim=True)
+        in_front = nn.functional.pad(torch.minimum(hi, first), (0, 1)).amax(2, keepdim=True)  # 0 without rows
         seen = (more.cumsum(2)[..., :-1] > 0) | (j < in_front)  # [B or 1, H or 1, S]
         if self.call.key_visible is not None:
             seen = seen & self.call.key_visible[:, None]
@@ -171,7 +171,9 @@ class AttentionCall:
         lo, hi, first = self._bounds
         there = (own >= 0) & (own < self.call.S)
         sees = ((lo <= own) | (own < first)) & (own < hi) & there  # [B or 1, H or 1, T]
-        own = own.clamp(0, max(self.call.S - 1, 0))
+        own = own.clamp(0, self.call.S - 1)
+        if not self.call.S:  # there is no key to look up
+            return sees.any(1).expand(self.call.B, self.call.T)
         if self.call.key_visible is not None:
             sees = sees & self.call.key_visible[:, None, own]
         if self._dense is not None:

@@ -256,6 +256,9 @@ class Multihead(nn.Module, ABC):
         if source[0].shape[0] != key.shape[0]:
             was = f"holds batch {source[0].shape[0]}, but query has batch {key.shape[0]}"
             refuse("cache", was, "call reorder(beams) or reset() first")
+        heads = getattr(self, "num_key_heads", getattr(self, "num_value_heads", None))
+        if source[1].shape[2] != heads:  # of another layer, or filled before the layer was pruned
+            refuse("cache", f"holds values of {source[1].shape[2]} heads, but the layer has {heads}", "reset it")
         return source
 
     def _attend(self, query: Tensor, arguments: dict[str, Any], batch: Batch, beside: Tensor | None) -> Tensor:

@@ -68,8 +68,16 @@ def test_what_the_module_was_it_stays() -> None:
     old = model.train()[0]
     old.head_gate = gate = Gates([1.0, 0.0, 0.5, 1.0])
     old.q_proj.requires_grad_(False)
+    old.context = context = lambda operator, *arguments, **options: operator(*arguments, **options)
+    old.register_buffer("steps", torch.ones(3))
+    old.forward = old.forward
+    replaced = (lambda: hk.convert.collaborate(model, 10, progress=False), "has a replaced forward")
+    assert_refused(replaced, unchanged=[model])
+    del old.forward
     convert(model, 10)
     new = model[0]
+    assert new.context is context
+    assert new.steps is old.steps
     assert (new.scale, new.dropout, new.output_gate, new.training) == (0.3, 0.1, "head", True)
     assert (new.batch_first, new.ragged) == (False, True)
     assert new.head_gate is gate

@@ -231,9 +231,17 @@ def test_layers_that_cannot_be_read() -> None:
     )
 
 
-@pytest.mark.parametrize("change", [partial(nn.functional.normalize, dim=-1), partial(torch.clamp, min=-20, max=20)])
-def test_what_a_subclass_adds_is_found(change: Callable[[Tensor], Tensor]) -> None:
-    """A norm of queries, and a bound that random ones do not reach."""
+@pytest.mark.parametrize(
+    ("change", "terms", "words"),
+    [
+        (partial(nn.functional.normalize, dim=-1), {}, "scores are not products"),
+        (partial(torch.clamp, min=-20, max=20), {}, "scores are not products"),
+        (nn.Identity(), {"softcap": 50.0}, "key bias, .* softcap or sinks"),
+        (nn.Identity(), {"s_aux": torch.zeros(4)}, "key bias, .* softcap or sinks"),
+    ],
+)
+def test_what_a_subclass_adds_is_found(change: Callable[[Tensor], Tensor], terms: dict[str, Any], words: str) -> None:
+    """A norm of queries, a bound that random ones do not reach, and terms with which a bias of keys matters."""
 
     class Changed(transformers.models.vit.modeling_vit.ViTAttention):
         def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
@@ -241,13 +249,13 @@ def test_what_a_subclass_adds_is_found(change: Callable[[Tensor], Tensor]) -> No
                 each(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
                 for each in (self.q_proj, self.k_proj, self.v_proj)
             )
-            out, weights = ALL_ATTENTION_FUNCTIONS["heads_kernels"](self, change(query), key, value, None)
+            out, weights = ALL_ATTENTION_FUNCTIONS["heads_kernels"](self, change(query), key, value, None, **terms)
             return self.o_proj(out.flatten(2)), weights
 
     model = in_use("vit")
     model.layers[1].attention.__class__ = Changed
-    words = r"layer 1 .* is a Changed, whose scores are not products"
-    assert_refused((lambda: collaborate(model, 8, progress=False), words), unchanged=[model])
+    said = f"layer 1 .* is a Changed, whose {words}"
+    assert_refused((lambda: collaborate(model, 8, progress=False), said), unchanged=[model])
     collaborate(model, 8, layers=[0], progress=False)
 
 

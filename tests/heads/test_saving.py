@@ -229,14 +229,16 @@ def test_save_and_load(path: Path) -> None:
 
 def test_gates_are_restored_where_they_are_attached(path: Path) -> None:
     model = translator()
-    hk.heads.prune(model, {"encoder": [1]})
+    hk.heads.prune(model, {"encoder": [1], "decoder": [0]})
     hk.heads.gate(model, hk.nn.HardConcrete)
+    model.decoder.head_gate = model.encoder.head_gate
     model.encoder.head_gate.log_alpha.data.copy_(torch.tensor([-9.0, 0.5, 9.0]))
     hk.heads.save(model, path)
     fresh = translator(seed=1)
     words = r"which has cross\.head_gate\.log_alpha, .*hk.heads.gate"
     assert_refused((lambda: hk.heads.load(fresh, path), words), unchanged=[fresh])
     hk.heads.gate(fresh, hk.nn.HardConcrete)
+    fresh.decoder.head_gate = fresh.encoder.head_gate
     hk.heads.load(fresh, path)
     assert torch.equal(fresh.encoder.head_gate.export(), model.encoder.head_gate.export())
     assert_alike(translation(fresh), translation(model))

@@ -152,6 +152,7 @@ def test_the_source_of_encoder_decoder_attention_is_projected_once() -> None:
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:
     layer, x, cache = layer_of(), torch.randn(B, S, E).double(), hk.nn.KeyValueCache()
+    grouped = hk.nn.GatedMultiheadAttention(E, H, num_key_heads=2, dtype=x.dtype)
     filled = r"cache is filled while gradients.*no_grad"
     assert_refused(
         (lambda: layer(x, cache=hk.nn.KeyValueCache()), filled),
@@ -165,6 +166,7 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
             (lambda: layer(x, x.clone(), cache=cache), "cache holds the tokens of self-attention"),
             (lambda: layer(x, cache=of_source), "cache holds the source of encoder-decoder"),
             (lambda: layer(x[:1], x[:1].clone(), cache=of_source), "cache holds batch 2, but query has"),
+            (lambda: grouped(x, x.clone(), cache=of_source), "holds values of 4 heads, but the layer has 2"),
             (lambda: cache.reorder(torch.ones(2)), TypeError, "beams has"),
             (lambda: cache.reorder(torch.tensor([[0]])), "beams has"),
             (lambda: cache.reorder([0, 1]), TypeError, "beams is"),
