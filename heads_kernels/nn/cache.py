@@ -100,7 +100,7 @@ class KeyValueCache:
             was = f"holds {held}, but the call appends {come}"
             refuse("cache", was, "use it with one layer, batch and dtype, or reset it")
         capacity = self._stored[0].shape[1] if held else 0
-        if length > capacity:
+        if length > capacity or not held:
             capacity = max(length, 2 * capacity)
             grown = tuple(t.new_empty((t.shape[0], capacity, *t.shape[2:])) for t in new)
             for old, stored in zip(self._stored, grown, strict=False):

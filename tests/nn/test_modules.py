@@ -134,11 +134,11 @@ def test_gates_of_real_rows_are_not_spared_nan(name: str) -> None:
 @each_module
 @torch.no_grad()
 def test_decoding_is_the_full_pass(name: str) -> None:
-    """A prompt of three tokens, then one by one, padded at the left, while beams change places."""
+    """Of no tokens, three, then one by one, padded at the left, while beams change places."""
     layer, x, padded = with_gates(name), inputs(), PADDED.flip(1)
     full = run(layer, x, is_causal=True, key_padding_mask=padded)
     cache, order, steps, end = hk.nn.KeyValueCache(), torch.arange(B), [], 0
-    for tokens in x.split([3, 1, 1, 2], dim=1):
+    for tokens in x.split([0, 3, 1, 1, 2], dim=1):
         start, end = end, end + tokens.shape[1]
         merged = isinstance(layer, hk.nn.MergedAttention)
         hidden = padded[order, start if merged else 0 : end]
