@@ -112,7 +112,7 @@ def relevance(
         for batch in each_batch(data):
             batch = tree_map_only(Tensor, Tensor.detach, batch)  # the graph is the tape
             tape = _Tape(attention == "full", sums.keys())
-            of_modules = register_module_forward_hook(of_this_thread(_rule_of_module))
+            of_modules = register_module_forward_hook(of_this_thread(tape.leave))
             with of_modules, observe(model, tape.see), tape:
                 found = output(model, batch)
             for scores, start in _starts(found, tape):
@@ -185,14 +185,6 @@ def _ruled(output: Tensor, inputs: Sequence[Any], back: Back) -> Tensor:
     return ruled
 
 
-def _rule_of_module(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
-    """A forward hook of all modules: what those of `module_rule` compute inside is replaced by their rule."""
-    if not args or not carries(args[0]):
-        return None
-    step = module_rule(module, args[0], output)
-    return None if step is None else _ruled(output, *step)
-
-
 class _Tape(TorchFunctionMode):
     """Context manager in which autograd records what a model computes from its heads to its output, by the rules.
 
@@ -207,6 +199,7 @@ class _Tape(TorchFunctionMode):
         self.rows: dict[tuple[int, int], Tensor] = {}
         self._heads: list[tuple[int, Tensor]] = []  # index of the layer, and `[B, H, T, Dv]`
         self._layer: AttentionLayer | None = None  # whose attention is the next
+        self._running: AttentionLayer | None = None  # whose attention was the last, until its module returns
 
     def see(self, layer: AttentionLayer, call: AttentionCall) -> None:
         """An observer: the next attention is that of `layer`."""
@@ -215,6 +208,15 @@ class _Tape(TorchFunctionMode):
             self._check_not_scored(layer, "adds an average of rows to its heads, for which relevance has no rule")
         self._layer = layer
         self.rows[call.B, call.T] = call.real_queries
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        """A forward hook of all modules: what those of `module_rule` compute inside is replaced by their rule."""
+        if self._running is not None and module is self._running.module:
+            self._running = None
+        if not args or not carries(args[0]):
+            return None
+        step = module_rule(module, args[0], output)
+        return None if step is None else _ruled(output, *step)
 
     def _check_not_scored(self, layer: AttentionLayer, was: str) -> None:
         """Refuse a layer, if relevance goes through it to heads that get scores: its own, or of layers before it."""
@@ -245,6 +247,9 @@ class _Tape(TorchFunctionMode):
                 self._check_not_scored(self._layer, "asks for the lse of its rows, for which relevance has no rule")
             out, *rest = func(*args)
             return self._attend(call, out), *rest
+        if func is attention_op and self._running is not None:
+            was = "calls its operator again, of which its observer was not told"
+            self._check_not_scored(self._running, was)
         name = _name_of(func)
         carried = [x for x in tree_leaves((args, options)) if carries(x)]
         if not carried:
@@ -273,7 +278,7 @@ class _Tape(TorchFunctionMode):
         inputs = [x if carries(x) else x.detach().requires_grad_() for x in inputs]
         heads = _ruled(out, inputs, back)
         self._heads.append((self._layer.index, heads))
-        self._layer = None
+        self._layer, self._running = None, self._layer
         if self.full and any(map(carries, (call.bias, call.offset_bias, call.sinks))):
             heads.register_hook(refusing("attention", "whose bias depends on heads"))  # type: ignore[no-untyped-call]
         if call.gate is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class KeyValueCache:
         for token in tokens.split(1, dim=1):  # [B, 1, embed_dim]
             out, _ = layer(token, is_causal=True, cache=cache)
 
-    Its capacity doubles when it is full.
+    Its capacity doubles when it is full. A call that fails leaves it as it was.
 
     Raises:
         TypeError, ValueError: a call has another batch, width or dtype than the cache, or fills it while gradients are
@@ -49,6 +50,16 @@ class KeyValueCache:
         if appended:
             return self.length + positions
         return self.length if self._stored else positions
+
+    @contextmanager
+    def kept_on_error(self) -> Iterator[None]:
+        """If this block fails, nothing of it is cached: what is stored behind `length` is never read."""
+        before = self._stored, self.length, self._appended, self.running
+        try:
+            yield
+        except BaseException:
+            self._stored, self.length, self._appended, self.running = before
+            raise
 
     def __repr__(self) -> str:
         return f"KeyValueCache(length={self.length}, {_kinds(self._stored) or 'empty'})"

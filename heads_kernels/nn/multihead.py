@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -229,21 +230,22 @@ class Multihead(nn.Module, ABC):
             hides_rows=not self.computes_padded_rows,
             kept_heads=getattr(self, "kept_heads", None),
         )
-        operands = self.operands(rows, self._source(keys, values, cache, alone))
-        # The operator gets the unflattened batch dimensions, so that a bias that broadcasts is not expanded.
-        arguments: dict[str, Any] = {
-            name: each if each is None or name in ("mixing", "alpha") else unflatten(each, batch)
-            for name, each in operands.items()
-        }
-        arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
-        change, observer = None, self.observer  # read once: a block of another thread may end
-        if observer is not None:
-            change = observer(AttentionCall.of(self.operator, self_attention=alone, **arguments))
-        heads = self._attend(rows, arguments, batch, self.beside(rows, visible, cache))
-        heads = heads.transpose(1, 2)
-        if change is not None:
-            heads = change(heads)
-        output = unflatten(self.out_proj(heads.flatten(2)), batch)
+        with nullcontext() if cache is None else cache.kept_on_error():
+            operands = self.operands(rows, self._source(keys, values, cache, alone))
+            # The operator gets the unflattened batch dimensions, so that a bias that broadcasts is not expanded.
+            arguments: dict[str, Any] = {
+                name: each if each is None or name in ("mixing", "alpha") else unflatten(each, batch)
+                for name, each in operands.items()
+            }
+            arguments |= {"attn_mask": visible, "bias": bias, "scale": self.scale}
+            change, observer = None, self.observer  # read once: a block of another thread may end
+            if observer is not None:
+                change = observer(AttentionCall.of(self.operator, self_attention=alone, **arguments))
+            heads = self._attend(rows, arguments, batch, self.beside(rows, visible, cache))
+            heads = heads.transpose(1, 2)
+            if change is not None:
+                heads = change(heads)
+            output = unflatten(self.out_proj(heads.flatten(2)), batch)
         return output if self.batch_first else output.transpose(0, 1), None
 
     def _source(self, key: Tensor, value: Tensor, cache: KeyValueCache | None, alone: bool) -> tuple[Tensor, ...]:

@@ -414,6 +414,8 @@ def in_parts(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
 def test_unknown_functions_are_refused_by_name() -> None:
     parts = Layers(hk.nn.GatedMultiheadAttention(8, 4, dtype=torch.float64))
     parts.layers[0].operator = in_parts
+    twice = Layers(hk.nn.GatedMultiheadAttention(8, 4, dtype=torch.float64))
+    twice.layers[0].operator = wraps(hk.gated_attention)(lambda *a, **k: sum(hk.gated_attention(*a, **k) for _ in "ab"))
     model, data, mixtral = spread(Encoder()), [random(2, 5, 8)], use(build("mixtral"))
     assert_refused(
         *(
@@ -422,6 +424,7 @@ def test_unknown_functions_are_refused_by_name() -> None:
         ),
         ((mixtral, [batch(mixtral)], token_two), "model computes div_, "),
         ((parts, data, lambda m, b: m(b)[:, 0]), "layer 0 .* asks for the lse of its rows"),
+        ((twice, data, lambda m, b: m(b)[:, 0]), "layer 0 .* calls its operator again"),
         of=relevance,
     )
 

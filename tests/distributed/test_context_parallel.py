@@ -152,6 +152,18 @@ def test_half_precision_of_a_ring(operator: str) -> None:
         assert error <= most * of_one_call, (name, error, of_one_call)
 
 
+@pytest.mark.processes(4)
+def test_sums_of_a_ring() -> None:
+    """Gradients of bfloat16 are summed in float32: 256 + 1/2 + 1/2 + 1/2 is 256 in bfloat16, term by term."""
+    first = torch.distributed.get_rank() == 0
+    sign = 1.0 - 2.0 * (torch.distributed.get_rank() % 2)  # of values, so that the output is 0
+    large = 1024.0 if first else 2.0
+    parts = [torch.full((1, 1, 1, 1), each).bfloat16().requires_grad_() for each in (0.0, sign * large, sign)]
+    out = context_of("ring")(hk.gated_attention, **dict(zip(PARTS, parts, strict=False)))  # probabilities of 1/4
+    out.backward(torch.full_like(out, large))
+    assert (parts[0].grad, parts[2].grad) == (258 * large, 258)
+
+
 @OPERATORS
 @pytest.mark.processes("W")
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)

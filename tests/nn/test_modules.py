@@ -142,6 +142,8 @@ def test_decoding_is_the_full_pass(name: str) -> None:
         start, end = end, end + tokens.shape[1]
         merged = isinstance(layer, hk.nn.MergedAttention)
         hidden = padded[order, start if merged else 0 : end]
+        with pytest.raises(ValueError, match="key_mask has"):  # which changes nothing
+            run(layer, tokens[order], order, mask=hk.Mask(key_mask=torch.ones(1, 9) > 0), cache=cache)
         out = run(layer, tokens[order], order, is_causal=True, key_padding_mask=hidden, cache=cache)
         steps.append(out[order.argsort()])
         beams = torch.tensor([1, 0])
