@@ -210,7 +210,7 @@ class _Tape(TorchFunctionMode):
         self.rows[call.B, call.T] = call.real_queries
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
-        """A forward hook of all modules: what those of `module_rule` compute inside is replaced by their rule."""
+        """A forward hook of all modules: a layer ends, and what those of `module_rule` compute follows their rule."""
         if self._running is not None and module is self._running.module:
             self._running = None
         if not args or not carries(args[0]):
@@ -248,7 +248,7 @@ class _Tape(TorchFunctionMode):
             out, *rest = func(*args)
             return self._attend(call, out), *rest
         if func is attention_op and self._running is not None:
-            was = "calls its operator again, of which its observer was not told"
+            was = "calls an operator again, of which no observer was told"
             self._check_not_scored(self._running, was)
         name = _name_of(func)
         carried = [x for x in tree_leaves((args, options)) if carries(x)]

@@ -53,11 +53,11 @@ def collaborate(
         print(conversion)
 
     The scores of each layer are approximated with `Ds` features, computed from its weights in float64 (`Heads.fit`).
-    The scale does not change. The key bias, which does not affect the softmax, is dropped (with softcap or sinks it
-    does: such a layer is refused), and the query bias becomes a content bias per head and key. With `calibration`, the
-    features minimise the error of the scores on those inputs instead of that of the weights; on MiniLM this reduces the
-    error of the output by nine tenths. From the rank of all heads on, at most `H D`, the result is exact, and a layer
-    gets no more features than that.
+    The scale does not change. The key bias, which does not affect the softmax, is dropped (where it does, with
+    softcap or sinks, the layer is refused), and the query bias becomes a content bias per head and key. With
+    `calibration`, the features minimise the error of the scores on those inputs instead of that of the weights; on
+    MiniLM this reduces the error of the output by nine tenths. From the rank of all heads on, at most `H D`, the result
+    is exact, and a layer gets no more features than that.
 
     In a layer with rotary positions, heads share pairs of features of the same frequency, which rotate as the heads'
     own do. Biases then stay, there is no content bias, and `Ds` is even.

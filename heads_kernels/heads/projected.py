@@ -174,7 +174,7 @@ def why_not_shared(holder: nn.Module, layout: HeadLayout) -> str | None:
         factors = 2.0 ** (12 * torch.randint(-1, 2, (Hk, D // 2 if layout.rotary else D)))
         factors = factors.repeat(1, 2) if layout.rotary else factors
         of_queries = factors.repeat_interleave(H // Hk, 0)
-        for projection, by in ((layer.query, of_queries), (layer.key, 1 / factors)):
+        for projection, by in ((layer.query, of_queries), (layer.key, 1 / factors)):  # the last is read below
             rows, linear = projection.features(range(projection.heads)), projection.linear
             linear.weight[rows] *= by.flatten()[:, None]
             if linear.bias is not None:
@@ -187,7 +187,7 @@ def why_not_shared(holder: nn.Module, layout: HeadLayout) -> str | None:
         whole = _run(trial, inputs)
         linear.bias[rows] = 0.0
         if isinstance(whole, str) or _differ(_run(trial, inputs), whole, _SHIFT * _rounding(layer, whole)):
-            return "whose key bias, which would be dropped, changes its output: it has softcap or sinks"
+            return "whose key bias, which would be dropped, changes its output (as with softcap or sinks)"
     return None
 
 

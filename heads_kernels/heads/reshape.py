@@ -62,7 +62,7 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
     for name in layer.layout.rows:
         if isinstance(rows_of_heads := getattr(module, name, None), nn.Parameter):
             replace(module, name, rows_of_heads[kept])
-    if layer.gate is not None and layer.gate.num_heads == layer.num_heads:  # else another layer has it too
+    if layer.gate is not None and layer.gate.num_heads == layer.num_heads:  # else it is cut already: it is shared
         layer.gate.keep(heads)
     if not hasattr(module, "kept_heads"):
         module.heads_before = layer.num_heads
@@ -298,17 +298,19 @@ def _collaborative(layer: ProjectedLayer, dim: int, ragged: bool) -> Collaborati
         batch_first=old.batch_first,
         device="meta",
     ).train(old.training)
-    for name, value in vars(old).items():  # what was set on it
+    for name, value in vars(old).items():  # attributes that were set on it
         if name not in vars(made) and name not in ("head_dim", "num_key_heads", "_compiled_call_impl"):
-            setattr(made, name, value)
+            vars(made)[name] = value
     assert made.content_proj is not None
     for linear, like in ((made.q_proj, layer.query), (made.k_proj, layer.key), (made.content_proj, layer.key)):
         _as_empty(linear, like)
     made.mixing = _mixing(layer, dim)
-    for name, part in old.named_children():
+    for name, part in old._modules.items():
         if name not in ("q_proj", "k_proj"):
             setattr(made, name, part)
-    for name, buffer in old.named_buffers(recurse=False):
+    for name, parameter in old.named_parameters(recurse=False, remove_duplicate=False):
+        setattr(made, name, parameter)
+    for name, buffer in old.named_buffers(recurse=False, remove_duplicate=False):
         made.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
     return made
 

@@ -53,7 +53,7 @@ class KeyValueCache:
 
     @contextmanager
     def kept_on_error(self) -> Iterator[None]:
-        """If this block fails, nothing of it is cached: what is stored behind `length` is never read."""
+        """If this block fails, the cache is as before; tensors may have changed past `length`, which is never read."""
         before = self._stored, self.length, self._appended, self.running
         try:
             yield
@@ -100,7 +100,7 @@ class KeyValueCache:
             was = f"holds {held}, but the call appends {come}"
             refuse("cache", was, "use it with one layer, batch and dtype, or reset it")
         capacity = self._stored[0].shape[1] if held else 0
-        if length > capacity or not held:
+        if length > capacity or not held:  # without tokens too: of no positions
             capacity = max(length, 2 * capacity)
             grown = tuple(t.new_empty((t.shape[0], capacity, *t.shape[2:])) for t in new)
             for old, stored in zip(self._stored, grown, strict=False):

@@ -259,7 +259,7 @@ class Multihead(nn.Module, ABC):
             was = f"holds batch {source[0].shape[0]}, but query has batch {key.shape[0]}"
             refuse("cache", was, "call reorder(beams) or reset() first")
         heads = getattr(self, "num_key_heads", getattr(self, "num_value_heads", None))
-        if source[1].shape[2] != heads:  # of another layer, or filled before the layer was pruned
+        if heads is not None and source[1].shape[2] != heads:  # of another layer, or from before it lost key heads
             refuse("cache", f"holds values of {source[1].shape[2]} heads, but the layer has {heads}", "reset it")
         return source
 

@@ -424,7 +424,7 @@ def test_unknown_functions_are_refused_by_name() -> None:
         ),
         ((mixtral, [batch(mixtral)], token_two), "model computes div_, "),
         ((parts, data, lambda m, b: m(b)[:, 0]), "layer 0 .* asks for the lse of its rows"),
-        ((twice, data, lambda m, b: m(b)[:, 0]), "layer 0 .* calls its operator again"),
+        ((twice, data, lambda m, b: m(b)[:, 0]), "layer 0 .* calls an operator again"),
         of=relevance,
     )
 

@@ -70,6 +70,7 @@ def test_what_the_module_was_it_stays() -> None:
     old.q_proj.requires_grad_(False)
     old.context = context = lambda operator, *arguments, **options: operator(*arguments, **options)
     old.register_buffer("steps", torch.ones(3))
+    old.register_parameter("bound", nn.Parameter(torch.ones(2)))
     old.forward = old.forward
     replaced = (lambda: hk.convert.collaborate(model, 10, progress=False), "has a replaced forward")
     assert_refused(replaced, unchanged=[model])
@@ -77,7 +78,7 @@ def test_what_the_module_was_it_stays() -> None:
     convert(model, 10)
     new = model[0]
     assert new.context is context
-    assert new.steps is old.steps
+    assert (new.steps, new.bound) == (old.steps, old.bound)
     assert (new.scale, new.dropout, new.output_gate, new.training) == (0.3, 0.1, "head", True)
     assert (new.batch_first, new.ragged) == (False, True)
     assert new.head_gate is gate

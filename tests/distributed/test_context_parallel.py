@@ -154,7 +154,7 @@ def test_half_precision_of_a_ring(operator: str) -> None:
 
 @pytest.mark.processes(4)
 def test_sums_of_a_ring() -> None:
-    """Gradients of bfloat16 are summed in float32: 256 + 1/2 + 1/2 + 1/2 is 256 in bfloat16, term by term."""
+    """Gradients of bfloat16 queries and values are summed in float32: 256 and three times 1/2 is 256 in bfloat16."""
     first = torch.distributed.get_rank() == 0
     sign = 1.0 - 2.0 * (torch.distributed.get_rank() % 2)  # of values, so that the output is 0
     large = 1024.0 if first else 2.0
