@@ -158,8 +158,7 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Operand, kDown>
     if (r && v && k) {
       multiply_tiles(r, v, k, a.data, a.stride, b, ldb, c, ldc, accumulate);
       // An empty remainder costs 40 ns, a tenth of the products of a pair of tiles.
-      if (k < depth)
-        multiply_vectors(r, v, depth - k, rows_of(a.depth(k), a.stride), b + k * ldb, ldb, c, ldc, true);
+      if (k < depth) multiply_vectors(r, v, depth - k, rows_of(a.depth(k), a.stride), b + k * ldb, ldb, c, ldc, true);
       if (v < columns) multiply_vectors(r, columns - v, depth, a, b + v, ldb, c + v, ldc, accumulate);
       if (r < rows)
         multiply_vectors(rows - r, columns, depth, rows_of(a.row(r), a.stride), b, ldb, c + r * ldc, ldc, accumulate);
