@@ -85,8 +85,8 @@ def check(workload: Workload, settings: Settings) -> Check:
 
 
 def _part(inputs: Inputs) -> tuple[Inputs, tuple[slice, ...] | None]:
-    """The call itself; or, with more pairs (or numbers of keys) than `_MOST_PAIRS`, some heads and batches of it, and
-    where these are.
+    """The call itself; or, with more pairs, or numbers in the keys of its heads, than `_MOST_PAIRS`, some heads and
+    batches of it, and where these are.
 
     Heads are the first and the last: where some are closed, an open and a closed one. Grouped ones are kept, all of
     them: another number would be another kernel's work. Of those a causal call has its first rows and keys, where it

@@ -248,7 +248,7 @@ class _Tape(TorchFunctionMode):
             out, *rest = func(*args)
             return self._attend(call, out), *rest
         if func is attention_op and self._running is not None:
-            was = "calls an operator again, of which no observer was told"
+            was = "calls an operator again before it returns, for which relevance has no rule"
             self._check_not_scored(self._running, was)
         name = _name_of(func)
         carried = [x for x in tree_leaves((args, options)) if carries(x)]

@@ -62,7 +62,7 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
     for name in layer.layout.rows:
         if isinstance(rows_of_heads := getattr(module, name, None), nn.Parameter):
             replace(module, name, rows_of_heads[kept])
-    if layer.gate is not None and layer.gate.num_heads == layer.num_heads:  # else it is cut already: it is shared
+    if layer.gate is not None and layer.gate.num_heads == layer.num_heads:  # else it is shared, and cut already
         layer.gate.keep(heads)
     if not hasattr(module, "kept_heads"):
         module.heads_before = layer.num_heads

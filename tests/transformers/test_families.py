@@ -37,6 +37,9 @@ PADDED = {
     **dict.fromkeys(tiny_models.PAIRS, "attention_mask is a tensor for pairs"),
     **dict.fromkeys(tiny_models.NEVER_PADDED, ""),  # no warning
 }
+#: Families with gradients in which rounding grows: those of stock code in float32 are off by 1,264 units of eps. They
+#: are compared in float64; some steps of the models are float32 still.
+SENSITIVE = {"deepseek_v2"}
 #: Families of which some layers run packed, and what the warning says of the others.
 PARTLY_PADDED = {
     "beam": "attention_scaling has shape [1, 1, 9, 1]",
@@ -99,12 +102,16 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 def test_equals_stock(family: Family) -> None:
     """Outputs of real tokens and gradients of all weights; after `release`, the model of before."""
+    dtype = None
+    if family.name in SENSITIVE:
+        stock, dtype = family.copy().double(), torch.float32
+        family = family._replace(stock=stock, expected=family.with_gradients(stock))
     model = family.copy()
     assert use(model) is model
-    assert_alike(family.with_gradients(model), family.expected)
+    assert_alike(family.with_gradients(model), family.expected, dtype=dtype)
     release(model)
     assert structure(model) == structure(family.stock)
-    assert_alike(family.outputs(model), family.expected["outputs"])
+    assert_alike(family.outputs(model), family.expected["outputs"], dtype=dtype)
 
 
 def test_statistics_are_those_of_the_maps(family: Family) -> None:
