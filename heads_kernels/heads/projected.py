@@ -174,18 +174,19 @@ def why_not_shared(holder: nn.Module, layout: HeadLayout) -> str | None:
         factors = 2.0 ** (12 * torch.randint(-1, 2, (Hk, D // 2 if layout.rotary else D)))
         factors = factors.repeat(1, 2) if layout.rotary else factors
         of_queries = factors.repeat_interleave(H // Hk, 0)
-        for projection, by in ((layer.query, of_queries), (layer.key, 1 / factors)):  # the last is read below
+        for projection, by in ((layer.query, of_queries), (layer.key, 1 / factors)):
             rows, linear = projection.features(range(projection.heads)), projection.linear
             linear.weight[rows] *= by.flatten()[:, None]
             if linear.bias is not None:
                 linear.bias[rows] *= by.flatten()
         if _differ(_run(trial, inputs), whole, _rounding(layer, whole)):
             return "whose scores are not products of its queries and keys"
-        if layout.rotary or linear.bias is None:
+        bias, rows = layer.key.linear.bias, layer.key.features(range(layer.key.heads))
+        if layout.rotary or bias is None:
             return None
-        linear.bias[rows] *= _SHIFT
+        bias[rows] *= _SHIFT
         whole = _run(trial, inputs)
-        linear.bias[rows] = 0.0
+        bias[rows] = 0.0
         if isinstance(whole, str) or _differ(_run(trial, inputs), whole, _SHIFT * _rounding(layer, whole)):
             return "whose key bias, which would be dropped, changes its output (as with softcap or sinks)"
     return None

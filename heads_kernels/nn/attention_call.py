@@ -171,9 +171,9 @@ class AttentionCall:
         lo, hi, first = self._bounds
         there = (own >= 0) & (own < self.call.S)
         sees = ((lo <= own) | (own < first)) & (own < hi) & there  # [B or 1, H or 1, T]
-        own = own.clamp(0, self.call.S - 1)
-        if not self.call.S:  # there is no key to look up
+        if self.call.S == 0:  # there is no key to look up
             return sees.any(1).expand(self.call.B, self.call.T)
+        own = own.clamp(0, self.call.S - 1)
         if self.call.key_visible is not None:
             sees = sees & self.call.key_visible[:, None, own]
         if self._dense is not None:
