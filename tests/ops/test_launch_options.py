@@ -104,7 +104,7 @@ class Kernel:
         if self.compiled is None:
             mode: Any = _async_compile.active_mode.get()
             if mode is not None:
-                job = id(self), self.compile, self.keep, lambda failed: None
+                job = id(self), lambda: mock.MagicMock(made=self.compile()), self.keep, lambda failed: None
                 mode.submit(*job[:_SUBMITTED])
                 return None
             self.keep(self.compile())
@@ -135,6 +135,7 @@ class TestKernelsOfAStep:
     @pytest.fixture
     def nothing_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launching, "_KEPT", {})
+        monkeypatch.setattr(launching, "driver", mock.Mock())
 
     @staticmethod
     def launch(kernel: Kernel, like: Any = None) -> None:
@@ -155,6 +156,7 @@ class TestKernelsOfAStep:
         # Once to collect them, while the first launch waits; then as without that.
         assert runs == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 1, 0]]
         assert all(each.compiled is not None for each in kernels)
+        assert launching.driver.active.launcher_cls.call_count == 3
 
     def test_a_compiled_kernel_is_launched_at_once(self) -> None:
         kernel = Kernel()

@@ -208,13 +208,20 @@ def _compile(uncompiled: _Uncompiled) -> None:
     The error of a kernel that does not compile is raised where it is launched.
     """
     with ThreadPoolExecutor(len(uncompiled.jobs)) as pool:
-        futures = {pool.submit(compile): keep for compile, keep in uncompiled.jobs.values()}
+        futures = {pool.submit(_compile_one, compile): keep for compile, keep in uncompiled.jobs.values()}
         if wait(futures, _SILENT).not_done:
             text = "Triton compiles %d kernel(s) for a new kind of call; its cache keeps them"
             _LOGGER.warning(text, len(futures))
         for future, keep in futures.items():
             if future.exception() is None:
                 keep(future.result())
+
+
+def _compile_one(compile: Callable[[], Any]) -> Any:
+    """A kernel, and the C function that launches it: Triton 3.6 compiles one for each, and keeps it in its cache."""
+    compiled = compile()
+    driver.active.launcher_cls(compiled.src, compiled.metadata)
+    return compiled
 
 
 def _collect_facts(values: tuple[Any, ...], facts: list[object]) -> None:
