@@ -54,6 +54,8 @@ T=67 S=66 D=72 Dv=40
 T=67 S=66 D=16 Dv=72
 T=67 S=66 D=64 Dv=64
 T=90 S=90 B=1 D=72 Dv=72
+T=70 S=330 B=1 H=2 Hk=1 D=24 Dv=80 rows=random
+T=70 S=330 B=1 H=2 Hk=1 D=72 Dv=72 lo=-3 hi=2 nan=value
 T=65 H=6 Hk=2
 S=70 H=3 Hk=3
 T=66 S=70 H=6 Hk=3 Hv=3

@@ -58,37 +58,42 @@ struct TileScratch {
   Real* kept_maxima;  // [tiles of keys][64 / kKeysPerMaximum][64]
   int32_t* near;      // [64 / kLanes][tiles of keys * 64]
   KeySpan* kept;      // [tiles of keys]
+  int64_t window;     // keys of a window
   Panel<Operand> key, value;
 
   static constexpr int64_t kWeights = kNumbers<Operand> == 1 ? 0 : BLOCK_N * BLOCK_M / kNumbers<Operand>;
   static int64_t width(const Attention<Real, Operand>& op) { return row_stride<Real>(std::max(op.D, op.Dv)); }
-  static int64_t bytes(const Attention<Real, Operand>& op) { return bytes_of<TileScratch>(op, int64_t{1}); }
+  static int64_t bytes(const Attention<Real, Operand>& op, int64_t window = BLOCK_N) {
+    return bytes_of<TileScratch>(op, int64_t{1}, window);
+  }
   // `op` has D and, with entmax, the number of tiles of keys that a query tile keeps; `tiles`: how many query tiles may
-  // read a window.
-  TileScratch(Workspace& w, const Attention<Real, Operand>& op, int64_t tiles)
+  // read a window; `window`: its keys.
+  TileScratch(Workspace& w, const Attention<Real, Operand>& op, int64_t tiles, int64_t window = BLOCK_N)
       : rows(w.take<Real>(BLOCK_M * width(op))),
         row(w.take<Real>(width(op))),
-        scores(w.take<Real>(BLOCK_N * BLOCK_M)),
+        scores(w.take<Real>(window * BLOCK_M)),
         bias(w.take<Real>(BLOCK_N * BLOCK_M)),
         bias_rows(w.take<Real>(BLOCK_M * row_stride<Real>(BLOCK_N))),
         slope(w.take<Real>(BLOCK_N * BLOCK_M)),
-        weights(w.take<Operand>(kWeights)),
+        weights(w.take<Operand>(window / BLOCK_N * kWeights)),
         kept_scores(w.take<Real>(op.kept_tiles * BLOCK_N * BLOCK_M)),
         kept_maxima(w.take<Real>(op.kept_tiles * (BLOCK_N / kKeysPerMaximum) * BLOCK_M)),
         near(w.take<int32_t>(op.kept_tiles * BLOCK_N * (BLOCK_M / kLanes<Real>))),
         kept(w.take<KeySpan>(op.kept_tiles)),
-        key(w, op.D, tiles > 1),
-        value(w, op.Dv, tiles > 1) {}
+        window(window),
+        key(w, op.D, tiles > 1, window),
+        value(w, op.Dv, tiles > 1, window) {}
 };
 
 // pairs[n][m] (+)= sum over k of keys[n][k] * rows[k][m] of the pairs of a tile that intervals leave visible; others
-// are undefined.
+// are undefined, as are those from the last key to `padded`.
 template <typename Real, typename Operand>
-inline void multiply_visible(const VisibleRows<Real>& visible, const KeySpan& tile, int64_t depth,
+inline void multiply_visible(const VisibleRows<Real>& visible, const KeySpan& tile, int64_t padded, int64_t depth,
                              const Left<Operand, false>& keys, const Operand* rows, Real* pairs, bool accumulate) {
   visible.template for_keys<kProductUnit<Operand>>(tile, [&](Range n, Range m) {
-    multiply(n.end - n.begin, m.end - m.begin, depth, rows_of(keys.row(n.begin), keys.stride), rows + m.begin, BLOCK_M,
-             pairs + n.begin * BLOCK_M + m.begin, BLOCK_M, accumulate);
+    multiply((n.end < tile.count() ? n.end : padded) - n.begin, m.end - m.begin, depth,
+             rows_of(keys.row(n.begin), keys.stride), rows + m.begin, BLOCK_M, pairs + n.begin * BLOCK_M + m.begin,
+             BLOCK_M, accumulate);
   });
 }
 
@@ -133,8 +138,9 @@ inline Scored<Real> score_tile(const QueryTile<Real, Operand>& tile, const KeySp
   }
   for (const Range& range : head.features) {
     const int64_t first = range.begin / kNumbers<Operand>;
-    multiply_visible(visible, keys, ceil_div(range.end, kNumbers<Operand>) - first,
-                     rows_of(key.data + first, key.stride), tile.query + first * BLOCK_M, scores, started);
+    const int64_t end = range.end < head.D ? ceil_div(range.end, kNumbers<Operand>) : steps_along<Operand>(head.D);
+    multiply_visible(visible, keys, scratch.key.padded(keys), end - first, rows_of(key.data + first, key.stride),
+                     tile.query + first * BLOCK_M, scores, started);
     started = true;
   }
   if (!started) std::memset(scores, 0, sizeof(Real) * BLOCK_M * keys.count());
@@ -153,19 +159,22 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
                               Range columns, const Head<Real>& head, const VisibleRows<Real>& visible,
                               const Real* weights, bool packed, const TileScratch<Real, Operand>& scratch, Real* sum,
                               bool accumulate) {
-  const int64_t width = columns.end - columns.begin;
+  const int64_t width = columns.end - columns.begin, padded = kTiled<Operand> ? round_up(width, kLanes<Real>) : width;
   KeySpan checked = keys;
   checked.full = keys.full && head.order == Real(0);  // entmax gives visible keys a weight of 0 too
   const Summands<Operand> rows = panel.summands(source, window, checked, columns);
   const Operand* right =
       packed ? scratch.weights : right_operand(weights, rows.first, keys.count(), visible.columns, scratch.weights);
+  const int64_t last = ceil_div(rows.first + keys.count(), kNumbers<Operand>);
+  if (last < rows.steps)
+    std::memset(scratch.weights + last * BLOCK_M, 0, sizeof *right * BLOCK_M * (rows.steps - last));
   sum += columns.begin * BLOCK_M;
   visible.template for_lanes<kProductUnit<Operand>>(keys, [&](Range m, Range n) {
     const int64_t first = (rows.first + n.begin) / kNumbers<Operand>;
-    const int64_t end = ceil_div(rows.first + n.end, kNumbers<Operand>);
+    const int64_t end = n.end < keys.count() ? ceil_div(rows.first + n.end, kNumbers<Operand>) : rows.steps;
     Left<Operand, kNumbers<Operand> == 1> matrix = rows.matrix;
     matrix.data = matrix.depth(first);
-    multiply(width, m.end - m.begin, n.end > n.begin ? end - first : 0, matrix, right + first * BLOCK_M + m.begin,
+    multiply(padded, m.end - m.begin, n.end > n.begin ? end - first : 0, matrix, right + first * BLOCK_M + m.begin,
              BLOCK_M, sum + m.begin, BLOCK_M, accumulate);
   });
   for (int64_t key : *rows.aside) {
@@ -211,7 +220,7 @@ inline void attend(QueryTile<Real, Operand>* tiles, int64_t count, const Dropout
                    TileScratch<Real, Operand>& scratch) {
   const TileUnit<Operand> unit;
   const KeySpan all{0, std::numeric_limits<int64_t>::max()};
-  for_visible_pairs(tiles, count, all, [&](QueryTile<Real, Operand>& tile, const KeySpan& window, KeySpan keys) {
+  for_visible_pairs(tiles, count, all, scratch.window, [&](auto& tile, const KeySpan& window, KeySpan keys) {
     const Head<Real>& head = tile.head;
     const VisibleRows<Real>& visible = tile.visible;
     Real* scores = scratch.scores;

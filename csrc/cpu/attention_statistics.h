@@ -157,7 +157,7 @@ void received_by_keys(const StatisticsParams& params, const Attention<Real, Real
         tile->share = rows.share.data() + row;
         op.pack(b, h, tile->visible, scratch.rows, tile->query);
       }
-      for_visible_pairs(tiles, count, range, [&](SharesTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
+      for_visible_pairs(tiles, count, range, BLOCK_N, [&](auto& tile, const KeySpan& window, const KeySpan& keys) {
         if (!score_tile(tile, window, keys, scratch).any) return;
         if (!keys.full) hide(scratch.scores, keys, tile.visible, tile.visible.columns);
         tile.add(scratch.scores, keys.count(), sum + keys.begin - range.begin);
@@ -193,7 +193,7 @@ void attention_statistics(const StatisticsParams& params) {
       if (visible.any) op.pack(at.b, at.h, visible, scratch.rows, tile->query);
     }
     const KeySpan all{0, op.S};
-    for_visible_pairs(tiles, count, all, [&](StatisticsTile<Real>& tile, const KeySpan& window, const KeySpan& keys) {
+    for_visible_pairs(tiles, count, all, BLOCK_N, [&](auto& tile, const KeySpan& window, const KeySpan& keys) {
       if (!score_tile(tile, window, keys, scratch).any) return;
       if (!keys.full) hide(scratch.scores, keys, tile.visible, tile.visible.columns);
       const uint8_t* excluded = params.excluded ? params.excluded + tile.head.b * params.excluded_stride : nullptr;

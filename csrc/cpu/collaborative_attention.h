@@ -43,6 +43,8 @@ inline void mix_queries(const float* queries, const VisibleRows<float>& visible,
       }
     }
   }
+  const int64_t end = ceil_div(D, 2);
+  std::memset(query + end * BLOCK_M, 0, sizeof *query * BLOCK_M * (packed<Pair>(D) - end));
 }
 
 // One thread processes one group of heads of one batch element: dQ and dK are summed over the heads

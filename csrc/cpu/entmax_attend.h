@@ -101,7 +101,7 @@ inline void attend_entmax(QueryTile<Real, Operand>& tile, const DropoutParams& d
   int64_t count = 0, maxima = 0;
   alignas(64) Real top[BLOCK_M];
   std::fill_n(top, BLOCK_M, kHidden<Real>);
-  for_visible_pairs(&tile, 1, KeySpan{0, std::numeric_limits<int64_t>::max()},
+  for_visible_pairs(&tile, 1, KeySpan{0, std::numeric_limits<int64_t>::max()}, BLOCK_N,
                     [&](auto&, const KeySpan& window, KeySpan keys) {
                       Real* const scores = scratch.scores = scratch.kept_scores + count * BLOCK_N * BLOCK_M;
                       const Scored<Real> scored = score_tile(tile, window, keys, scratch);

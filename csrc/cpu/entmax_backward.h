@@ -187,7 +187,7 @@ inline void attend_entmax_backward(BackwardTile<Real, Operand>& tile, const Drop
 
   NearTile<Real>* const tiles = scratch.near_tiles;
   int64_t count = 0, kept = 0;
-  for_visible_pairs(&tile, 1, range, [&](auto&, const KeySpan& window, const KeySpan& keys) {
+  for_visible_pairs(&tile, 1, range, BLOCK_N, [&](auto&, const KeySpan& window, const KeySpan& keys) {
     NearTile<Real>& near = *new (tiles + count) NearTile<Real>{
         keys, scratch.kept_scores + kept * BLOCK_M, scratch.kept_slopes + kept * BLOCK_M, 0, {}};
     find_near_tile(tile, window, scratch, near);

@@ -13,6 +13,12 @@ constexpr int64_t packed(int64_t width) {
   return round_up(ceil_div(width, kNumbers<Operand>), kLanes<Operand>);
 }
 
+// Steps of a product along rows of `width` numbers, which are 0 past it: whole tiles with AMX.
+template <typename Operand>
+constexpr int64_t steps_along(int64_t width) {
+  return kTiled<Operand> ? packed<Operand>(width) : ceil_div(width, kNumbers<Operand>);
+}
+
 // Weights [keys][64] as the factor that is broadcast; pairs are packed into `buffer`.
 template <typename Real>
 inline Left<Real, false> left_operand(const Real* weights, int64_t, int64_t, Real*) {
@@ -47,11 +53,18 @@ inline Real* staging(Real* operand, Real*) {
 }
 inline float* staging(Pair*, float* rows) { return rows; }
 
+// Clears the rows of pairs after those of `count` numbers, up to a whole vector of them, which AMX multiplies at once.
+inline void clear_rows(Pair* operand, int64_t stride, int64_t count) {
+  const int64_t rows = ceil_div(count, 2), rest = kTiled<Pair> ? round_up(rows, kLanes<Pair>) - rows : 0;
+  std::memset(operand + rows * stride, 0, sizeof *operand * rest * stride);
+}
+
 // rows [count][stride] as the factor that is read by vectors; `width` in whole vectors.
 template <typename Real>
 inline void pack_rows(const Real*, int64_t, int64_t, int64_t, Real*) {}
 inline void pack_rows(const float* rows, int64_t stride, int64_t count, int64_t width, Pair* operand) {
   pair_rows(rows, stride, 0, count, width, operand, stride);
+  clear_rows(operand, stride, count);
 }
 
 // The same of rows that are pairs already, in whole vectors of them; false if a number is not finite.
@@ -67,10 +80,12 @@ inline bool couple_rows(const Pair* rows, int64_t stride, int64_t count, int64_t
       if (c + kLanes<Pair> < width) store(both + kLanes<Pair>, couple<1>(a, b));
     }
   }
+  clear_rows(operand, stride, count);
   return finite;
 }
 
-// rows [count][stride] transposed, [width][64], as the factor that is read by vectors; both sizes in whole vectors.
+// rows [count][stride] transposed, [width][64], as the factor that is read by vectors; both sizes in whole vectors of
+// Real. Pairs past the width are 0, in whole vectors.
 // `scratch` is as large as the rows, and may be the rows.
 template <typename Real>
 inline void pack_transposed(const Real* rows, int64_t stride, int64_t count, int64_t width, Real*, Real* operand) {

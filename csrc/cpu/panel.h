@@ -14,6 +14,7 @@ template <typename Operand>
 struct Summands {
   Left<Operand, kNumbers<Operand> == 1> matrix;  // pairs run along the sum
   int64_t first;                                 // rows that come before: 0 or 1
+  int64_t steps;                                 // of `matrix` that can be read, finite past the rows
   const std::vector<int64_t>* aside;             // rows of the window that were left out
 };
 
@@ -36,22 +37,25 @@ struct Held {
   }
 };
 
-// A window of up to BLOCK_N rows in Real. Rows that several query tiles read are copied once, next to each other (rows
+// A window of up to `keys` rows in Real. Rows that several query tiles read are copied once, next to each other (rows
 // in the projections' layout [B, T, H, D] are a page apart, and reading them there costs more than the copy); rows of
 // another dtype are widened; others are read in place.
 template <typename Real>
 class Panel {
  public:
   // `shared`: more than one query tile reads a window.
-  Panel(Workspace& workspace, int64_t width, bool shared)
-      : buffer_(workspace.take<Real>(BLOCK_N * row_stride<Real>(width))),
-        finite_(workspace.take<Real>(BLOCK_N * row_stride<Real>(width))),
+  Panel(Workspace& workspace, int64_t width, bool shared, int64_t keys = BLOCK_N)
+      : buffer_(workspace.take<Real>(keys * row_stride<Real>(width))),
+        finite_(workspace.take<Real>(keys * row_stride<Real>(width))),
         stride_(row_stride<Real>(width)),
         width_(width),
         shared_(shared) {}
 
   // Called where other rows are in the place of those of an earlier window.
   void forget() { held_ = {}; }
+
+  // How many rows products may read from the first key of a tile on.
+  static int64_t padded(const KeySpan& tile) { return tile.count(); }
 
   // Rows [tile.begin, tile.end), which are in [window.begin, window.end).
   Left<Real, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
@@ -83,12 +87,12 @@ class Panel {
       }
       matrix = {finite_, stride_};
     }
-    return {columns_of(matrix.data, matrix.stride), 0, &aside_};
+    return {columns_of(matrix.data, matrix.stride), 0, tile.count(), &aside_};
   }
 
  private:
-  Real* buffer_;  // [BLOCK_N][stride_]
-  Real* finite_;  // [BLOCK_N][stride_] without NaN and infinity
+  Real* buffer_;  // [keys][stride_]
+  Real* finite_;  // [keys][stride_] without NaN and infinity
   int64_t stride_, width_;
   bool shared_;
   Held held_{};  // in the buffer
@@ -99,13 +103,20 @@ class Panel {
 template <>
 class Panel<Pair> {
  public:
-  Panel(Workspace& workspace, int64_t width, bool)
-      : rows_(workspace.take<Pair>(BLOCK_N * stride(width))),
-        transposed_(workspace.take<Pair>(packed<Pair>(width) * BLOCK_N)),
-        scratch_(workspace.take<Pair>(packed<Pair>(width) * BLOCK_N)),
+  Panel(Workspace& workspace, int64_t width, bool, int64_t keys = BLOCK_N)
+      : rows_(workspace.take<Pair>(keys * stride(width))),
+        transposed_(workspace.take<Pair>(packed<Pair>(width) * keys)),
+        scratch_(workspace.take<Pair>(packed<Pair>(width) * keys)),
+        half_(keys / 2),
         width_(width) {}
 
   void forget() { held_ = {}; }
+
+  // With AMX in whole tiles, also of rows that fill a window up. They depend on the keys alone: tiles and vectors add
+  // in another order, and `window` depends on the tiles that share it.
+  static int64_t padded(const KeySpan& tile) {
+    return (kTiled<Pair> ? round_up(tile.end, kProductUnit<Pair>) : tile.end) - tile.begin;
+  }
 
   Left<Pair, false> rows(const Rows& source, const KeySpan& window, const KeySpan& tile) {
     if (!held_.hold(source, window)) {
@@ -117,6 +128,8 @@ class Panel<Pair> {
         for (int64_t at = 0; contiguous && at < 2 * width_; at += 64) __builtin_prefetch(next + at, 0, 2);
         copy_words(reinterpret_cast<const BFloat16*>(source.at(window.begin + r)), width_, rows_ + r * stride(width_));
       }
+      const int64_t rest = filled(window) - window.count();
+      std::memset(rows_ + window.count() * stride(width_), 0, sizeof *rows_ * rest * stride(width_));
       turned_ = false;
     }
     return rows_of<Pair>(rows_ + (tile.begin - window.begin) * stride(width_), stride(width_));
@@ -126,33 +139,32 @@ class Panel<Pair> {
     rows(source, window, tile);
     if (!turned_) transpose_window(window);
     turned_ = true;
-    const int64_t offset = tile.begin - window.begin;
-    const Pair* first = transposed_ + columns.begin * (BLOCK_N / 2) + offset / 2;
-    return {rows_of(first, BLOCK_N / 2), offset % 2, &aside_};
+    const int64_t offset = tile.begin - window.begin, first = offset % 2;
+    const int64_t steps = ceil_div(padded({tile.begin - first, tile.end}), 2);
+    return {rows_of(transposed_ + columns.begin * half_ + offset / 2, half_), first, steps, &aside_};
   }
 
  private:
-  Pair* rows_;        // [BLOCK_N][stride(width_)]
-  Pair* transposed_;  // [width_][BLOCK_N / 2]
-  Pair* scratch_;     // [width_ / 2][BLOCK_N]
-  int64_t width_;
+  Pair* rows_;        // [keys][stride(width_)]
+  Pair* transposed_;  // [width_][half_]
+  Pair* scratch_;     // [width_ / 2][keys]
+  int64_t half_, width_;
   Held held_{};
   bool turned_ = false;  // `transposed_` holds the window
   std::vector<int64_t> aside_;
 
   static int64_t stride(int64_t width) { return packed<Pair>(width); }
+  // Rows of a window, with rows of 0 that fill it up.
+  static int64_t filled(const KeySpan& window) { return round_up(padded(window), 2 * kLanes<Pair>); }
 
   void transpose_window(const KeySpan& window) {
-    const int64_t count = round_up(window.count(), 2 * kLanes<Pair>);
-    for (int64_t r = window.count(); r < count; ++r)
-      std::memset(rows_ + r * stride(width_), 0, 4 * packed<Pair>(width_));
-    transpose_pairs(rows_, stride(width_), transposed_, BLOCK_N / 2, count, 2 * packed<Pair>(width_), scratch_);
+    transpose_pairs(rows_, stride(width_), transposed_, half_, filled(window), 2 * packed<Pair>(width_), scratch_);
     aside_.clear();
     for (int64_t r = 0; r < window.count(); ++r) {
       if (all_finite(rows_ + r * stride(width_), packed<Pair>(width_))) continue;
       aside_.push_back(window.begin + r);
       const uint32_t others = r % 2 ? 0x0000ffffu : 0xffff0000u;
-      for (int64_t w = 0; w < width_; ++w) transposed_[w * (BLOCK_N / 2) + r / 2].bits &= others;
+      for (int64_t w = 0; w < width_; ++w) transposed_[w * half_ + r / 2].bits &= others;
     }
   }
 };

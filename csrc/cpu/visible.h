@@ -10,7 +10,7 @@
 namespace hk::HK_LEVEL {
 
 constexpr int BLOCK_M = 64;  // query rows of a tile: four vectors of 16 float lanes, the widest register tile
-constexpr int BLOCK_N = 64;  // keys of a tile: scores [64][64] and one key tile of D = 64 fit the first-level cache
+constexpr int BLOCK_N = 64;  // keys of a window: scores [64][64] and one key tile of D = 64 fit the first-level cache
 
 // Products of a tile leave out blocks of this many keys and rows where intervals hide all of them.
 constexpr int kUnit = 16;
@@ -288,16 +288,17 @@ struct VisibleRows {
 };
 
 // Calls body(tile, window, keys) for every query tile and window in `range`, window by window in ascending order;
-// `keys` is the nonempty part that the tile sees. Windows end at multiples of BLOCK_N, so that padding changes no sum.
+// `keys` is the nonempty part that the tile sees. Windows end at multiples of `width`, so that padding changes no sum.
 template <typename QueryTile, typename Body>
-inline void for_visible_pairs(QueryTile* tiles, int64_t count, const KeySpan& range, Body body) {
+inline void for_visible_pairs(QueryTile* tiles, int64_t count, const KeySpan& range, int64_t width, Body body) {
   int64_t begin = range.end, end = range.begin;
   for (int64_t i = 0; i < count; ++i) {
     begin = std::min(begin, std::max(range.begin, tiles[i].visible.begin()));
     end = std::max(end, std::min(range.end, tiles[i].visible.hull_hi));
   }
+  begin -= begin % 2;  // pairs of keys are the same whatever the tiles
   while (begin < end) {
-    const KeySpan window{begin, std::min(end, (begin / BLOCK_N + 1) * BLOCK_N)};
+    const KeySpan window{begin, std::min(end, (begin / width + 1) * width)};
     for (int64_t i = 0; i < count; ++i) {
       const KeySpan keys = tiles[i].visible.part(window);
       if (keys.begin < keys.end) body(tiles[i], window, keys);
