@@ -29,13 +29,13 @@ from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import FEWEST_KEYS, describable, load_values, store_tile, tiles_in
 from heads_kernels.ops.triton.operands import (
-    Gate,
+    Cells,
     Operands,
     Place,
     RowLse,
     Rows,
     Splits,
-    gate_of,
+    cells_of,
     grouped_heads_of,
     operands_of,
     row_lse_of,
@@ -74,7 +74,7 @@ class SplitParts(NamedTuple):
 @triton.jit
 def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.constexpr):
     """A program computes BLOCK_M rows of `out` of one head. For a closed head it only writes zeros."""
-    place = place_of_rows(of, sizes, TILE)
+    place = place_of_rows(of, tl.program_id(0), sizes, TILE)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     tiles = KeyTiles(key_tiles, value_tiles)
     attended = attend(of, tiles, place, opened(sizes, taking_part), TILE)
@@ -176,7 +176,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     grouped = not whole and key_tiles > 1 and is_grouped(call)
     programs = _programs(call, tiles, grouped)
     splits = 1 if whole else key_splits(T, programs, key_tiles, call.query)
-    of, gate = operands_of(call, grouped), gate_of(call.gate)
+    of, gate = operands_of(call, grouped), cells_of(call.gate)
     written = OutputsWritten(rows_of(out), rows_of(attended) if attended.numel() else None, row_lse_of(lse))
     if splits == 1 and not grouped:
         of = with_tile_lists(call, of, tiles)
@@ -217,17 +217,15 @@ def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, co
     The programs share the `count` tiles of BLOCK_M rows of all heads. Heads are mostly open: a program of its own for
     each of their tiles would take longer to start than to end.
     """
-    BLOCK_M: tl.constexpr = TILE.block_m
-    H, T = sizes.H, sizes.T
+    T = sizes.T
     for number in tl.range(tl.program_id(0), count, tl.num_programs(0), disable_licm=True):
-        b, h, first_row = own_rows(of, number, H, T, BLOCK_M)
+        place = place_of_rows(of, number, sizes, TILE)
+        b, h, rows = place.b, place.h, place.at
         if open_rows(gate, b, h, T, TILE) == 0:
-            rows = first_row + tl.arange(0, BLOCK_M)
-            place = Place(b, h, h // sizes.group, first_row, rows)
             attended = attend(of, KeyTiles(key_tiles, value_tiles), place, sizes, TILE)
-            do = load_values(dout, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
+            do = load_values(dout, b, h, place.first, rows < T, TILE.block_m, TILE).to(tl.float32)
             products = tl.where(attended.sees[:, None], do * attended.rows, 0.0)
-            at = dgate_rows + (b * H + h).to(tl.int64) * T + rows
+            at = dgate_rows + (b * sizes.H + h).to(tl.int64) * T + rows
             tl.store(at, tl.sum(products, 1), mask=rows < T)
             tl.debug_barrier()  # entmax's list of tiles has been read before the next one is written
 
@@ -260,7 +258,7 @@ def _has_descriptors(call: Call) -> bool:
 
 
 def _launch(
-    kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Gate | None, *others: Any, programs: int,
+    kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Cells | None, *others: Any, programs: int,
 ) -> None:  # fmt: skip
     if call.alpha is not None:
         shape = programs, -(-call.S // tiles.block_n)
