@@ -90,7 +90,6 @@ def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool
         if not closed_grad:
             grad = grad.masked_fill(gate == 0, 0.0)
     else:
-        check_choice("gate_activation", activation, GATE_ACTIVATIONS)
         opened = torch.sigmoid(gate.to(grad.dtype))
         slope = opened * (1 - opened) if activation == "sigmoid" else opened
         # Fully masked rows have gradient 0, even where their logits are NaN.
