@@ -226,10 +226,9 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Ten
     sizes = sizes_of(call)
     constants = tile_constants(call, tiles)
     if call.mixing is None:
-        written = Written(rows_of(dquery))
         launch(
             _gated_queries_kernel, B * H * row_tiles, call.query, tiles,
-            of, first.reads, written, sizes, TILE=constants,
+            of, first.reads, Written(rows_of(dquery)), sizes, TILE=constants,
         )  # fmt: skip
         return
     splits = splits_of(H, B * row_tiles, call.query)
