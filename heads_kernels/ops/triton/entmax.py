@@ -157,7 +157,7 @@ def _centers_kernel(of, reads, centers, dalpha, support, sizes, TILE: tl.constex
     BLOCK_N: tl.constexpr = TILE.block_n
     T, S = sizes.T, sizes.S
     tiles = tl.cdiv(T, BLOCK_M)
-    place = place_of_rows(of, tl.program_id(0), sizes, TILE)
+    place = place_of_rows(of, sizes, TILE)
     b, h, first_row, rows = place.b, place.h, place.first, place.at
     taking_part = open_rows(reads.gate, b, h, T, TILE)
     lo, hi = ranges(of.visible, b, h, rows, taking_part, S)  # [BLOCK_M]

@@ -74,7 +74,7 @@ class SplitParts(NamedTuple):
 @triton.jit
 def _forward_kernel(of, key_tiles, value_tiles, gate, written, sizes, TILE: tl.constexpr):
     """A program computes BLOCK_M rows of `out` of one head. For a closed head it only writes zeros."""
-    place = place_of_rows(of, tl.program_id(0), sizes, TILE)
+    place = place_of_rows(of, sizes, TILE)
     taking_part = open_rows(gate, place.b, place.h, sizes.T, TILE)
     tiles = KeyTiles(key_tiles, value_tiles)
     attended = attend(of, tiles, place, opened(sizes, taking_part), TILE)
@@ -217,15 +217,17 @@ def _closed_kernel(of, key_tiles, value_tiles, gate, dout, dgate_rows, sizes, co
     The programs share the `count` tiles of BLOCK_M rows of all heads. Heads are mostly open: a program of its own for
     each of their tiles would take longer to start than to end.
     """
-    T = sizes.T
+    BLOCK_M: tl.constexpr = TILE.block_m
+    H, T = sizes.H, sizes.T
     for number in tl.range(tl.program_id(0), count, tl.num_programs(0), disable_licm=True):
-        place = place_of_rows(of, number, sizes, TILE)
-        b, h, rows = place.b, place.h, place.at
+        b, h, first_row = own_rows(of, number, H, T, BLOCK_M)
         if open_rows(gate, b, h, T, TILE) == 0:
+            rows = first_row + tl.arange(0, BLOCK_M)
+            place = Place(b, h, h // sizes.group, first_row, rows)
             attended = attend(of, KeyTiles(key_tiles, value_tiles), place, sizes, TILE)
-            do = load_values(dout, b, h, place.first, rows < T, TILE.block_m, TILE).to(tl.float32)
+            do = load_values(dout, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
             products = tl.where(attended.sees[:, None], do * attended.rows, 0.0)
-            at = dgate_rows + (b * sizes.H + h).to(tl.int64) * T + rows
+            at = dgate_rows + (b * H + h).to(tl.int64) * T + rows
             tl.store(at, tl.sum(products, 1), mask=rows < T)
             tl.debug_barrier()  # entmax's list of tiles has been read before the next one is written
 

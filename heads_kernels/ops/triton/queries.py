@@ -96,7 +96,7 @@ def _gated_queries_kernel(of, reads, written, sizes, TILE: tl.constexpr):
     """A program owns BLOCK_M query rows of a head, in the order of the forward kernel. The rows of query and dout, and
     the sum, stay on chip. For a closed head it only writes zeros."""
     BLOCK_M: tl.constexpr = TILE.block_m
-    place = place_of_rows(of, tl.program_id(0), sizes, TILE)
+    place = place_of_rows(of, sizes, TILE)
     b, h, first_row, rows = place.b, place.h, place.first, place.at
     taking_part = open_rows(reads.gate, b, h, sizes.T, TILE)
     lo, hi = ranges(of.visible, b, h, rows, taking_part, sizes.S)  # [BLOCK_M]

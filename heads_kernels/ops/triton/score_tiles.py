@@ -116,9 +116,9 @@ def own_rows(of, program, H, T, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def place_of_rows(of, program, sizes, TILE: tl.constexpr):
-    """The place of a `program` that owns rows of one head."""
-    b, h, first_row = own_rows(of, program, sizes.H, sizes.T, TILE.block_m)
+def place_of_rows(of, sizes, TILE: tl.constexpr):
+    """The place of a program that owns rows of one head."""
+    b, h, first_row = own_rows(of, tl.program_id(0), sizes.H, sizes.T, TILE.block_m)
     return Place(b, h, h // sizes.group, first_row, first_row + tl.arange(0, TILE.block_m))
 
 

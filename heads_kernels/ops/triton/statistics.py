@@ -53,7 +53,7 @@ def _statistics_kernel(of, results, shares, sizes, TILE: tl.constexpr):
 
     `shares` is None if `received` is not requested.
     """
-    place = place_of_rows(of, tl.program_id(0), sizes, TILE)
+    place = place_of_rows(of, sizes, TILE)
     seen = accumulate(of, KeyTiles(), place, None, None, sizes, TILE)
     terms = of.terms
     scale_log2 = softmax_scale(sizes.scale, terms)
