@@ -298,10 +298,7 @@ class _Attention(torch.autograd.Function):
         if found is None:
             found = backward_op(*saved, *call, needs, ctx.backend)
         sums = iter(found)
-        grads: list[Any] = [next(sums) if need else None for need in needs]
-        for at in range(_OF_KERNELS, len(OPERANDS)):
-            if needs[at]:
-                grads[at] = finish(OPERANDS[at], grads[at], call)
+        grads = [finish(name, next(sums), call) if need else None for name, need in zip(OPERANDS, needs, strict=True)]
         if create_graph:
             inputs = dout, dlse, *call.operands
             grads = _FirstOrderOnly.apply(call.operator, len(grads), *grads, *inputs)  # type: ignore[no-untyped-call]

@@ -81,10 +81,9 @@ def is_decoding(call: Call) -> bool:
 def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     """Fill `gradients`, except empty ones."""
     call, dout, cells = _single(call), contiguous_rows(saved.dout), _dense_cells(call)
-    gate = call.gate
     delta, dattended = _rows_pass(call, dout, saved, gradients)
-    closes = gate is not None and can_close(gate, call.gate_activation)
-    if call.closed_grad and gradients.dgate.numel() and closes:
+    gate = call.gate if call.closed_grad and gradients.dgate.numel() else None
+    if gate is not None and can_close(gate, call.gate_activation):
         _cuda.attention_closed(call, dout, gradients.dgate, cells, _launch_target(dout))
     if dattended is not dout:  # it includes the gate
         call = call._replace(gate=None)
@@ -225,13 +224,11 @@ def _dense_cells(call: Call) -> Tensor | None:
 
 
 def _tiles(call: Call, name: str) -> _Tiles:
-    terms = call.bias, call.offset_bias, call.dense_mask
+    sinks = call.sinks if name in ("forward", "decode") else None  # their kernels with terms have the sinks too
+    terms = call.bias, call.offset_bias, call.dense_mask, sinks
     has_terms = call.softcap != 0.0 or any(term is not None for term in terms)
-    if name in ("forward", "decode"):  # its kernels with terms have the sinks too
-        has_terms = has_terms or call.sinks is not None
-    D, Dv = call.query.shape[-1], call.value.shape[-1]
     device, _ = _launch_target(call.query)
-    return _tiles_of(f"{call.operator}.{name}", call.query.dtype, D, Dv, has_terms, device)
+    return _tiles_of(f"{call.operator}.{name}", call.query.dtype, call.D, call.Dv, has_terms, device)
 
 
 @functools.cache

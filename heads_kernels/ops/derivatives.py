@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.call import Call, can_close
+from heads_kernels.call import Call
 from heads_kernels.ops import entmax, formula
 from heads_kernels.ops import gate as gates
 from heads_kernels.ops.formula import NEG_INF
@@ -40,7 +40,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     weights = formula.times(p, formula.kept_share(call, p))
     touched = visible if call.alpha is None else weights != 0
     attended = formula.product(weights, formula.per_head(call.value, p), touched)
-    return _gated(attended, call, visible).to(call.query.dtype), lse
+    return gates.multiply(attended, call, None if visible is None else ~visible.any(-1)), lse
 
 
 def _product(query: Tensor, key: Tensor) -> Tensor:
@@ -69,14 +69,3 @@ def _entmax(finished: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         slopes = formula.only(inside, torch.exp((1.0 - order) * logs)).sum(-1, keepdim=True)
         above = above + excess / slopes.masked_fill(blank, 1.0)
     return formula.only(inside, logs_of(above).exp()), (top + above)[..., 0]
-
-
-def _gated(attended: Tensor, call: Call, visible: Tensor | None) -> Tensor:
-    """`act(gate) * attended`, exactly 0 in closed heads and in rows that see no key."""
-    if call.gate is None:
-        return attended
-    factors = gates.factors(call, None if visible is None else ~visible.any(-1))
-    if can_close(call.gate, call.gate_activation):
-        infinite = ~torch.isfinite(attended.detach()) & (gates.as_4d(call.gate) == 0)
-        attended = attended.masked_fill(infinite, 0.0)
-    return attended * factors

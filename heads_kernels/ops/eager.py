@@ -21,6 +21,7 @@ from torch import Tensor
 from heads_kernels.call import Call, compute_dtype
 from heads_kernels.checks import refuse
 from heads_kernels.ops import entmax, formula
+from heads_kernels.ops import gate as gates
 from heads_kernels.ops.attention import Gradients, Results, Saved
 from heads_kernels.ops.formula import NEG_INF
 from heads_kernels.ops.statistics import AttentionStatistics
@@ -39,15 +40,13 @@ def forward(call: Call, results: Results) -> None:
 @formula.without_autocast
 def attend(call: Call) -> Results:
     """All results of a call, in the compute dtype."""
-    gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
     visible = formula.visible_pairs(call)
     p, lse = _probabilities(call, visible)
     weights = formula.times(p, formula.kept_share(call, p))
     touched = visible if call.alpha is None else weights != 0
     attended = formula.product(weights, formula.per_head(call.value, p), touched)  # [B, H, T, Dv]
-    gated = formula.times(attended, formula.opened(gate, activation, dtype))
-    pairs = formula.contributing(visible, gate, activation)
-    return Results(formula.only_rows(gated, pairs), attended, lse)
+    gated = formula.times(attended, gates.factors(call))
+    return Results(formula.only_rows(gated, formula.contributing(call, visible)), attended, lse)
 
 
 @formula.without_autocast
@@ -75,13 +74,13 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
     slopes are the probabilities, and the center of a row is the mean of `dp` with these weights, less `dlse`; in entmax
     the slopes are `p ^ (2 - alpha)`, and the center is their weighted mean (Correia, Niculae, Martins 2019).
     """
-    gate, activation, dtype = call.gate, call.gate_activation, compute_dtype(call.query.dtype)
+    dtype = compute_dtype(call.query.dtype)
     query, key = formula.operands_of_scores(call)
     dout, attended = saved.dout.to(dtype), saved.attended.to(dtype)
     visible = formula.visible_pairs(call)
-    pairs = formula.contributing(visible, gate, activation)
+    pairs = formula.contributing(call, visible)
     finished, slope_of_cap = formula.finish(call, formula.raw_scores(call, query, key))
-    dattended = formula.times(dout, formula.opened(gate, activation, dtype))  # [B, H, T, Dv]
+    dattended = formula.times(dout, gates.factors(call))  # [B, H, T, Dv]
     value = formula.per_head(call.value, finished)
     logs = None
     if call.alpha is None:
@@ -126,9 +125,9 @@ def backward(call: Call, saved: Saved, gradients: Gradients) -> None:
         touched = pairs if logs is None else weights != 0
         dvalue = formula.product(weights.mT, dattended, None if touched is None else touched.mT)
         gradients.dvalue.copy_(formula.per_group(dvalue, call.value))
-    if gradients.dgate.numel() and gate is not None:
+    if gradients.dgate.numel() and call.gate is not None:
         seen = visible if call.closed_grad else pairs
-        gradients.dgate.copy_(formula.gate_rows(dout, attended, gate, seen))
+        gradients.dgate.copy_(formula.gate_rows(dout, attended, call.gate, seen))
 
 
 def _fill_sinks(call: Call, saved: Saved, delta: Tensor, pairs: Tensor | None, dsinks: Tensor) -> None:

@@ -159,19 +159,12 @@ def times(tensor: Tensor, factor: Tensor | None) -> Tensor:
     return tensor if factor is None else tensor * factor
 
 
-def opened(gate: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor | None:
-    """The values that multiply the output: `[B, H, T, Dv]`, each size 1 where it broadcasts."""
-    if gate is None:
-        return None
-    return gates.activate(gates.as_4d(gate).to(dtype), activation)
-
-
-def contributing(visible: Tensor | None, gate: Tensor | None, activation: str) -> Tensor | None:
+def contributing(call: Call, visible: Tensor | None) -> Tensor | None:
     """Visible pairs of open heads, `[B|1, H|1, T|1, S|1]`; None if these are all pairs.
 
     Only these take part in the output and in the gradients of queries, keys and values.
     """
-    closed = closed_heads(gate, activation)
+    closed = closed_heads(call.gate, call.gate_activation)
     if closed is None:
         return visible
     is_open = ~closed[:, :, None, None]

@@ -31,26 +31,29 @@ def activate(gate: Tensor, activation: str) -> Tensor:
     return gate
 
 
-def multiply(attended: Tensor, call: Call, hidden: Tensor) -> Tensor:
-    """`act(gate) * attended` of a call that ran without its gate, in the dtype of the call.
+def multiply(attended: Tensor, call: Call, hidden: Tensor | None) -> Tensor:
+    """`act(gate) * attended`, in the dtype of the call; `attended` if it has no gate.
 
-    Rows that see no key, `hidden` `[B, H, T]`, and closed heads are exactly 0, whatever their gates and values.
+    Rows that see no key, `hidden` `[B, H, T]` (None: all see one), and closed heads are exactly 0, whatever their gates
+    and values.
     """
     gate = call.gate
-    assert gate is not None
-    product = attended * factors(call, hidden)
-    if can_close(gate, call.gate_activation):
-        product = _Closed.apply(product, as_4d(gate) == 0)  # type: ignore[no-untyped-call]
-    return product.to(call.query.dtype)
+    if gate is not None:
+        if can_close(gate, call.gate_activation):
+            infinite = ~torch.isfinite(attended.detach()) & (as_4d(gate) == 0)
+            attended = attended.masked_fill(infinite, 0.0)
+        attended = attended * factors(call, hidden)
+    return attended.to(call.query.dtype)
 
 
-def factors(call: Call, hidden: Tensor | None) -> Tensor:
-    """`act(gate)` of a call that has a gate, in the compute dtype, with the sizes of `sizes_4d` or those of `hidden`.
+def factors(call: Call, hidden: Tensor | None = None) -> Any:
+    """`act(gate)` of a call in the compute dtype, with the sizes of `as_4d` or those of `hidden`.
 
-    `hidden` `[B, H, T]` are rows that see no key; None: all see one.
+    None without a gate. `hidden` `[B, H, T]` are rows that see no key; None: all see one.
     """
     gate, activation = call.gate, call.gate_activation
-    assert gate is not None
+    if gate is None:
+        return None
     if activation == "identity" and not call.closed_grad:
         gate = without_gradient_at_0(gate)
     read = as_4d(gate.to(compute_dtype(call.query.dtype)))
@@ -65,27 +68,10 @@ def without_gradient_at_0(tensor: Tensor) -> Tensor:
     return torch.where(tensor == 0, tensor.detach(), tensor)
 
 
-class _Closed(torch.autograd.Function):
-    """Write zeros for closed heads, and pass the gradient through to their gates."""
-
-    @staticmethod
-    def forward(ctx: Any, product: Tensor, closed: Tensor) -> Tensor:
-        return product.masked_fill(closed, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-def sizes_4d(gate: Tensor) -> tuple[int, ...]:
-    """Sizes of the gate with the four dimensions `[B, H, T, Dv]`, each 1 where it broadcasts."""
-    sizes = (1, *gate.shape) if gate.dim() == 1 else tuple(gate.shape)
-    return sizes + (1,) * (4 - len(sizes))
-
-
 def as_4d(gate: Tensor) -> Tensor:
-    """A view of the gate with the sizes of `sizes_4d`."""
-    return gate.reshape(sizes_4d(gate))
+    """A view of the gate with the four dimensions `[B, H, T, Dv]`, each of size 1 where it broadcasts."""
+    sizes = (1, *gate.shape) if gate.dim() == 1 else tuple(gate.shape)
+    return gate.reshape(sizes + (1,) * (4 - len(sizes)))
 
 
 def is_elementwise(gate: Tensor) -> bool:
@@ -99,12 +85,11 @@ def gate_gradient(rows: Tensor, gate: Tensor, activation: str, closed_grad: bool
     Sums over the broadcast dimensions and multiplies by the slope of the activation. With `closed_grad=False`, entries
     of an identity gate that are exactly 0 get gradient 0.
     """
-    grad = rows.sum_to_size(sizes_4d(gate)[: rows.dim()]).reshape(gate.shape)
+    grad = rows.sum_to_size(as_4d(gate).shape[: rows.dim()]).reshape(gate.shape)
     if activation == "identity":
         if not closed_grad:
             grad = grad.masked_fill(gate == 0, 0.0)
     else:
-        check_choice("gate_activation", activation, GATE_ACTIVATIONS)
         opened = torch.sigmoid(gate.to(grad.dtype))
         slope = opened * (1 - opened) if activation == "sigmoid" else opened
         # Fully masked rows have gradient 0, even where their logits are NaN.

@@ -25,7 +25,6 @@ from heads_kernels.parse import check, check_layout
 
 #: The fields of a `Call` as the arguments of a torch schema.
 FIELDS: Final = ", ".join(f"{type} {name}" for name, type in SCHEMA.items())
-_COMPILED: Final = ("cpu", "cuda")
 
 
 def _library() -> torch.library.Library:
@@ -73,13 +72,12 @@ def dense_sizes(shapes: Any) -> tuple[int, int, int]:
 
 
 # ---------------------------------------------------------------------- the arguments of an op
-_HEADS: Final = layouts_of("B H T Dv")
 #: The tensors of a call, its seed, and what a backward pass reads besides.
 _LAYOUTS: Final = {
     **LAYOUTS,
     "seed": layouts_of("numbers"),
-    "dout": _HEADS,
-    "attended": _HEADS,
+    "dout": layouts_of("B H T Dv"),
+    "attended": layouts_of("B H T Dv"),
     "lse": layouts_of("B H T", "parts B H T"),  # of entmax the second
     "dlse": layouts_of("B H T"),
 }
@@ -105,7 +103,7 @@ def check_arguments(backend: str | None, call: Call, has_value: bool, **saved: T
     A backward pass reads `dout`, `attended`, `lse` and `dlse` too; `dlse` may be None.
     """
     _check_presence(call, has_value, saved)
-    if backend in _COMPILED:
+    if backend in ("cpu", "cuda"):
         return
     given: dict[str, Any] = {**call._asdict(), **saved}
     check(call)

@@ -51,11 +51,6 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.nn.functional.pad(drawn, (0, SEED_LENGTH - 1))
 
 
-def seed_of(number: int, b: int = 0, h: int = 0, i: int = 0, j: int = 0) -> Tensor:
-    """A seed for a call whose first element is (b, h, i, j), on the CPU."""
-    return torch.tensor([number, b, h, i, j])
-
-
 def keep_mask(seed: Tensor, dropout_p: float, B: int, H: int, T: int, S: int, device: torch.device) -> Tensor:
     """bool `[B, H, T, S]`, True where the probability of key j in row i is kept.
 

@@ -19,7 +19,6 @@ import heads_kernels as hk
 from heads_kernels import functional
 from heads_kernels.backends import BACKENDS
 from heads_kernels.call import Call, compute_dtype
-from heads_kernels.ops.philox import seed_of
 from heads_kernels.parse import parse
 from heads_kernels.testing import CASES, ENTMAX, Case, CollaborativeCase, EntmaxCase, GatedCase, Inputs
 from heads_kernels.testing.accuracy import Report
@@ -225,4 +224,4 @@ def counted(run: Callable[[], object]) -> int:
 
 
 def fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "draw_seed", lambda device: seed_of(2**40 + 1, b=1, h=2, i=3, j=4))
+    monkeypatch.setattr(functional, "draw_seed", lambda device: torch.tensor([2**40 + 1, 1, 2, 3, 4]))

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Gradients, Results, attention_op
 from heads_kernels.ops.triton import gluon_backward, gluon_forward, gluon_row_tiles, gluon_tiles
-from heads_kernels.ops.triton.operands import RowLse, gate_of, operands_of, rows_of
+from heads_kernels.ops.triton.operands import RowLse, cells_of, operands_of, rows_of
 from heads_kernels.ops.triton.rows import FirstPass, Reads
 from heads_kernels.ops.triton.tiles import Tiles
 from heads_kernels.testing import Case, CollaborativeCase, GatedCase, masks
@@ -73,7 +73,7 @@ def run_backward(module: ModuleType, order: str, D: int = 64) -> Gradients:
     gate = call.gate.float().reshape(1, -1, 1)
     delta = gate * (inputs.dout.float() * attended.float()).sum(-1)
     in_base_2 = (lse.float() * torch.log2(torch.tensor(torch.e))).contiguous()
-    reads = Reads(rows_of(inputs.dout), gate_of(call.gate), RowLse(in_base_2, None), delta)
+    reads = Reads(rows_of(inputs.dout), cells_of(call.gate), RowLse(in_base_2, None), delta)
     first = FirstPass(operands_of(call), reads)
     nothing = torch.empty(0)
     asked_for = [torch.empty_like(x) for x in (call.query, call.key, call.value)]

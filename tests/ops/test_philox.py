@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from heads_kernels import functional
-from heads_kernels.ops.philox import philox4x32, seed_of
+from heads_kernels.ops.philox import philox4x32
 from tests.ops.calls import DIFFERENTIABLE, assert_same_bits, call, tensors
 from tests.support.alike import assert_alike
 
@@ -67,12 +67,12 @@ def test_the_mask_of_an_operator(
 ) -> None:
     """Keys as values show the dropped probabilities: each reads its own word, of a part as of the whole."""
     B, H, T, p = 2, 2, 6, 0.3
-    monkeypatch.setattr(functional, "draw_seed", lambda device: seed_of(seed, **before))
+    b, h, i, j = (before.get(name, 0) for name in "bhij")
+    monkeypatch.setattr(functional, "draw_seed", lambda device: torch.tensor([seed, b, h, i, j]))
     arguments = tensors(operator, B=B, H=H, Hk=H, T=T, S=S, D=4, Dv=S, dtype=torch.float32)
     arguments["value"] = torch.eye(S).expand(B, H, S, S)
     plain = call(operator, backend, **arguments)
     dropped = call(operator, backend, **arguments, dropout_p=p)
-    b, h, i, j = (before.get(name, 0) for name in "bhij")
     kept = keeps(seed, p, B + b, H + h, T + i, S + j)[b:, h:, i:, j:]
     assert_alike(dropped, plain * kept / (1 - p))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks import peak
 from heads_kernels.call import active_widths
 from heads_kernels.ops import entmax, formula
+from heads_kernels.ops import gate as gates
 from heads_kernels.testing import COLLABORATIVE, accuracy, check, compare, find, reference, time_in_turn
 from heads_kernels.testing.accuracy import _LEAST, _chance
 from heads_kernels.testing.case import Case, CollaborativeCase, EntmaxCase, GatedCase, surrounded
@@ -109,7 +110,7 @@ SYSTEMATIC: dict[str, tuple[ModuleType, dict[str, Callable[..., Any]]]] = {
     "delta": (formula, {"score_gradient": scaled(1.003, 2)}),
     "dS": (formula, {"score_gradient": scaled(0.997)}),
     "dS truncated": (formula, {"score_gradient": truncated}),
-    "gate": (formula, {"opened": scaled(0.997)}),
+    "gate": (gates, {"factors": scaled(0.997)}),
     "slope of the cap": (formula, {"finish": slope}),
     "gradient of the bias": (formula, {"bias_gradient": scaled(1.003, 0)}),
 }

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 import heads_kernels as hk
 from heads_kernels.ops.attention import attention_op, backward_op
-from heads_kernels.ops.philox import seed_of
 from heads_kernels.ops.statistics import statistics_op
 from tests.ops import calls
 from tests.ops.calls import FUSED, NAMES, OPERATORS, B, Dv, H, S, T, assert_same_bits, call, parsed, serve, tensors
@@ -61,7 +60,7 @@ def test_opcheck(operator: str, backend: str, case: str, transposed: bool) -> No
     gate = None if gate_shape is None else torch.rand(gate_shape)
     serve(operator, backend, **arguments, gate=gate, **options)
     inputs = parsed(operator, **arguments, gate=gate, **options)._replace(closed_grad=False)
-    inputs = inputs._replace(seed=seed_of(5) if inputs.dropout_p else None)
+    inputs = inputs._replace(seed=torch.tensor([5, 0, 0, 0, 0]) if inputs.dropout_p else None)
     utils = TRACED if backend == "cpu" else OF_A_BACKEND
     torch.library.opcheck(attention_op, (*inputs, True, backend), test_utils=utils)
     torch.library.opcheck(attention_op, (*inputs, False, backend), test_utils=utils)

@@ -26,7 +26,6 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.static import ahead_of_time
 from benchmarks.static.binaries import log_kept
-from heads_kernels.ops.philox import seed_of
 from heads_kernels.ops.triton.launch import is_sound
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
@@ -208,7 +207,7 @@ def main(path: str, names: list[str]) -> int:
     driver.set_active(Driver())
     for name in names:
         work = next(work for work in ahead_of_time.WORKS if work.name == name)
-        seed = seed_of(1) if work.case.dropout_p else None
+        seed = torch.tensor([1, 0, 0, 0, 0]) if work.case.dropout_p else None
         inputs = work.case.make(torch.bfloat16)
         if work.drive is ahead_of_time._attention:  # a forward pass expects the backward pass
             for tensor in inputs.tensors.values():

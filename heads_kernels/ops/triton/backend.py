@@ -33,8 +33,6 @@ from heads_kernels.ops.triton.rows import first_pass
 from heads_kernels.ops.triton.statistics import statistics_passes
 from heads_kernels.ops.triton.tiles import Tiles, padded, warp_tiles
 
-__all__ = ["backward", "forward", "statistics"]
-
 _RELEASE: Final = tuple(map(int, triton.__version__.split(".")[:2]))
 #: Names in Gluon, which is experimental, change between releases: the kernels were compiled with these.
 _HAS_GLUON: Final = (3, 6) <= _RELEASE <= (3, 9)

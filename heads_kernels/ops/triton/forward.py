@@ -29,13 +29,13 @@ from heads_kernels.ops.triton.gate import open_rows, times_gate
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import FEWEST_KEYS, describable, load_values, store_tile, tiles_in
 from heads_kernels.ops.triton.operands import (
-    Gate,
+    Cells,
     Operands,
     Place,
     RowLse,
     Rows,
     Splits,
-    gate_of,
+    cells_of,
     grouped_heads_of,
     operands_of,
     row_lse_of,
@@ -176,7 +176,7 @@ def forward_pass(call: Call, outputs: Results) -> None:
     grouped = not whole and key_tiles > 1 and is_grouped(call)
     programs = _programs(call, tiles, grouped)
     splits = 1 if whole else key_splits(T, programs, key_tiles, call.query)
-    of, gate = operands_of(call, grouped), gate_of(call.gate)
+    of, gate = operands_of(call, grouped), cells_of(call.gate)
     written = OutputsWritten(rows_of(out), rows_of(attended) if attended.numel() else None, row_lse_of(lse))
     if splits == 1 and not grouped:
         of = with_tile_lists(call, of, tiles)
@@ -260,7 +260,7 @@ def _has_descriptors(call: Call) -> bool:
 
 
 def _launch(
-    kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Gate | None, *others: Any, programs: int,
+    kernel: Any, call: Call, tiles: Tiles, of: Operands, gate: Cells | None, *others: Any, programs: int,
 ) -> None:  # fmt: skip
     if call.alpha is not None:
         shape = programs, -(-call.S // tiles.block_n)

@@ -37,7 +37,7 @@ def element_gates(gate, b, h, rows, columns, T, TILE: tl.constexpr):
     """float32 `[M, BLOCK_DV]`: the gates of the elements of query rows; `columns` is [BLOCK_DV]."""
     of_rows = h.to(tl.int64) * gate.stride_h + rows.to(tl.int64) * gate.stride_t  # [M]
     at = gate.ptr + b.to(tl.int64) * gate.stride_b + of_rows[:, None]
-    at = at + (columns.to(tl.int64) * gate.stride_d)[None, :]
+    at = at + (columns.to(tl.int64) * gate.stride_s)[None, :]
     there = (rows < T)[:, None] & (columns < TILE.dv)[None, :]
     return activate(tl.load(at, mask=there, other=0.0).to(tl.float32), TILE.activation)
 

@@ -44,7 +44,6 @@ from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate
 from heads_kernels.ops.triton.gluon_row_tiles import (
     Global,
-    Order,
     Seen,
     Shared,
     adder,
@@ -54,11 +53,10 @@ from heads_kernels.ops.triton.gluon_row_tiles import (
     tiles_of_head,
 )
 from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, tiles_of
-from heads_kernels.ops.triton.keys import KeysWritten
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
 from heads_kernels.ops.triton.operands import Place, Splits, rows_of, sizes_of
-from heads_kernels.ops.triton.rows import FirstPass
+from heads_kernels.ops.triton.rows import FirstPass, Written
 from heads_kernels.ops.triton.scores import finish, probabilities
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
 from heads_kernels.ops.triton.visible import with_tile_lists
@@ -181,8 +179,12 @@ def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _backward_kernel(memory, terms, seen, reads, written, order, sizes, splits, together, TILE: gl.constexpr):
-    """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`."""
+def _backward_kernel(memory, terms, seen, reads, written, counters, sizes, splits, together, TILE: gl.constexpr):
+    """A program computes `dkey` and `dvalue` of 128 keys, and adds their terms to `dquery`.
+
+    `counters` are int32 and 0 at first: how many programs have started, and how many have added to a tile of dquery,
+    `[B, H, tiles of rows]`.
+    """
     STAGES: gl.constexpr = TILE.stages
     BLOCK_M: gl.constexpr = TILE.block_m
     BLOCK_N: gl.constexpr = TILE.block_n
@@ -191,7 +193,7 @@ def _backward_kernel(memory, terms, seen, reads, written, order, sizes, splits, 
     # `together` owners run at once; the tiles of keys of each start one after the other.
     tiles = gl.cdiv(sizes.S, BLOCK_N)
     owners = gl.num_programs(0) // tiles
-    ticket = gl.atomic_add(order.ticket, 1, sem="relaxed")
+    ticket = gl.atomic_add(counters, 1, sem="relaxed")
     first_owner = ticket // (together * tiles) * together
     beside = gl.minimum(owners - first_owner, together)
     program = ticket - first_owner * tiles
@@ -232,8 +234,8 @@ def _backward_kernel(memory, terms, seen, reads, written, order, sizes, splits, 
             (_consumers, (reads, shared, written, terms, visible, place, part, heads, sizes, TILE)),
             (reader, (reads, shared, visible, place, heads, sizes, TILE)),
             (producer, (memory, reads, shared, visible, place, heads, sizes, TILE)),
-            (adder, (memory, order, reads, shared, seen, place, heads, sizes, 0, TILE)),
-            (adder, (memory, order, reads, shared, seen, place, heads, sizes, 1, TILE)),
+            (adder, (memory, counters, reads, shared, seen, place, heads, sizes, 0, TILE)),
+            (adder, (memory, counters, reads, shared, seen, place, heads, sizes, 1, TILE)),
         ],
         [1, 1, 1, 1],
         [32, 32, 32, 32],
@@ -280,8 +282,8 @@ def specialized_pass(call: Call, first: FirstPass, gradients: Gradients, tiles: 
     )  # fmt: skip
     launch(
         _backward_kernel, splits * B * Hk * key_tiles, call.query, tiles,
-        memory, of.terms, Seen(by_keys, by_rows), reads, KeysWritten(of_key, of_value),
-        Order(counters[:1], counters[1:]), sizes, Splits(B, splits), together,
+        memory, of.terms, Seen(by_keys, by_rows), reads, Written(dkey=of_key, dvalue=of_value),
+        counters, sizes, Splits(B, splits), together,
         TILE=constants,
     )  # fmt: skip
     launch(

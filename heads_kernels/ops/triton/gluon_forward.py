@@ -27,7 +27,7 @@ tile that is created here needs a layout. `tests/support/gluon_emulator.py` runs
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,7 +61,7 @@ from heads_kernels.ops.triton.gluon_tiles import (
     tiles_of,
 )
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.operands import Gate, Pairs, Place, RowLse, gate_of, operands_of, row_lse_of, sizes_of
+from heads_kernels.ops.triton.operands import Pairs, Place, cells_of, operands_of, row_lse_of, sizes_of
 from heads_kernels.ops.triton.score_tiles import QueryRows, are_active, listed, load_mixing
 from heads_kernels.ops.triton.scores import finish, online_softmax, softmax_scale
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
@@ -69,14 +69,6 @@ from heads_kernels.ops.triton.visible import SCAN, pairs_visible, partial_count,
 
 #: The width of a swizzled tile of 16 bits.
 _NARROWEST: Final = 64
-
-
-class Output(NamedTuple):
-    """What becomes of the rows that consumers have computed: they are gated, and their lse is stored."""
-
-    gate: Gate | None
-    lse: RowLse
-    end: None = None
 
 
 @gluon.jit
@@ -154,13 +146,6 @@ def _wait_for_keys(shared, index, of, there):
 
 
 @gluon.jit
-def _weighed(weights, shared, stage, acc, TILE: gl.constexpr):
-    """Issue `acc + P V` of a tile of values, without waiting for it."""
-    values = shared.value.index(stage).reshape([TILE.block_n, TILE.block_dv])
-    return warpgroup_mma(weights, values, acc, is_async=True)
-
-
-@gluon.jit
 def _masked(scores, index, query, shared, of, visits, sizes, COLUMNS: gl.constexpr, TILE: gl.constexpr):
     """The scores of a partial tile: -inf where a row does not see the key, NaN where it sees a poisoned one."""
     stage = index % TILE.stages
@@ -176,7 +161,7 @@ def _masked(scores, index, query, shared, of, visits, sizes, COLUMNS: gl.constex
 
 
 @gluon.jit
-def _consumer(memory, shared, of, output, place, visits, taking_part, sizes, WHO: gl.constexpr, TILE: gl.constexpr):
+def _consumer(memory, shared, of, place, visits, taking_part, sizes, WHO: gl.constexpr, TILE: gl.constexpr):
     """Compute ROWS rows of a program over all of its tiles, and their output."""
     STAGES: gl.constexpr = TILE.stages
     ROWS: gl.constexpr = CONSUMER_ROWS
@@ -228,7 +213,8 @@ def _consumer(memory, shared, of, output, place, visits, taking_part, sizes, WHO
                 mbarrier.wait(shared.turns.index(WHO), (index - 1) & 1, pred=in_turns)
                 scores = _scores(shared, index, nothing, of, WHO, TILE)
                 mbarrier.wait(shared.value_ready.index(before), ((index - 1) // STAGES) & 1)
-                acc = _weighed(weights, shared, before, acc, TILE)
+                values = shared.value.index(before).reshape([TILE.block_n, TILE.block_dv])
+                acc = warpgroup_mma(weights, values, acc, is_async=True)
                 mbarrier.arrive(shared.turns.index(1 - WHO), count=1, pred=in_turns)
                 scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
                 scores = _finished(scores, shared, index, of, sizes, COLUMNS)
@@ -244,7 +230,8 @@ def _consumer(memory, shared, of, output, place, visits, taking_part, sizes, WHO
                 acc = acc * gl.convert_layout(alpha, SUM_ROW)[:, None]
         last = count - 1
         mbarrier.wait(shared.value_ready.index(last % STAGES), (last // STAGES) & 1)
-        acc = _weighed(weights, shared, last % STAGES, acc, TILE)
+        values = shared.value.index(last % STAGES).reshape([TILE.block_n, TILE.block_dv])
+        acc = warpgroup_mma(weights, values, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     at = first_row + gl.arange(0, ROWS, layout=SUM_ROW)
     sums = SoftmaxSums(acc, gl.convert_layout(row_max, SUM_ROW), gl.convert_layout(row_sum, SUM_ROW))
@@ -252,24 +239,24 @@ def _consumer(memory, shared, of, output, place, visits, taking_part, sizes, WHO
     attended = normalized(sums, of.terms, None, own, opened(sizes, taking_part))
     CHUNKS: gl.constexpr = shared.query.shape[0] // 2
     buffer = shared.query.index(WHO * CHUNKS)
-    _write(attended, memory, buffer, output, own, sizes, SUMS, TILE)
+    _write(attended, memory, buffer, of, own, sizes, SUMS, TILE)
 
 
 @gluon.jit
-def _write(attended, memory, buffer, output, own, sizes, SUMS: gl.constexpr, TILE: gl.constexpr):
+def _write(attended, memory, buffer, of, own, sizes, SUMS: gl.constexpr, TILE: gl.constexpr):
     """Store the rows of a consumer and their lse; `buffer` is shared memory for a tile of them."""
     b, h, first_row, rows, T = own.b, own.h, own.first, own.at, sizes.T
     tile = buffer.reshape([CONSUMER_ROWS, TILE.block_dv])
-    if output.lse.ptr is not None:
+    if of.lse.ptr is not None:
         at = (b * sizes.H + h).to(gl.int64) * T + rows
-        gl.store(output.lse.ptr + at, attended.lse, mask=rows < T)
+        gl.store(of.lse.ptr + at, attended.lse, mask=rows < T)
     if memory.attended is not None:
         tile.store(attended.rows.to(memory.attended.dtype))
         fence_async_shared()
         store_tiles(memory.attended, [b, h, first_row, 0], buffer)
         tma.store_wait(0)
     columns = gl.arange(0, TILE.block_dv, layout=gl.SliceLayout(0, SUMS))
-    gated = times_gate(attended.rows, output.gate, b, h, rows, columns, T, TILE)
+    gated = times_gate(attended.rows, of.gate, b, h, rows, columns, T, TILE)
     # Rows that see no key are 0, even if their gate is NaN.
     gated = gl.where(attended.sees[:, None], gated, 0.0)
     tile.store(gated.to(memory.out.dtype))
@@ -280,7 +267,7 @@ def _write(attended, memory, buffer, output, own, sizes, SUMS: gl.constexpr, TIL
 
 @gluon.jit
 def _specialized_kernel(
-    query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, of, output, sizes, together, TILE: gl.constexpr
+    query_tiles, key_tiles, value_tiles, out_tiles, attended_tiles, of, sizes, together, TILE: gl.constexpr
 ):
     """A program computes 128 rows of `out` of one head. For a closed head it only writes zeros."""
     CHUNKS: gl.constexpr = -(-TILE.d // TILE.block_d)
@@ -290,13 +277,13 @@ def _specialized_kernel(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = query_tiles.dtype
     place = place_of(sizes, together, TILE, ROWS)
-    taking_part = open_rows(output.gate, place.b, place.h, sizes.T, TILE)
+    taking_part = open_rows(of.gate, place.b, place.h, sizes.T, TILE)
     lo, hi = ranges(of.visible, place.b, place.h, place.at, taking_part, sizes.S)
     own, scanned = place.first // TILE.block_m, gl.arange(0, SCAN, layout=ROWS)
     visits = tiles_seen(of.visible, place, own, lo, hi, taking_part, TILE.block_n, scanned)
     if of.mixing is not None:
         chunks = _chunks_of(of.mixing, place.h, TILE)
-        of = Others(of.terms, of.visible, of.mixing, of.content_bias, chunks)
+        of = Others(of.terms, of.visible, of.gate, of.lse, of.mixing, of.content_bias, chunks)
 
     content = None
     if of.content_bias is not None:
@@ -322,8 +309,8 @@ def _specialized_kernel(
     place = Place(place.b, place.h, place.hk, place.first, None)
     gl.warp_specialize(
         [
-            (_consumer, (memory, shared, of, output, place, visits, taking_part, sizes, 0, TILE)),
-            (_consumer, (memory, shared, of, output, place, visits, taking_part, sizes, 1, TILE)),
+            (_consumer, (memory, shared, of, place, visits, taking_part, sizes, 0, TILE)),
+            (_consumer, (memory, shared, of, place, visits, taking_part, sizes, 1, TILE)),
             (producer, (memory, shared, of, place, visits, sizes, TILE)),
             (inspector, (shared, visits, TILE)),
         ],
@@ -349,6 +336,6 @@ def specialized_pass(call: Call, outputs: Results, tiles: Tiles) -> None:
         _specialized_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         tiles_of(call.query, *queries), tiles_of(call.key, *keys), tiles_of(call.value, *keys),
         tiles_of(out, *queries), tiles_of(attended, *queries) if attended.numel() else None,
-        Others(of.terms, of.visible, of.mixing, of.content_bias), Output(gate_of(call.gate), row_lse_of(lse)), sizes,
-        max(1, min(together, B * H)), TILE=constants,
+        Others(of.terms, of.visible, cells_of(call.gate), row_lse_of(lse), of.mixing, of.content_bias),
+        sizes, max(1, min(together, B * H)), TILE=constants,
     )  # fmt: skip

@@ -51,13 +51,6 @@ class Shared(NamedTuple):
     dquery_free: Any
 
 
-class Order(NamedTuple):
-    """Counters that fix the order of additions: int32, 0 at first."""
-
-    ticket: Any  # how many programs have started
-    added: Any  # [B, H, tiles of rows]: how many have added to a tile of dquery
-
-
 class Seen(NamedTuple):
     """`Visible` with lists of tiles of rows, and with those of keys."""
 
@@ -179,7 +172,7 @@ def reader(reads, shared, visible, place, heads, sizes, TILE: gl.constexpr):
 
 
 @gluon.jit
-def adder(memory, order, reads, shared, seen, place, heads, sizes, TURN: gl.constexpr, TILE: gl.constexpr):
+def adder(memory, counters, reads, shared, seen, place, heads, sizes, TURN: gl.constexpr, TILE: gl.constexpr):
     """Add every other tile of dquery in global memory, after the programs with smaller keys have added theirs.
 
     The first program of a tile of rows stores it, so that the sums need not start as zeros. Asking for the counter,
@@ -195,7 +188,7 @@ def adder(memory, order, reads, shared, seen, place, heads, sizes, TURN: gl.cons
             if turn == TURN:
                 first = _first_row(seen.by_keys, own, visit, index, TILE)
                 tile = first // TILE.block_m
-                added = order.added + (own.b * sizes.H + own.h).to(gl.int64) * tiles + tile
+                added = counters + 1 + (own.b * sizes.H + own.h).to(gl.int64) * tiles + tile
                 before = _before(seen.by_rows, own, tile, sizes, TILE)
                 while gl.atomic_add(added, 0, sem="acquire") != before:
                     pass

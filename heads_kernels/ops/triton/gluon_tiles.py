@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from heads_kernels.ops.triton.load import described_strides
-from heads_kernels.ops.triton.operands import Mixing, Place, Rows, Terms, Visible
+from heads_kernels.ops.triton.operands import Cells, Mixing, Place, RowLse, Rows, Terms, Visible
 from heads_kernels.ops.triton.score_tiles import chunk_at, load_content_bias
 from heads_kernels.ops.triton.visible import full_tile, partial_count, partial_tile
 
@@ -61,10 +61,12 @@ class Global(NamedTuple):
 
 
 class Others(NamedTuple):
-    """The operands that are not loaded through descriptors; the last three are None in gated attention."""
+    """What is not read or written through descriptors; mixing, content bias and chunks are None in gated attention."""
 
     terms: Terms
     visible: Visible
+    gate: Cells | None
+    lse: RowLse
     mixing: Mixing | None
     content_bias: Rows | None
     chunks: Any = None  # in a kernel: those of the program's head

@@ -25,8 +25,8 @@ from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_features, load_values, store_tile
-from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of
-from heads_kernels.ops.triton.rows import FirstPass, along, load_row_terms
+from heads_kernels.ops.triton.operands import Place, Splits, rows_of, sizes_of
+from heads_kernels.ops.triton.rows import FirstPass, Written, along, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     Chunks,
     Features,
@@ -58,15 +58,6 @@ class KeySums(NamedTuple):
     dkey: Any
     dvalue: Any
     dcontent: Any
-
-
-class KeysWritten(NamedTuple):
-    """The outputs of a kernel; None: not requested."""
-
-    dkey: Rows | None  # float32 with mixing
-    dvalue: Rows | None
-    dcontent_bias: Tensor | None = None
-    end: None = None
 
 
 @triton.jit
@@ -148,14 +139,11 @@ def _gated_keys_kernel(of, reads, written, sizes, splits, TILE: tl.constexpr):
     k = load_key(of, None, Features(), b, hk, first_key, at < S, BLOCK_N, TILE)
     v = load_values(of.value, b, hk, first_key, at < S, BLOCK_N, TILE)
     sums = _no_sums(TILE.block_d, TILE)
-    if (of.visible.lists is None) and (of.visible.by_head is None):
-        visits = tiles_that_see(of.visible, b, hk * group, first_key, sizes.T, S, BLOCK_N, TILE.block_m)
     heads = tl.cdiv(group, splits.shares)
     for index in range(tl.minimum(heads, group - split * heads)):
         h = hk * group + split * heads + index
         place = Place(b, h, hk, first_key, at)
-        if (of.visible.lists is not None) or (of.visible.by_head is not None):
-            visits = tiles_seeing(of.visible, place, sizes, TILE)
+        visits = tiles_seeing(of.visible, place, sizes, TILE)
         taking_part = tl.minimum(open_rows(reads.gate, b, h, sizes.T, TILE), 1)
         keys = OwnKeys(place, k, v, None, Features())
         sums = _rows_of_head(of, reads, keys, written, sums, visits, taking_part, sizes, TILE)
@@ -280,7 +268,8 @@ def keys_pass(call: Call, first: FirstPass, dkey: Tensor, dvalue: Tensor, dconte
     launch(
         kernel, programs * splits, call.query, tiles,
         of, first.reads,
-        KeysWritten(of_key, of_value, dcontent_bias if dcontent_bias.numel() else None), sizes, Splits(B, splits),
+        Written(dkey=of_key, dvalue=of_value, dcontent_bias=dcontent_bias if dcontent_bias.numel() else None),
+        sizes, Splits(B, splits),
         TILE=tile_constants(call, tiles),
     )  # fmt: skip
     for grad, part in parts:

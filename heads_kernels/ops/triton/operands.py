@@ -28,14 +28,14 @@ class Rows(NamedTuple):
     stride_l: int
 
 
-class Gate(NamedTuple):
-    """A gate as `[B, H, T, Dv]`, with any strides."""
+class Cells(NamedTuple):
+    """A tensor `[B, H, T, S or Dv]` with any strides: a gate, a dense mask of bytes, weights of rows."""
 
     ptr: Tensor
     stride_b: int
     stride_h: int
     stride_t: int
-    stride_d: int
+    stride_s: int
 
 
 class Mixing(NamedTuple):
@@ -86,16 +86,6 @@ def row_lse_of(lse: Tensor) -> RowLse:
     return RowLse(lse, None) if lse.dim() == 3 else RowLse(*lse)
 
 
-class Dense(NamedTuple):
-    """A dense mask `[B, H, T, S]` of bytes."""
-
-    ptr: Tensor
-    stride_b: int
-    stride_h: int
-    stride_t: int
-    stride_s: int
-
-
 class TileLists(NamedTuple):
     """For every tile of rows (or of keys), the tiles of keys (or of rows) to visit; see `visible`.
 
@@ -135,7 +125,7 @@ class Visible(NamedTuple):
     stride_first: int
     stride_keys: int
     by_head: int | None  # not None: `k_lo`, `k_hi` or `first_keys` differ between heads
-    dense: Dense | None
+    dense: Cells | None
     lists: TileLists | None  # where a kernel of its own has written which tiles are full
     far_dense: int | None  # as `far_bias`
 
@@ -187,13 +177,6 @@ class Pairs(NamedTuple):
     keys: Any
 
 
-class Excluded(NamedTuple):
-    """Keys that `max_prob` and `argmax` leave out: bytes `[B or 1, S]`."""
-
-    ptr: Tensor
-    stride_b: int
-
-
 class Operands(NamedTuple):
     """The operands of a pass: those of scores, mask and dropout, and the values."""
 
@@ -207,12 +190,12 @@ class Operands(NamedTuple):
     dropout: Dropout | None
     grouped: int | None  # not None: T is 1, and the rows of a tile are heads that share a key head
     in_reach: Tensor | None  # int32 [programs, tiles of keys] for `entmax.attend_sparse` to write
-    excluded: Excluded | None  # of statistics
+    excluded: Rows | None  # of statistics: bytes `[B, S]` of keys that `max_prob` and `argmax` leave out
     end: None = None
 
 
 #: Tuples of a tensor and numbers.
-POINTERS: Final = (Rows, Gate, Mixing, Bias, Dense, Support, Dropout, Excluded)
+POINTERS: Final = (Rows, Cells, Mixing, Bias, Support, Dropout)
 
 
 def operands_of(call: Call, grouped: bool = False) -> Operands:
@@ -222,8 +205,7 @@ def operands_of(call: Call, grouped: bool = False) -> Operands:
         scale = 1.0 / (1.0 - call.dropout_p)
         dropout = Dropout(call.seed, threshold(call.dropout_p), scale)
     if call.exclude_keys is not None:
-        flags = call.exclude_keys
-        excluded = Excluded(flags.view(torch.uint8), _batch_stride(flags))
+        excluded = Rows(call.exclude_keys.view(torch.uint8), _batch_stride(call.exclude_keys), 0, 1)
     return Operands(
         query=grouped_heads_of(call.query, call.key.shape[1]) if grouped else rows_of(call.query),
         key=rows_of(call.key),
@@ -277,11 +259,12 @@ def with_positive_scale(call: Call) -> Call:
     return call._replace(scale=-call.scale, query=call.query.neg(), content_bias=content_bias)
 
 
-def gate_of(gate: Tensor | None) -> Gate | None:
-    if gate is None:
+def cells_of(tensor: Tensor | None) -> Cells | None:
+    """A gate of any kind, or weights of rows."""
+    if tensor is None:
         return None
-    strides = [0, *strides_of(gate)] if gate.dim() == 1 else strides_of(gate)
-    return Gate(gate, *strides, *[0] * (4 - len(strides)))
+    strides = [0, *strides_of(tensor)] if tensor.dim() == 1 else strides_of(tensor)
+    return Cells(tensor, *strides, *[0] * (4 - len(strides)))
 
 
 def _visible_of(intervals: Intervals) -> Visible:
@@ -298,7 +281,7 @@ def _visible_of(intervals: Intervals) -> Visible:
         stride_first=_batch_stride(i.first_keys),
         stride_keys=_batch_stride(seen),
         by_head=1 if i.by_head else None,
-        dense=None if dense is None else Dense(dense.view(torch.uint8), *strides_of(dense)),
+        dense=None if dense is None else Cells(dense.view(torch.uint8), *strides_of(dense)),
         lists=None,
         far_dense=_far(dense),
     )

@@ -11,8 +11,6 @@ hoists nothing (`disable_licm`): addresses that heads share would take registers
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +21,8 @@ from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import add_columns, load_features, load_values, store_tile
-from heads_kernels.ops.triton.operands import Place, Rows, Splits, rows_of, sizes_of
-from heads_kernels.ops.triton.rows import FirstPass, along, dscores_of_tile, load_row_terms
+from heads_kernels.ops.triton.operands import Place, Splits, rows_of, sizes_of
+from heads_kernels.ops.triton.rows import FirstPass, Written, along, dscores_of_tile, load_row_terms
 from heads_kernels.ops.triton.score_tiles import (
     ALL_CHUNKS,
     Chunks,
@@ -54,14 +52,6 @@ from heads_kernels.ops.triton.visible import (
     tiles_seen,
     with_tile_lists,
 )
-
-
-class QueriesWritten(NamedTuple):
-    """The outputs of a kernel, with mixing in float32; None: not requested."""
-
-    dquery: Rows | None
-    dmixing: Tensor | None  # [B, tiles, H, Ds]
-    end: None = None
 
 
 @triton.jit
@@ -236,10 +226,9 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Ten
     sizes = sizes_of(call)
     constants = tile_constants(call, tiles)
     if call.mixing is None:
-        written = QueriesWritten(rows_of(dquery), None)
         launch(
             _gated_queries_kernel, B * H * row_tiles, call.query, tiles,
-            of, first.reads, written, sizes, TILE=constants,
+            of, first.reads, Written(rows_of(dquery)), sizes, TILE=constants,
         )  # fmt: skip
         return
     splits = splits_of(H, B * row_tiles, call.query)
@@ -247,7 +236,7 @@ def queries_pass(call: Call, first: FirstPass, dquery: Tensor, dmixing_rows: Ten
     mixing_parts = None
     if dmixing_rows.numel():
         mixing_parts = dmixing_rows.new_zeros((B, row_tiles, H, call.D))
-    written = QueriesWritten(rows_of(part) if dquery.numel() else None, mixing_parts)
+    written = Written(rows_of(part) if dquery.numel() else None, dmixing=mixing_parts)
     skips = int(mixing_parts is None or not call.closed_grad)
     launch(
         _collaborative_queries_kernel, B * row_tiles * splits, call.query, tiles,

@@ -25,13 +25,12 @@ from heads_kernels.ops.triton.gate import element_gates, row_gates
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import load_values, store_tile
 from heads_kernels.ops.triton.operands import (
-    Gate,
+    Cells,
     Operands,
     RowLse,
     Rows,
     Support,
-    Visible,
-    gate_of,
+    cells_of,
     operands_of,
     row_lse_of,
     rows_of,
@@ -46,7 +45,7 @@ class Reads(NamedTuple):
     """The data of query rows that the other passes read."""
 
     dattended: Rows  # [B, H, T, Dv]: dout, or g * dout
-    gate: Gate | None  # by which dattended is still to be multiplied
+    gate: Cells | None  # by which dattended is still to be multiplied
     lse: RowLse  # prepared: `load_row_terms`
     delta: Tensor  # [B, H, T], prepared
     end: None = None
@@ -63,16 +62,6 @@ class FirstPass(NamedTuple):
     support: Support | None = None  # of entmax; all gradients outside of it are 0
 
 
-class RowsRead(NamedTuple):
-    """The data of rows that the first kernel reads besides tiles."""
-
-    lse: Tensor | None
-    dlse: Tensor | None
-    visible: Visible
-    hides: int | None  # not None: `lse` does not say which rows see a key, `visible` does
-    end: None = None
-
-
 class RowsWritten(NamedTuple):
     """The outputs of the first kernel."""
 
@@ -81,6 +70,17 @@ class RowsWritten(NamedTuple):
     dgate_rows: Tensor | Rows | None  # Rows for a gate per element
     dattended: Rows | None
     dsinks: Tensor | None
+    end: None = None
+
+
+class Written(NamedTuple):
+    """The outputs of the passes over keys and query rows; None: not requested."""
+
+    dquery: Rows | None = None  # with mixing in float32, as dkey
+    dkey: Rows | None = None
+    dvalue: Rows | None = None
+    dmixing: Tensor | None = None  # [B, tiles, H, Ds]
+    dcontent_bias: Tensor | None = None
     end: None = None
 
 
@@ -113,8 +113,11 @@ def _see_a_key(visible, terms, b, h, rows, T, S, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _rows_kernel(dout, attended, gate, terms, read, written, sizes, TILE: tl.constexpr):
-    """A program reads BLOCK_M rows of a head once. Rows that see no key get 0, even if `dout` is not finite there."""
+def _rows_kernel(of, dout, attended, lse, dlse, gate, written, sizes, SEARCHES: tl.constexpr, TILE: tl.constexpr):
+    """A program reads BLOCK_M rows of a head once. Rows that see no key get 0, even if `dout` is not finite there.
+
+    With SEARCHES, `lse` does not say which rows see a key, and the mask is searched.
+    """
     BLOCK_M: tl.constexpr = TILE.block_m
     T = sizes.T
     tiles = tl.cdiv(T, BLOCK_M)
@@ -123,10 +126,10 @@ def _rows_kernel(dout, attended, gate, terms, read, written, sizes, TILE: tl.con
     first_row = (tl.program_id(0) % tiles) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
     of_pair = pair.to(tl.int64) * T + rows
-    row_lse = tl.load(read.lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
+    row_lse = tl.load(lse + of_pair, mask=rows < T, other=float("-inf"))  # [BLOCK_M]
     sees = row_lse != float("-inf")
-    if read.hides is not None:
-        sees = sees & _see_a_key(read.visible, terms, b, h, rows, T, sizes.S, BLOCK_M)
+    if SEARCHES:
+        sees = sees & _see_a_key(of.visible, of.terms, b, h, rows, T, sizes.S, BLOCK_M)
     do = load_values(dout, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
     products = do * load_values(attended, b, h, first_row, rows < T, BLOCK_M, TILE).to(tl.float32)
     products = tl.where(sees[:, None], products, 0.0)  # [BLOCK_M, BLOCK_DV]
@@ -146,15 +149,15 @@ def _rows_kernel(dout, attended, gate, terms, read, written, sizes, TILE: tl.con
             if written.dattended is not None:
                 store_tile(written.dattended, b, h, first_row, T, do * g[:, None], TILE.dv)
     of_lse = tl.zeros((BLOCK_M,), tl.float32)
-    if read.dlse is not None:
-        of_lse = tl.load(read.dlse + of_pair, mask=rows < T, other=0.0)
+    if dlse is not None:
+        of_lse = tl.load(dlse + of_pair, mask=rows < T, other=0.0)
         total = tl.where(sees, total - of_lse, 0.0)
-    to_read = tl.where(sees, prepared(row_lse, terms) + total * 0.0, float("inf"))
+    to_read = tl.where(sees, prepared(row_lse, of.terms) + total * 0.0, float("inf"))
     tl.store(written.lse + of_pair, to_read, mask=rows < T)
     delta = tl.where(tl.abs(to_read) < float("inf"), total, 0.0)
     tl.store(written.delta + of_pair, delta, mask=rows < T)
     if written.dsinks is not None:
-        share = tl.exp(tl.load(terms.sinks + h).to(tl.float32) - row_lse)
+        share = tl.exp(tl.load(of.terms.sinks + h).to(tl.float32) - row_lse)
         # The lse of a row that sees no key is the sink.
         alone = tl.where(row_lse != float("-inf"), of_lse, 0.0)
         tl.store(written.dsinks + of_pair, tl.where(sees, -share * total, alone), mask=rows < T)
@@ -222,7 +225,7 @@ def first_pass(
     With `gated_rows`, dattended includes the gates of rows; otherwise those passes apply them.
     """
     B, H, T, Dv = dout.shape
-    operands, gate, kind = operands_of(call), gate_of(call.gate), gate_kind(call.gate)
+    operands, gate, kind = operands_of(call), cells_of(call.gate), gate_kind(call.gate)
     of_rows = row_lse_of(saved.lse)
     lse, delta = (saved.lse.new_empty(B, H, T) for _ in range(2))
     of_dout = rows_of(dout)
@@ -234,13 +237,11 @@ def first_pass(
     if dgate.numel():
         dgate_rows = rows_of(dgate) if by_element else dgate
     biased = call.bias is not None or call.offset_bias is not None
-    hides = call.sinks is not None and (call.S == 0 or biased or call.intervals.hides)
-    read = RowsRead(of_rows.ptr, saved.dlse, operands.visible, 1 if hides else None)
+    searches = call.sinks is not None and (call.S == 0 or biased or call.intervals.hides)
     written = RowsWritten(lse, delta, dgate_rows, dattended if gated else None, dsinks if dsinks.numel() else None)
     launch(
         _rows_kernel, B * H * -(-T // tiles.block_m), dout, tiles,
-        of_dout, rows_of(saved.attended), gate, operands.terms,
-        read, written, sizes_of(call),
-        TILE=tile_constants(call, tiles),
+        operands, of_dout, rows_of(saved.attended), of_rows.ptr, saved.dlse, gate, written, sizes_of(call),
+        SEARCHES=searches, TILE=tile_constants(call, tiles),
     )  # fmt: skip
     return FirstPass(operands, Reads(dattended, None if gated else gate, of_rows._replace(ptr=lse), delta))

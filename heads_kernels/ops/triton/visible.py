@@ -398,9 +398,7 @@ def with_tile_lists(
     strides = heads * owners if batches != 1 else 0, owners if heads != 1 else 0
     numbers = call.query.new_empty((count, 2, length), dtype=torch.int32)
     lists = TileLists(numbers, numbers.new_empty(count, 2), length, *strides)
-    i = call.intervals
-    others = i.dense_mask, i.key_visible, i.first_keys, of.terms.bias, support
-    if all(each is None for each in others):
+    if all(each is None for each in (call.dense_mask, call.key_visible, call.first_keys, of.terms.bias, support)):
         launch(
             _ranges_kernel, count, call.query, tiles, of.visible, lists, heads, T, S,
             BY_KEYS=by_keys, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
@@ -416,15 +414,15 @@ def with_tile_lists(
 
 def _varying_pairs(call: Call) -> tuple[int, int]:
     """The numbers of batches and heads whose visible pairs may differ: those of the call, or 1 if all see the same."""
-    B, H, _, _ = call.sizes
-    i, bias, table = call.intervals, call.bias, call.offset_bias
-    of_batches = [part.shape[0] for part in (i.k_lo, i.key_visible, i.dense_mask) if part is not None]
-    of_heads = [] if i.dense_mask is None else [i.dense_mask.shape[1]]
-    of_heads.append(2 if i.by_head else 1)
+    dense, bias, table = call.dense_mask, call.bias, call.offset_bias
+    of_batches = [part.shape[0] for part in (call.k_lo, call.key_visible, dense) if part is not None]
+    of_heads = [2 if call.intervals.by_head else 1]
+    if dense is not None:
+        of_heads.append(dense.shape[1])
     if bias is not None:
         of_batches += bias.shape[:2]
         of_heads.append(bias.shape[2])
     if table is not None:
         of_heads.append(table.shape[0])
     batches, heads = (any(size != 1 for size in sizes) for sizes in (of_batches, of_heads))
-    return B if batches else 1, H if heads else 1
+    return call.B if batches else 1, call.H if heads else 1
