@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_floating, refuse, shape_of
+from heads_kernels.checks import check_tensor, refuse, shape_of
 
 _NEG_INF: Final = float("-inf")
 
@@ -40,7 +40,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         refuse("lses", f"has {len(lses)} parts, outs {len(outs)}", "pass one lse for each output")
     for name, parts in (("outs", outs), ("lses", lses)):
         for part in parts:
-            check_floating(name, part)
+            check_tensor(name, part)
     if outs[0].dim() == 0:
         refuse("outs", "has a part of shape []", "pass [..., Dv]")
     device = outs[0].device

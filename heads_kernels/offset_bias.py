@@ -10,8 +10,8 @@ from torch import Tensor
 
 from heads_kernels.checks import (
     check_flag,
-    check_floating,
     check_size,
+    check_tensor,
     is_any_int,
     refuse,
     refuse_type,
@@ -43,7 +43,7 @@ class OffsetBias:
     """
 
     def __init__(self, table: Tensor, first: int | None = None) -> None:
-        check_floating("table", table)
+        check_tensor("table", table)
         if table.dim() != 2 or 0 in table.shape:
             refuse("table", f"has shape {shape_of(table)}", "pass [H, n], or [1, n] for all heads")
         self.values = table
@@ -54,7 +54,7 @@ class OffsetBias:
     @classmethod
     def alibi(cls, slopes: Tensor) -> OffsetBias:
         """`-slopes[h] * |j - i|` (Press, Smith, Lewis 2022; BLOOM and MPT under a causal mask). `slopes`: `[H]`."""
-        check_floating("slopes", slopes)
+        check_tensor("slopes", slopes)
         if slopes.dim() != 1 or not slopes.numel():
             refuse("slopes", f"has shape {shape_of(slopes)}", "pass one slope per head, [H]")
         bias = cls(slopes[:, None], 0)
@@ -73,7 +73,7 @@ class OffsetBias:
             bidirectional: keys after the query have their own buckets (encoders). False: they share bucket 0.
             max_distance: distances from here on share the last bucket.
         """
-        check_floating("weight", weight)
+        check_tensor("weight", weight)
         check_flag("bidirectional", bidirectional)
         check_size("max_distance", max_distance)
         if max_distance > _MAX_DISTANCE:
