@@ -123,13 +123,25 @@ def check_device(argument: str, tensor: Tensor, device: torch.device | str) -> N
     wanted = torch.device(device)
     indices = {tensor.device.index, wanted.index} - {None}
     if tensor.device.type != wanted.type or len(indices) > 1:
-        was = f"is on {tensor.device}, but query is on {wanted}"
-        refuse(argument, was, "move it there once, before the call")
+        refuse(argument, f"is on {tensor.device}, but query is on {wanted}", "move it there once, before the call")
 
 
 def broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether a tensor of as many dimensions has these sizes, or 1."""
     return len(shape) == len(sizes) and all(got in (1, want) for got, want in zip(shape, sizes, strict=True))
+
+
+def check_broadcast(argument: str, tensor: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a tensor that broadcasts to `sizes`, those of the scores, with ones for the dimensions it lacks."""
+    shape = (1,) * (len(sizes) - tensor.dim()) + tuple(tensor.shape)
+    if not broadcasts(shape, sizes):
+        instead = "pass a tensor that broadcasts to them"
+        if argument == "attn_mask" and tensor.shape == (sizes[0], sizes[-1]):
+            instead = "2-D is [T, S]; pass a padding mask [B, S] as hk.Mask(key_mask=...)"
+        elif argument == "attn_mask" and tensor.is_floating_point():
+            instead += ": a float mask is added to scores; pass factors of heads as gate="
+        refuse(argument, f"has shape {shape_of(tensor)}, but scores are {list(sizes)}", instead)
+    return shape
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -174,8 +186,7 @@ def check_operands(*operands: object) -> None:
     for name, operand in zip(("query", "key", "value"), operands, strict=False):
         tensor = check_tensor(name, operand)
         if tensor.dtype != query.dtype:
-            was = f"has dtype {tensor.dtype}, but query has {query.dtype}"
-            refuse(name, was, "cast them to one dtype", TypeError)
+            refuse(name, f"has dtype {tensor.dtype}, but query has {query.dtype}", "cast them to one dtype", TypeError)
         check_device(name, tensor, query.device)
 
 
@@ -265,7 +276,7 @@ def check_row_weights(
     if received is True:
         return torch.ones((1,) * len(sizes), dtype=dtype, device=query.device)
     instead = f"pass True, or float weights of rows that broadcast to [..., H, T] = {list(sizes)}"
-    received = check_tensor("received", received, instead, range(len(sizes) + 1), DTYPES)
+    received = check_tensor("received", received, instead, range(len(sizes) + 1))
     check_device("received", received, query.device)
     shape = (*(1,) * (len(sizes) - received.dim()), *received.shape)
     if not broadcasts(shape, sizes):

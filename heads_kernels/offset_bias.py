@@ -80,8 +80,7 @@ class OffsetBias:
             refuse("max_distance", f"is {shown(max_distance)}", f"pass at most {_MAX_DISTANCE}")
         least = 4 if bidirectional else 2
         if weight.dim() != 2 or weight.shape[0] < least:
-            instead = f"pass [buckets, H], at least {least} buckets"
-            refuse("weight", f"has shape {shape_of(weight)}", instead)
+            refuse("weight", f"has shape {shape_of(weight)}", f"pass [buckets, H], at least {least} buckets")
         last = max_distance if bidirectional else 0
         offsets = torch.arange(-max_distance, last + 1, device=weight.device)
         bucket = _t5_buckets(offsets, bidirectional, weight.shape[0], max_distance)
@@ -148,8 +147,7 @@ def _t5_buckets(offsets: Tensor, bidirectional: bool, buckets: int, max_distance
         distance, behind = offsets.abs(), (offsets > 0) * buckets
     exact = buckets // 2
     if max_distance <= exact:
-        instead = f"pass more than {exact}: smaller distances have one bucket each"
-        refuse("max_distance", f"is {max_distance}", instead)
+        refuse("max_distance", f"is {max_distance}", f"pass more than {exact}: smaller distances have one bucket each")
     # T5's order of operations: bucket borders are at integers, where rounding decides.
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     wide = exact + (share * (buckets - exact)).long()

@@ -261,8 +261,7 @@ def check(call: Call) -> None:
     if call.alpha is not None:
         for name, field in zip(call._fields, call, strict=True):
             if is_sharded(field):
-                instead = "pass local tensors: entmax_attention serves no DTensors"
-                refuse(name, "is a DTensor", instead)
+                refuse(name, "is a DTensor", "pass local tensors: entmax_attention serves no DTensors")
 
 
 def check_layout(name: str, tensor: Tensor, layouts: Layouts, sizes: dict[str, int]) -> None:

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from heads_kernels.batch import check_bias_shape, flatten_companion
-from heads_kernels.checks import DTYPES, check_companion, check_tensor, refuse, refuse_type
+from heads_kernels.batch import flatten_companion
+from heads_kernels.checks import DTYPES, check_broadcast, check_companion, check_tensor, refuse, refuse_type
 from heads_kernels.mask import Mask
 from heads_kernels.mask.kept import readable
 from heads_kernels.mask.terms import Causal, Dense, KeyMask, QueryMask, Term
@@ -76,7 +76,7 @@ def mask_and_bias(
     elif bias is not None:
         check_companion("bias", bias, query)
         _check_heads(bias.shape[-3] if bias.dim() > 2 else 1, H, kept_heads)
-        check_bias_shape(bias, sizes)
+        check_broadcast("bias", bias, sizes)
     return whole, bias
 
 
