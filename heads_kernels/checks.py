@@ -65,6 +65,13 @@ def is_any_int(value: object) -> bool:
     return is_int(value) or isinstance(value, torch.SymInt)
 
 
+def check_int(argument: str, value: Any, instead: str = "pass an int") -> int:
+    """An int, or a symbolic one."""
+    if not is_any_int(value):
+        refuse_type(argument, value, instead)
+    return value  # type: ignore[no-any-return]
+
+
 def is_real(value: object) -> TypeGuard[float]:
     """Whether it is a finite number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

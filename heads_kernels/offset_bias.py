@@ -8,16 +8,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import (
-    check_flag,
-    check_size,
-    check_tensor,
-    is_any_int,
-    refuse,
-    refuse_type,
-    shape_of,
-    shown,
-)
+from heads_kernels.checks import check_flag, check_int, check_size, check_tensor, refuse, shape_of, shown
 
 #: Largest `max_distance` of T5's buckets, which are computed in float32: it represents all integers up to here.
 _MAX_DISTANCE: Final = 1 << 24
@@ -47,7 +38,7 @@ class OffsetBias:
         if table.dim() != 2 or 0 in table.shape:
             refuse("table", f"has shape {shape_of(table)}", "pass [H, n], or [1, n] for all heads")
         self.values = table
-        self.first: int = -(table.shape[1] // 2) if first is None else _whole("first", first)
+        self.first: int = -(table.shape[1] // 2) if first is None else check_int("first", first)
         self.kind: Literal["table", "alibi"] = "table"
         self.start = 0
 
@@ -89,7 +80,7 @@ class OffsetBias:
     def starting_at(self, row: int) -> OffsetBias:
         """The bias for query rows that start at position `row`: `S - T` when decoding with a cache."""
         moved = OffsetBias(self.values, self.first)
-        moved.kind, moved.start = self.kind, self.start + _whole("row", row)
+        moved.kind, moved.start = self.kind, self.start + check_int("row", row)
         return moved
 
     @property
@@ -131,12 +122,6 @@ def diagonals(table: Tensor, T: int, S: int) -> Tensor:
 def _at_least_float32(tensor: Tensor) -> Tensor:
     """In float32 distances are exact, and gradients of an entry that many offsets share are summed in float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _whole(argument: str, value: object) -> int:
-    if not is_any_int(value):
-        refuse_type(argument, value, "pass an int")
-    return value  # type: ignore[return-value]
 
 
 def _t5_buckets(offsets: Tensor, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, check_broadcast, is_any_int, is_int, refuse, refuse_type, shown
+from heads_kernels.checks import MAX_LENGTH, check_broadcast, check_int, is_int, refuse, shown
 from heads_kernels.mask.intervals import Device, Intervals, device_of
 from heads_kernels.mask.kept import capturing, is_unchanged, is_watched, readable, state_of
 from heads_kernels.mask.terms import (
@@ -149,8 +149,7 @@ class Mask:
         """
         layout = "pass an integer tensor [documents + 1]"
         cu_seqlens = parse_tensor("cu_seqlens", cu_seqlens, INTEGERS, (1,), layout)
-        if not is_any_int(total):
-            refuse_type("total", total, "pass the packed length as an int")
+        check_int("total", total, "pass the packed length as an int")
         if is_int(total) and not 0 <= total <= MAX_LENGTH:
             refuse("total", f"is {shown(total)}", f"pass a length from 0 to {MAX_LENGTH}")
         if readable(cu_seqlens):
