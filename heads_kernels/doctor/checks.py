@@ -35,7 +35,7 @@ CHECKS: Final = tuple(
         (_GATED, _GATED, "transposed_grouped width_128"),
         (_SHARED, _SHARED, "ragged_bias gate_batch_heads"),
         (_STATISTICS, _GATED, "holes"),
-        (_SPARSE, _SPARSE, "closed_batch_heads transposed"),
+        (_SPARSE, _SPARSE, "closed_batch_heads transposed_grouped"),
         (_GATED, _GATED, "sinks_all sliced"),
         (_SHARED, _SHARED, "sinks_all holes"),
         (_STATISTICS, _SHARED, "ragged_bias"),
