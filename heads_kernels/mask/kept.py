@@ -34,7 +34,7 @@ def is_watched() -> bool:
 
 def readable(tensor: Tensor) -> bool:
     """Whether its values may be read: on the CPU, not traced, not fake, not transformed."""
-    return not traced() and type(tensor) is Tensor and tensor.device.type == "cpu"
+    return not traced() and type(tensor) is Tensor and tensor.is_cpu
 
 
 def capturing(device: torch.device) -> bool:
@@ -51,7 +51,7 @@ def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
     would synchronise, it is their addresses and PyTorch's counts of writes to them.
     """
     if device == CPU:
-        return [t.clone() for t in tensors] if all(map(_is_plain_on_cpu, tensors)) else None
+        return [t.clone() for t in tensors] if all(map(readable, tensors)) else None
     if not _keeps(device) or not all(type(t) is Tensor and t.device.type == device.type for t in tensors):
         return None
     if any(t.is_inference() for t in tensors):  # they count no writes
@@ -65,13 +65,8 @@ def is_unchanged(tensors: Iterable[Tensor], state: Any, device: torch.device) ->
     if device != CPU:
         return bool(state == state_of(tensors, device))
     return all(
-        _is_plain_on_cpu(t) and t.dtype == copy.dtype and torch.equal(t, copy)
-        for t, copy in zip(tensors, state, strict=True)
+        readable(t) and t.dtype == copy.dtype and torch.equal(t, copy) for t, copy in zip(tensors, state, strict=True)
     )
-
-
-def _is_plain_on_cpu(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.is_cpu
 
 
 def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
