@@ -26,21 +26,12 @@ _of_model = partial(GatedCase, gate="H", layout="transposed", tags=_MODEL)
 _converted = partial(CollaborativeCase, content_bias=True, layout="transposed", tags=_MODEL)
 
 
-def _gates() -> tuple[GatedCase, ...]:
+def _gates(make: Callable[..., Case]) -> tuple[Any, ...]:
     """Every rank of gate with every activation."""
     return tuple(
-        GatedCase(
-            f"gate_{gate.lower()}_{activation}",
-            *(2, 3, 19, 21),
-            D=16,
-            Dv=24,
-            gate=gate,
-            gate_activation=activation,
-            closed=0.34,
-            tags=_TINY,
-        )
+        make(f"gate_{gate.lower()}_{kind}", 2, 3, 19, 21, gate=gate, gate_activation=kind, closed=0.34, tags=_TINY)
         for gate in ("H", "BH", "BHT", "BHTD")
-        for activation in ("identity", "sigmoid", "softplus")
+        for kind in ("identity", "sigmoid", "softplus")
     )
 
 
@@ -96,7 +87,7 @@ GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("one", 1, 1, 1, 1, D=1, Dv=1, tags=_TINY),
     GatedCase("small", 2, 2, 4, 5, D=8, Dv=8, tags=_TINY),
     GatedCase("small_causal", 2, 2, 6, 6, D=8, Dv=8, is_causal=True, gate="H", tags=_TINY),
-    *_gates(),
+    *_gates(partial(GatedCase, D=16, Dv=24)),
     GatedCase("gate_broadcast_batch", 2, 3, 9, 11, D=16, Dv=16, gate="1H", closed=0.34, tags=_TINY),
     GatedCase("gate_broadcast_heads", 2, 3, 9, 11, D=16, Dv=16, gate="B1", closed=0.5, tags=_TINY),
     GatedCase("gate_broadcast_one", 2, 3, 9, 11, D=16, Dv=16, gate="1", tags=_TINY),
@@ -193,12 +184,7 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
     CollaborativeCase("one", 1, 1, 1, 1, Ds=1, Dv=1, tags=_TINY),
     CollaborativeCase("small", 2, 2, 4, 5, Ds=8, Dv=8, tags=_TINY),
     CollaborativeCase("small_bias", 2, 2, 6, 6, Ds=8, Dv=8, content_bias=True, is_causal=True, tags=_TINY),
-    CollaborativeCase("gate_heads", 2, 3, 19, 21, Ds=32, Dv=24, gate="H", closed=0.34, tags=_TINY),
-    CollaborativeCase("gate_batch_heads", 2, 3, 19, 21, Ds=32, Dv=24, gate="BH", closed=0.5,
-        content_bias=True, tags=_TINY),
-    CollaborativeCase("gate_tokens", 2, 3, 19, 21, Ds=32, Dv=24, gate="BHT", gate_activation="sigmoid", tags=_TINY),
-    CollaborativeCase("gate_elements", 2, 3, 19, 21, Ds=32, Dv=24, gate="BHTD",
-        gate_activation="softplus", gate_strided=True, tags=_TINY),
+    *_gates(partial(CollaborativeCase, Ds=32, Dv=24)),
     CollaborativeCase("blocks", 2, 4, 33, 34, Ds=64, Dv=16, mixing="blocks"),
     CollaborativeCase("blocks_uneven", 2, 3, 33, 34, Ds=40, Dv=16, mixing="blocks", content_bias=True),
     CollaborativeCase("ragged", 2, 4, 33, 70, Ds=128, Dv=16, mixing="ragged", gate="H"),
