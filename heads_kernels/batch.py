@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import broadcasts, refuse
+from heads_kernels.checks import broadcasts, check_broadcast, refuse
 
 #: The batch dimensions of a call; None if there is exactly one, equal in all operands.
 Batch = tuple[int, ...] | None
@@ -75,8 +75,7 @@ def flatten_bias(bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int
     `[x, 1, y, H, T, S]`, is copied. `full` is (H, T, S). Raises ValueError for `argument` if the shape does not
     broadcast.
     """
-    shape = check_bias_shape(bias, (*batch, *full), argument)
-    bias = bias.reshape(shape)
+    bias = bias.reshape(check_broadcast(argument, bias, (*batch, *full)))
     if not bias.requires_grad:  # else every element gets its own gradient
         for dim, stride in enumerate(bias.stride()):
             if stride == 0 and bias.shape[dim] > 1:
@@ -92,21 +91,6 @@ def flatten_bias(bias: Tensor, batch: tuple[int, ...], full: tuple[int, int, int
     elements = math.prod(bias.shape[:count])
     lead = (elements, 1) if outside else (1, elements)
     return bias.reshape(*lead, *bias.shape[count:])
-
-
-def check_bias_shape(bias: Tensor, sizes: tuple[int, ...], argument: str = "bias") -> tuple[int, ...]:
-    """The shape of a bias, padded with ones to the rank of `sizes`, the shape of the scores.
-
-    Raises ValueError if it does not broadcast to `sizes`.
-    """
-    shape = (1,) * (len(sizes) - bias.dim()) + tuple(bias.shape)
-    if not broadcasts(shape, sizes):
-        was = f"has shape {list(bias.shape)}, but scores are {list(sizes)}"
-        instead = "pass a tensor that broadcasts to them"
-        if argument == "attn_mask":
-            instead += ": a float mask is added to scores; pass factors of heads as gate="
-        refuse(argument, was, instead)
-    return shape
 
 
 def bias_batches(bias: Tensor, B: int) -> tuple[int, int]:

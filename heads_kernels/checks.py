@@ -65,6 +65,13 @@ def is_any_int(value: object) -> bool:
     return is_int(value) or isinstance(value, torch.SymInt)
 
 
+def check_int(argument: str, value: Any, instead: str = "pass an int") -> int:
+    """An int, or a symbolic one."""
+    if not is_any_int(value):
+        refuse_type(argument, value, instead)
+    return value  # type: ignore[no-any-return]
+
+
 def is_real(value: object) -> TypeGuard[float]:
     """Whether it is a finite number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -98,27 +105,22 @@ def check_choice(argument: str, value: object, choices: Sequence[object]) -> Non
 def check_tensor(
     argument: str,
     tensor: object,
-    instead: str,
+    instead: str = _FLOATING,
     ranks: Sequence[int] | None = None,
-    dtypes: Sequence[torch.dtype] | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> Tensor:
-    """A strided tensor, not a sparse or nested one, of one of these ranks and dtypes; None: any floating dtype."""
+    """A strided tensor, not a sparse or nested one, of one of these ranks and dtypes."""
     if not isinstance(tensor, Tensor):
         refuse_type(argument, tensor, instead)
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         packed = " (packed sequences: hk.Mask.from_cu_seqlens)" if tensor.is_nested else ""
         refuse(argument, f"has layout {layout}", f"{instead}, dense{packed}")
-    if not (tensor.is_floating_point() if dtypes is None else tensor.dtype in dtypes):
+    if tensor.dtype not in dtypes:
         refuse(argument, f"has dtype {tensor.dtype}", instead, TypeError)
     if ranks is not None and tensor.dim() not in ranks:
         refuse(argument, f"has shape {shape_of(tensor)}", instead)
     return tensor
-
-
-def check_floating(name: str, tensor: Tensor) -> None:
-    """Check that `tensor` is dense and of a floating dtype that the operators serve."""
-    check_tensor(name, tensor, _FLOATING, dtypes=DTYPES)
 
 
 def check_device(argument: str, tensor: Tensor, device: torch.device | str) -> None:
@@ -128,13 +130,25 @@ def check_device(argument: str, tensor: Tensor, device: torch.device | str) -> N
     wanted = torch.device(device)
     indices = {tensor.device.index, wanted.index} - {None}
     if tensor.device.type != wanted.type or len(indices) > 1:
-        was = f"is on {tensor.device}, but query is on {wanted}"
-        refuse(argument, was, "move it there once, before the call")
+        refuse(argument, f"is on {tensor.device}, but query is on {wanted}", "move it there once, before the call")
 
 
 def broadcasts(shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether a tensor of as many dimensions has these sizes, or 1."""
     return len(shape) == len(sizes) and all(got in (1, want) for got, want in zip(shape, sizes, strict=True))
+
+
+def check_broadcast(argument: str, tensor: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a tensor that broadcasts to `sizes`, those of the scores, with ones for the dimensions it lacks."""
+    shape = (1,) * (len(sizes) - tensor.dim()) + tuple(tensor.shape)
+    if not broadcasts(shape, sizes):
+        instead = "pass a tensor that broadcasts to them"
+        if argument == "attn_mask" and tensor.shape == (sizes[0], sizes[-1]):
+            instead = "2-D is [T, S]; pass a padding mask [B, S] as hk.Mask(key_mask=...)"
+        elif argument == "attn_mask" and tensor.is_floating_point():
+            instead += ": a float mask is added to scores; pass factors of heads as gate="
+        refuse(argument, f"has shape {shape_of(tensor)}, but scores are {list(sizes)}", instead)
+    return shape
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -173,45 +187,14 @@ def _is_split() -> bool:
 _is_split._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def check_tensors(**tensors: Tensor) -> None:
+def check_operands(*operands: object) -> None:
     """Check that `query`, `key` and perhaps `value` are tensors of one supported dtype on one device."""
-    check_whole_sequence()
-    query = tensors["query"]
-    for name, tensor in tensors.items():
-        check_floating(name, tensor)
+    query: Any = operands[0]
+    for name, operand in zip(("query", "key", "value"), operands, strict=False):
+        tensor = check_tensor(name, operand)
         if tensor.dtype != query.dtype:
-            was = f"has dtype {tensor.dtype}, but query has {query.dtype}"
-            refuse(name, was, "cast them to one dtype", TypeError)
+            refuse(name, f"has dtype {tensor.dtype}, but query has {query.dtype}", "cast them to one dtype", TypeError)
         check_device(name, tensor, query.device)
-
-
-def check_grouped_heads(query: Tensor, key: Tensor) -> None:
-    """Check that `query` `[B, H, T, D]` and `key` `[B, Hk, S, D]` agree."""
-    (_, H, _, D), (_, Hk, _, width) = query.shape, key.shape
-    if width != D:
-        refuse("key", f"has width {width}, but query has width {D}", "make D equal")
-    if (H == 0) != (Hk == 0) or (Hk and H % Hk):
-        instead = "H must be a multiple of Hk (grouped-query heads)"
-        refuse("key", f"has {Hk} heads, but query has {H}", instead)
-
-
-def check_mixing(query: Tensor, key: Tensor, mixing: Tensor) -> None:
-    """Check that `query` `[B, T, Ds]`, `key` `[B, S, Ds]` and mixing agree."""
-    Ds, width = query.shape[2], key.shape[2]
-    if width != Ds:
-        refuse("key", f"has width {width}, but query has width {Ds}", "make Ds equal")
-    check_companion("mixing", mixing, query)
-    if mixing.dim() != 2 or mixing.shape[1] != Ds:
-        was = f"has shape {shape_of(mixing)}, but query has width {Ds}"
-        refuse("mixing", was, "pass [H, Ds]")
-
-
-def check_value_heads(value: Tensor, H: int, S: int) -> None:
-    """Check that `value` `[B, Hv, S, Dv]` of collaborative attention fits H heads and S keys."""
-    Hv = value.shape[1]
-    if value.shape[2] != S or (H == 0) != (Hv == 0) or (Hv and H % Hv):
-        was = f"has shape {shape_of(value)}, but mixing has {H} heads and key has S = {S}"
-        refuse("value", was, "pass [..., Hv, S, Dv], H a multiple of Hv (grouped value heads)")
 
 
 def check_sizes(B: int, H: int, T: int, S: int) -> None:
@@ -227,15 +210,8 @@ def check_sizes(B: int, H: int, T: int, S: int) -> None:
 
 def check_companion(name: str, tensor: Tensor, query: Tensor) -> None:
     """Check that `tensor` is dense, of a floating dtype and on the device of `query`."""
-    check_floating(name, tensor)
+    check_tensor(name, tensor)
     check_device(name, tensor, query.device)
-
-
-def check_gate_activation(gate: Tensor | None, activation: str) -> None:
-    check_choice("gate_activation", activation, GATE_ACTIVATIONS)
-    if gate is None and activation != "identity":
-        was = f"is {activation!r}, but gate is None"
-        refuse("gate_activation", was, "pass the logits as gate")
 
 
 def check_number(argument: str, value: Any, least: float, most: float, instead: str) -> float:
@@ -307,7 +283,7 @@ def check_row_weights(
     if received is True:
         return torch.ones((1,) * len(sizes), dtype=dtype, device=query.device)
     instead = f"pass True, or float weights of rows that broadcast to [..., H, T] = {list(sizes)}"
-    received = check_tensor("received", received, instead, range(len(sizes) + 1), DTYPES)
+    received = check_tensor("received", received, instead, range(len(sizes) + 1))
     check_device("received", received, query.device)
     shape = (*(1,) * (len(sizes) - received.dim()), *received.shape)
     if not broadcasts(shape, sizes):

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import check_floating, refuse, shape_of
+from heads_kernels.checks import check_tensor, refuse, shape_of
 
 _NEG_INF: Final = float("-inf")
 
@@ -38,14 +38,12 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         refuse("outs", "is empty", "pass at least one part")
     if len(outs) != len(lses):
         refuse("lses", f"has {len(lses)} parts, outs {len(outs)}", "pass one lse for each output")
-    for name, parts in (("outs", outs), ("lses", lses)):
-        for part in parts:
-            check_floating(name, part)
-    if outs[0].dim() == 0:
+    if check_tensor("outs", outs[0]).dim() == 0:
         refuse("outs", "has a part of shape []", "pass [..., Dv]")
     device = outs[0].device
     for name, parts, shape in (("outs", outs, outs[0].shape), ("lses", lses, outs[0].shape[:-1])):
         for part in parts:
+            check_tensor(name, part)
             if part.shape != shape:
                 refuse(name, f"has a part of shape {shape_of(part)}", f"pass {list(shape)}")
             if part.dtype != parts[0].dtype:

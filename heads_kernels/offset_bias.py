@@ -8,16 +8,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import (
-    check_flag,
-    check_floating,
-    check_size,
-    is_any_int,
-    refuse,
-    refuse_type,
-    shape_of,
-    shown,
-)
+from heads_kernels.checks import check_flag, check_int, check_size, check_tensor, refuse, shape_of, shown
 
 #: Largest `max_distance` of T5's buckets, which are computed in float32: it represents all integers up to here.
 _MAX_DISTANCE: Final = 1 << 24
@@ -43,18 +34,18 @@ class OffsetBias:
     """
 
     def __init__(self, table: Tensor, first: int | None = None) -> None:
-        check_floating("table", table)
+        check_tensor("table", table)
         if table.dim() != 2 or 0 in table.shape:
             refuse("table", f"has shape {shape_of(table)}", "pass [H, n], or [1, n] for all heads")
         self.values = table
-        self.first: int = -(table.shape[1] // 2) if first is None else _whole("first", first)
+        self.first: int = -(table.shape[1] // 2) if first is None else check_int("first", first)
         self.kind: Literal["table", "alibi"] = "table"
         self.start = 0
 
     @classmethod
     def alibi(cls, slopes: Tensor) -> OffsetBias:
         """`-slopes[h] * |j - i|` (Press, Smith, Lewis 2022; BLOOM and MPT under a causal mask). `slopes`: `[H]`."""
-        check_floating("slopes", slopes)
+        check_tensor("slopes", slopes)
         if slopes.dim() != 1 or not slopes.numel():
             refuse("slopes", f"has shape {shape_of(slopes)}", "pass one slope per head, [H]")
         bias = cls(slopes[:, None], 0)
@@ -73,15 +64,14 @@ class OffsetBias:
             bidirectional: keys after the query have their own buckets (encoders). False: they share bucket 0.
             max_distance: distances from here on share the last bucket.
         """
-        check_floating("weight", weight)
+        check_tensor("weight", weight)
         check_flag("bidirectional", bidirectional)
         check_size("max_distance", max_distance)
         if max_distance > _MAX_DISTANCE:
             refuse("max_distance", f"is {shown(max_distance)}", f"pass at most {_MAX_DISTANCE}")
         least = 4 if bidirectional else 2
         if weight.dim() != 2 or weight.shape[0] < least:
-            instead = f"pass [buckets, H], at least {least} buckets"
-            refuse("weight", f"has shape {shape_of(weight)}", instead)
+            refuse("weight", f"has shape {shape_of(weight)}", f"pass [buckets, H], at least {least} buckets")
         last = max_distance if bidirectional else 0
         offsets = torch.arange(-max_distance, last + 1, device=weight.device)
         bucket = _t5_buckets(offsets, bidirectional, weight.shape[0], max_distance)
@@ -90,7 +80,7 @@ class OffsetBias:
     def starting_at(self, row: int) -> OffsetBias:
         """The bias for query rows that start at position `row`: `S - T` when decoding with a cache."""
         moved = OffsetBias(self.values, self.first)
-        moved.kind, moved.start = self.kind, self.start + _whole("row", row)
+        moved.kind, moved.start = self.kind, self.start + check_int("row", row)
         return moved
 
     @property
@@ -134,12 +124,6 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _whole(argument: str, value: object) -> int:
-    if not is_any_int(value):
-        refuse_type(argument, value, "pass an int")
-    return value  # type: ignore[return-value]
-
-
 def _t5_buckets(offsets: Tensor, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:
     """The bucket of each offset `j - i`."""
     distance, behind = (-offsets).clamp(min=0), torch.zeros_like(offsets)
@@ -148,8 +132,7 @@ def _t5_buckets(offsets: Tensor, bidirectional: bool, buckets: int, max_distance
         distance, behind = offsets.abs(), (offsets > 0) * buckets
     exact = buckets // 2
     if max_distance <= exact:
-        instead = f"pass more than {exact}: smaller distances have one bucket each"
-        refuse("max_distance", f"is {max_distance}", instead)
+        refuse("max_distance", f"is {max_distance}", f"pass more than {exact}: smaller distances have one bucket each")
     # T5's order of operations: bucket borders are at integers, where rounding decides.
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     wide = exact + (share * (buckets - exact)).long()

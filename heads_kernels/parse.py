@@ -15,22 +15,19 @@ from torch import Tensor
 from heads_kernels.batch import GROUPED, SHARED, Batch, flatten_bias, flatten_companion, flatten_operands
 from heads_kernels.call import LAYOUTS, Call, Layouts, compute_dtype
 from heads_kernels.checks import (
-    DTYPES,
+    GATE_ACTIVATIONS,
     check_alpha,
+    check_choice,
     check_companion,
     check_dropout,
     check_excluded,
     check_flag,
-    check_gate_activation,
-    check_grouped_heads,
-    check_mixing,
+    check_operands,
     check_row_weights,
     check_scale,
     check_sizes,
     check_softcap,
     check_tensor,
-    check_tensors,
-    check_value_heads,
     check_whole_sequence,
     refuse,
     shape_of,
@@ -117,9 +114,9 @@ def form(
                 mask = _mask(attn_mask, is_causal, query, sizes, batch)
     except Exception:
         # If one of these is not a tensor or does not fit the others, that is the error to report.
-        check_tensors(**dict(zip(("query", "key", "value"), operands, strict=False)))
+        check_operands(*operands)
         if shared:
-            check_tensor("mixing", mixing, "pass a tensor [H, Ds] of a floating dtype", (2,), DTYPES)
+            check_tensor("mixing", mixing, "pass a tensor [H, Ds] of a floating dtype", (2,))
         raise
     row_weights = None
     if operator == "entmax_attention":
@@ -230,8 +227,8 @@ def _mask(
 
 
 # ---------------------------------------------------------------------- calls
-#: Fields whose layout `check` compares with the sizes of the call. Biases are checked when they are flattened.
-_COMPANIONS: Final = ("content_bias", "gate", "sinks")
+#: Tensors beside query, key and value that `check` checks. Biases are checked when they are flattened.
+_COMPANIONS: Final = ("mixing", "content_bias", "gate", "sinks")
 
 
 def check(call: Call) -> None:
@@ -240,39 +237,31 @@ def check(call: Call) -> None:
     Raises:
         ValueError, TypeError: the message names the argument, its value and what would work.
     """
-    query, key, value, mixing = call.query, call.key, call.value, call.mixing
-    if value is None:
-        check_tensors(query=query, key=key)
-    else:
-        check_tensors(query=query, key=key, value=value)
-    if mixing is None:
-        check_grouped_heads(query, key)
-        if value is not None and value.shape[1:3] != key.shape[1:3]:
-            was = f"has shape {shape_of(value)}, but key is {shape_of(key)}"
-            instead = "make heads and S of value equal to those of key: [..., Hk, S, Dv]"
-            refuse("value", was, instead)
+    check_operands(*call[: 2 if call.value is None else 3])
+    sizes = call.named_sizes()
+    H, name, heads = sizes["H"], "value", sizes["Hv"]
+    if call.mixing is None:
         if call.content_bias is not None:
-            instead = "pass mixing [H, Ds] too, or leave it out"
-            refuse("content_bias", "is given without mixing", instead)
-    else:
-        check_mixing(query, key, mixing)
-        if value is not None:
-            check_value_heads(value, call.H, call.S)
-    B, H, T, S = call.sizes
-    check_sizes(B, H, T, S)
-    check_gate_activation(call.gate, call.gate_activation)
-    sizes: dict[str, int] = {}
-    for name in _COMPANIONS:
+            refuse("content_bias", "is given without mixing", "pass mixing [H, Ds] too, or leave it out")
+        name, heads = "key", sizes["Hk"]
+        sizes["Hv"] = heads
+    if (H == 0) != (heads == 0) or (heads and H % heads):
+        refuse(name, f"has {heads} heads, but the call has {H}", "H must be a multiple (grouped heads)")
+    check_sizes(sizes["B"], H, sizes["T"], sizes["S"])
+    if call.gate_activation != "identity":
+        check_choice("gate_activation", call.gate_activation, GATE_ACTIVATIONS)
+        if call.gate is None:
+            refuse("gate_activation", f"is {call.gate_activation!r}, but gate is None", "pass the logits as gate")
+    for name in ("key", "value", *_COMPANIONS):
         tensor = getattr(call, name)
         if tensor is not None:
-            sizes = sizes or call.named_sizes()
-            check_companion(name, tensor, query)
+            if name in _COMPANIONS:
+                check_companion(name, tensor, call.query)
             check_layout(name, tensor, LAYOUTS[name], sizes)
     if call.alpha is not None:
         for name, field in zip(call._fields, call, strict=True):
             if is_sharded(field):
-                instead = "pass local tensors: entmax_attention serves no DTensors"
-                refuse(name, "is a DTensor", instead)
+                refuse(name, "is a DTensor", "pass local tensors: entmax_attention serves no DTensors")
 
 
 def check_layout(name: str, tensor: Tensor, layouts: Layouts, sizes: dict[str, int]) -> None:

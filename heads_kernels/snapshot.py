@@ -36,30 +36,30 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             refuse_type("model", model, "pass a torch.nn.Module")
-        self._modules = {module: (type(module), dict(vars(module)), _registries(module)) for module in model.modules()}
+        self._kinds = {module: type(module) for module in model.modules()}
+        #: The attributes of the modules, and the dicts among them, by their ids, with what they hold now.
+        self._dicts: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+        for module in self._kinds:
+            for each in (vars(module), *vars(module).values()):
+                if type(each) in (dict, OrderedDict):
+                    self._dicts[id(each)] = each, dict(each)
 
     def restore(self) -> None:
         """Restore the model. Registries stay the same objects, which handles of hooks refer to."""
-        for module, (kind, attributes, registries) in self._modules.items():
+        for module, kind in self._kinds.items():
             set_class(module, kind)
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, items in registries.items():
-                registry = attributes[name]
-                registry.clear()
-                registry.update(items)
+        for now, before in self._dicts.values():
+            now.clear()
+            now.update(before)
 
     def undo(self, later: Snapshot) -> None:
         """Undo the changes between this snapshot and `later`, but not those after `later`."""
-        for module, (kind, attributes, registries) in self._modules.items():
-            if module not in later._modules:
-                continue
-            kind_then, attributes_then, registries_then = later._modules[module]
-            if type(module) is kind_then:
+        for module, kind in self._kinds.items():
+            if type(module) is later._kinds.get(module):
                 set_class(module, kind)
-            _undo(vars(module), attributes, attributes_then)
-            for name in registries.keys() & registries_then.keys() & vars(module).keys():
-                _undo(vars(module)[name], registries[name], registries_then[name])
+        for key in self._dicts.keys() & later._dicts.keys():
+            now, before = self._dicts[key]
+            _undo(now, before, later._dicts[key][1])
 
 
 @contextmanager
@@ -96,10 +96,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
-
-
-def _registries(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    return {name: dict(value) for name, value in vars(module).items() if type(value) in (dict, OrderedDict)}
 
 
 def _undo(now: dict[Any, Any], before: dict[Any, Any], after: dict[Any, Any]) -> None:

@@ -33,9 +33,9 @@ CHECKS: Final = tuple(
     (operator, of, name)
     for operator, of, names in (
         (_GATED, _GATED, "transposed_grouped width_128"),
-        (_SHARED, _SHARED, "ragged_bias gate_batch_heads"),
+        (_SHARED, _SHARED, "ragged_bias gate_bh_identity"),
         (_STATISTICS, _GATED, "holes"),
-        (_SPARSE, _SPARSE, "closed_batch_heads transposed"),
+        (_SPARSE, _SPARSE, "closed_batch_heads transposed_grouped"),
         (_GATED, _GATED, "sinks_all sliced"),
         (_SHARED, _SHARED, "sinks_all holes"),
         (_STATISTICS, _SHARED, "ragged_bias"),

@@ -4,11 +4,6 @@ Causal masks and windows become two integers (a band), masks that depend on data
 the head become two int32 vectors, a key mask with holes adds one byte per key, and any other bool mask has one byte per
 pair. A kernel intersects the parts that are given, skips tiles outside of them, and needs no mask arithmetic in tiles
 inside. It does not know which kind of mask it was given.
-
-mask.py       `Mask`, as callers write it: a tuple of terms, combined by AND
-terms.py      the terms, each of which gives its `Intervals`, and what the arguments may be
-intervals.py  `Intervals`, as kernels read them
-kept.py       what is cached between calls
 """
 
 from heads_kernels.mask.intervals import UNBOUNDED, Intervals

@@ -10,14 +10,14 @@ every replay. Results of one stream are not used on another, which would have to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-#: Most tensors that are kept, of lists of lengths and of distances for different S. Heuristic.
-_TENSORS: Final = 64
+#: Most lists of lengths whose tensors are kept. Heuristic.
+_LISTS: Final = 64
 
 CPU: Final = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def is_watched() -> bool:
 
 def readable(tensor: Tensor) -> bool:
     """Whether its values may be read: on the CPU, not traced, not fake, not transformed."""
-    return not traced() and type(tensor) is Tensor and tensor.device.type == "cpu"
+    return not traced() and type(tensor) is Tensor and tensor.is_cpu
 
 
 def capturing(device: torch.device) -> bool:
@@ -51,7 +51,7 @@ def state_of(tensors: Iterable[Tensor], device: torch.device) -> object:
     would synchronise, it is their addresses and PyTorch's counts of writes to them.
     """
     if device == CPU:
-        return [t.clone() for t in tensors] if all(map(_is_plain_on_cpu, tensors)) else None
+        return [t.clone() for t in tensors] if all(map(readable, tensors)) else None
     if not _keeps(device) or not all(type(t) is Tensor and t.device.type == device.type for t in tensors):
         return None
     if any(t.is_inference() for t in tensors):  # they count no writes
@@ -65,49 +65,25 @@ def is_unchanged(tensors: Iterable[Tensor], state: Any, device: torch.device) ->
     if device != CPU:
         return bool(state == state_of(tensors, device))
     return all(
-        _is_plain_on_cpu(t) and t.dtype == copy.dtype and torch.equal(t, copy)
-        for t, copy in zip(tensors, state, strict=True)
+        readable(t) and t.dtype == copy.dtype and torch.equal(t, copy) for t, copy in zip(tensors, state, strict=True)
     )
-
-
-def _is_plain_on_cpu(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.is_cpu
 
 
 def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
     """`lengths` as int64 on `device`; equal lists are copied to a GPU once."""
-    if capturing(device) and not is_watched():
-        return _filled(lengths, device)
-    return _made(_lengths, lengths, device)
+    if is_watched() or not (device == CPU or _keeps(device)):
+        return _lengths(lengths, device)
+    return _filled(lengths, device) if capturing(device) else _kept(lengths, device, _stream(device))
 
 
-def distances_on(device: torch.device, S: int) -> Tensor:
-    """int32 `[2, 1, S]` on `device`: the distance of each key from the end, S to 1, and from the start, 1 to S."""
-    return _made(_distances, S, device)
-
-
-def _made(make: Callable[[Any, torch.device], Tensor], of: Any, device: torch.device) -> Tensor:
-    """`make(of, device)`, or what it has returned before."""
-    real = device.type == "cpu" or _keeps(device)
-    if is_watched() or not real or capturing(device):
-        return make(of, device)
-    return _kept(make, of, device, _stream(device))
-
-
-@functools.lru_cache(maxsize=_TENSORS)
-def _kept(make: Callable[[Any, torch.device], Tensor], of: Any, device: torch.device, stream: int) -> Tensor:
+@functools.lru_cache(maxsize=_LISTS)
+def _kept(lengths: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):  # a later call may not be in it
-        return make(of, device)
+        return _lengths(lengths, device)
 
 
 def _lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(lengths, dtype=torch.int64, device=device)
-
-
-def _distances(S: int, device: torch.device) -> Tensor:
-    from_end = torch.arange(S, 0, -1, dtype=torch.int32, device=device)
-    from_start = torch.arange(1, S + 1, dtype=torch.int32, device=device)
-    return torch.stack((from_end, from_start)).unsqueeze(1)
 
 
 def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, is_any_int, is_int, refuse, refuse_type, shown
+from heads_kernels.checks import MAX_LENGTH, check_broadcast, check_int, is_int, refuse, shown
 from heads_kernels.mask.intervals import Device, Intervals, device_of
-from heads_kernels.mask.kept import CPU, capturing, is_unchanged, is_watched, readable, state_of
+from heads_kernels.mask.kept import capturing, is_unchanged, is_watched, readable, state_of
 from heads_kernels.mask.terms import (
     INTEGERS,
     Alignment,
@@ -26,7 +26,6 @@ from heads_kernels.mask.terms import (
     QueryLengths,
     QueryMask,
     Term,
-    check_broadcast,
     parse_causal,
     parse_documents,
     parse_lengths,
@@ -79,7 +78,6 @@ class Mask:
     _terms: tuple[Term, ...]
     _tensors: tuple[Tensor, ...]  # of the terms
     _last: tuple[object, object, Intervals] | None = None  # the last (call, state, its intervals)
-    _is_snapshot: bool = False  # whether its tensors are copies that nothing writes to
 
     def __init__(
         self,
@@ -97,8 +95,7 @@ class Mask:
         terms: tuple[Term, ...] = ()
         if prefix_lengths is not None:
             if align is None:
-                instead = "pass causal=True or causal='lower_right' too"
-                refuse("prefix_lengths", "is given without causal", instead)
+                refuse("prefix_lengths", "is given without causal", "pass causal=True or causal='lower_right' too")
             terms += (Prefix(parse_lengths("prefix_lengths", prefix_lengths), align),)
         elif align is not None:
             terms += (Causal(align),)
@@ -139,17 +136,9 @@ class Mask:
         return mask
 
     def snapshot(self) -> Mask:
-        """A copy of the mask and its tensors: later writes to the original tensors do not change it.
-
-        Calls of the same sizes on the CPU need not compare the tensors of a snapshot, because nothing writes to them.
-        """
-        mask = Mask.of(
-            tuple(
-                type(term)(*(v.clone() if isinstance(v, Tensor) else v for v in term.values())) for term in self.terms
-            )
-        )
-        mask._is_snapshot = True
-        return mask
+        """A copy of the mask and its tensors: later writes to the original tensors do not change it."""
+        terms = (type(term)(*(v.clone() if isinstance(v, Tensor) else v for v in term.values())) for term in self.terms)
+        return Mask.of(tuple(terms))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, total: int) -> Mask:
@@ -160,16 +149,13 @@ class Mask:
         """
         layout = "pass an integer tensor [documents + 1]"
         cu_seqlens = parse_tensor("cu_seqlens", cu_seqlens, INTEGERS, (1,), layout)
-        if not is_any_int(total):
-            instead = "pass the packed length as an int"
-            refuse_type("total", total, instead)
+        check_int("total", total, "pass the packed length as an int")
         if is_int(total) and not 0 <= total <= MAX_LENGTH:
             refuse("total", f"is {shown(total)}", f"pass a length from 0 to {MAX_LENGTH}")
         if readable(cu_seqlens):
             borders = cu_seqlens.tolist()
             if borders[:1] != [0] or borders != sorted(borders) or borders[-1] > total:
-                instead = f"pass ascending borders, from 0 to at most total = {total}"
-                refuse("cu_seqlens", f"is {borders}", instead)
+                refuse("cu_seqlens", f"is {borders}", f"pass ascending borders, from 0 to at most total = {total}")
         j = torch.arange(total, device=cu_seqlens.device)
         return cls(document_ids=torch.searchsorted(cu_seqlens.to(torch.int64), j, right=True))
 
@@ -199,13 +185,12 @@ class Mask:
             return self.compute_intervals(B, H, T, S, device)
         # A tensor made in inference mode cannot be saved for a backward pass.
         call = B, H, T, S, device, torch.is_inference_mode_enabled()
-        never_changes = self._is_snapshot and device == CPU
         last = self._last  # read once: another thread may replace it
         if last is not None and last[0] == call and not capturing(device):
             _, state, intervals = last
-            if never_changes or is_unchanged(self._tensors, state, device):
+            if is_unchanged(self._tensors, state, device):
                 return intervals
-        state = () if never_changes else state_of(self._tensors, device)
+        state = state_of(self._tensors, device)
         intervals = self.compute_intervals(B, H, T, S, device)
         if state is None:
             return intervals
@@ -281,7 +266,7 @@ def as_mask(attn_mask: Mask | Tensor | None, shape: tuple[int, int, int, int]) -
         return attn_mask
     instead = "pass a hk.Mask, or a bool tensor with True = may attend (a float tensor is a bias)"
     parse_tensor("attn_mask", attn_mask, (torch.bool,), range(5), instead)
-    check_broadcast(attn_mask, shape)
+    check_broadcast("attn_mask", attn_mask, shape)
     for dim, stride in enumerate(attn_mask.stride()):
         if stride == 0:
             attn_mask = attn_mask.narrow(dim, 0, min(1, attn_mask.shape[dim]))

@@ -14,10 +14,19 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from heads_kernels.checks import MAX_LENGTH, broadcasts, check_device, check_tensor, is_any_int, is_int, refuse, shown
+from heads_kernels.checks import (
+    MAX_LENGTH,
+    check_broadcast,
+    check_device,
+    check_tensor,
+    is_any_int,
+    is_int,
+    refuse,
+    shown,
+)
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
-from heads_kernels.mask.kept import distances_on, lengths_on, readable
+from heads_kernels.mask.kept import lengths_on, readable
 
 Alignment = Literal["upper_left", "lower_right"]
 
@@ -144,7 +153,8 @@ class KeyMask(Term):
         _check_rows(self.argument, self.real, B, S, "S", device)
         if S == 0:  # no key to take a maximum over, and none to hide
             return Intervals()
-        distances = distances_on(torch.device(device), S)
+        from_start = torch.arange(1, S + 1, dtype=torch.int32, device=device)
+        distances = torch.stack((from_start.flip(0), from_start))[:, None]  # of each key from the end, and the start
         # [B or 1, 1, T] each, a view of [B or 1, 1, 1]; 0 if all are hidden
         spans = (self.real * distances).amax(2, keepdim=True)[..., None]
         from_end, end = spans.expand(-1, -1, -1, T).unbind()
@@ -173,8 +183,7 @@ class Documents(Term):
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
         if self.key_ids is None and T != S:
-            instead = "pass a pair (query_ids, key_ids)"
-            refuse(self.argument, f"is one tensor, but T is {T} and S is {S}", instead)
+            refuse(self.argument, f"is one tensor, but T is {T} and S is {S}", "pass a pair (query_ids, key_ids)")
         queries, keys = self.query_ids, self.query_ids if self.key_ids is None else self.key_ids
         dtype = torch.promote_types(queries.dtype, keys.dtype)
         queries, keys = torch.atleast_2d(queries.to(dtype), keys.to(dtype))  # type: ignore[no-untyped-call]
@@ -197,7 +206,7 @@ class Dense(Term):
     argument: str = "attn_mask"
 
     def intervals(self, B: int, H: int, T: int, S: int, device: Device) -> Intervals:
-        check_broadcast(self.visible, (B, H, T, S))
+        check_broadcast(self.argument, self.visible, (B, H, T, S))
         check_device(self.argument, self.visible, device)
         return Intervals(dense_mask=self.visible)
 
@@ -250,23 +259,12 @@ def _check_rows(argument: str, tensor: Tensor, B: int, size: int, letter: str, d
     check_device(argument, tensor, device)
 
 
-def check_broadcast(attn_mask: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """Check that `attn_mask` broadcasts to `shape`, aligned right."""
-    got = list(attn_mask.shape)
-    if not broadcasts(got, shape[4 - len(got) :]):
-        instead = "make every size equal, or 1"
-        if got == [shape[0], shape[3]]:
-            instead = "2-D is [T, S]; pass a padding mask [B, S] as hk.Mask(key_mask=...)"
-        refuse("attn_mask", f"has shape {got}, but [B, H, T, S] is {list(shape)}", instead)
-
-
 def _of_heads(
     argument: str, given: Tensor | tuple[int, ...] | tuple[tuple[int, int], ...], H: int, device: Device
 ) -> Tensor:
     """Numbers of heads, `[H or 1]` or more, as int64 on `device`."""
     if len(given) not in (1, H):
-        was = f"is of {len(given)} heads, but H is {H}"
-        refuse(argument, was, f"pass {H}, or one for all heads")
+        refuse(argument, f"is of {len(given)} heads, but H is {H}", f"pass {H}, or one for all heads")
     if isinstance(given, Tensor):
         check_device(argument, given, device)
         return given.to(torch.int64)
@@ -323,11 +321,10 @@ def parse_causal(causal: object) -> Alignment | None:
 def parse_window(window: object) -> tuple[int, int]:
     instead = "pass (left, right), inclusive counts of keys on either side, -1 = unlimited,"
     instead += " or one for each head: a list of H such pairs or an integer tensor [H, 2]"
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        refuse("window", f"is {window!r}", instead)
-    if not all(map(is_any_int, window)):
+    pair = window if isinstance(window, (tuple, list)) and len(window) == 2 else (-2, -2)
+    if not all(map(is_any_int, pair)):
         refuse("window", f"is {window!r}", instead, TypeError)
-    left, right = window
+    left, right = pair
     if left < -1 or right < -1:
         refuse("window", f"is {window!r}", instead)
     return (-1 if left >= UNBOUNDED else left), (-1 if right >= UNBOUNDED else right)
@@ -369,8 +366,7 @@ def parse_lengths(argument: str, given: object) -> Tensor | tuple[int, ...]:
     lengths = _parse_integers(argument, given, "pass an integer tensor [B] or a list of B ints")
     for length in () if isinstance(lengths, Tensor) else lengths:
         if is_int(length) and abs(length) > MAX_LENGTH:
-            instead = f"lengths go from 0 to T or S, at most {MAX_LENGTH}"
-            refuse(argument, f"has {shown(length)}", instead)
+            refuse(argument, f"has {shown(length)}", f"lengths go from 0 to T or S, at most {MAX_LENGTH}")
     return lengths
 
 
@@ -390,6 +386,5 @@ def parse_documents(document_ids: object) -> Documents:
     ids = [parse_tensor("document_ids", each, INTEGERS, (1, 2), instead) for each in given]
     keys = ids[-1]
     if readable(keys) and not bool((keys[..., 1:] >= keys[..., :-1]).all()):
-        instead = "number the documents in the order of their keys"
-        refuse("document_ids", "does not ascend along the keys", instead)
+        refuse("document_ids", "does not ascend along the keys", "number the documents in the order of their keys")
     return Documents(ids[0], ids[1] if len(ids) == 2 else None)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 Evaluate = Literal["mean", "binary"]
 Reduce = Literal["sum", "mean_layers"]
-_REDUCE: Final = get_args(Reduce)
 #: Keeps the noise, and `P(gate != 0)`, away from 0 and 1 (Voita et al. 2019).
 EPS: Final = 1e-6
 
@@ -309,7 +308,7 @@ def l0_penalty(model: nn.Module, reduce: Reduce = "sum") -> Tensor:
         reduce: "sum", the expected number of open heads of the model (L_C of Voita et al. 2019); "mean_layers",
             that number divided by the number of gated layers, as in the code of the paper.
     """
-    check_choice("reduce", reduce, _REDUCE)
+    check_choice("reduce", reduce, get_args(Reduce))
     gates = hard_concrete_gates(model)
     total = sum_of_penalties(gates)
     return total / len(gates) if reduce == "mean_layers" else total

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from heads_kernels.batch import check_bias_shape, flatten_companion
+from heads_kernels.batch import flatten_companion
 from heads_kernels.checks import DTYPES, check_companion, check_tensor, refuse, refuse_type
 from heads_kernels.mask import Mask
 from heads_kernels.mask.kept import readable
@@ -73,10 +73,8 @@ def mask_and_bias(
                 was = f"starts at row {bias.start}, but with this cache rows start at {S - T}"
                 refuse("bias", was, "pass the bias without starting_at")
             bias = bias.starting_at(S - T)
-    elif bias is not None:
-        check_companion("bias", bias, query)
-        _check_heads(bias.shape[-3] if bias.dim() > 2 else 1, H, kept_heads)
-        check_bias_shape(bias, sizes)
+    elif isinstance(bias, Tensor) and bias.dim() > 2:  # the rest is checked by the operator
+        _check_heads(bias.shape[-3], H, kept_heads)
     return whole, bias
 
 

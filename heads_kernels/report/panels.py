@@ -32,9 +32,6 @@ Found: TypeAlias = dict[str, Any]
 
 #: The number of most frequent words that do not count as rare, as in Voita et al. 2019.
 COMMON: Final = 500
-#: Steps of the pruning curve, and random orders to compare with, without and with --fast.
-STEPS: Final = {False: 10, True: 5}
-ORDERS: Final = {False: 3, True: 1}
 #: What --fast does without.
 LEFT_OUT: Final = (
     "heads are not left out one at a time, and the pruning curve has 5 steps and 1 random order instead of 10 and 3"
@@ -93,7 +90,8 @@ def pruning(inputs: Inputs) -> Found:
     index = {layer.name: layer.index for layer in inputs.layers}
     least_first = [(index[name], head) for name, head in _fisher(inputs).ranked()]
     orders = {"least important first": least_first, "most important first": least_first[::-1]}
-    for seed in range(ORDERS[inputs.fast]):
+    steps, at_random = (5, 1) if inputs.fast else (10, 3)
+    for seed in range(at_random):
         generator = torch.Generator().manual_seed(seed)
         places = torch.randperm(len(least_first), generator=generator).tolist()
         orders[f"random order {seed + 1}"] = [least_first[place] for place in places]
@@ -108,7 +106,6 @@ def pruning(inputs: Inputs) -> Found:
             hk.heads.reopen(inputs.model)
         return float((found * whole).sum(1).mean())
 
-    steps = STEPS[inputs.fast]
     counts = sorted({round(step / steps * len(least_first)) for step in range(steps + 1)})
     curves = {name: [cosine(frozenset(order[:count])) for count in counts] for name, order in orders.items()}
     most = {

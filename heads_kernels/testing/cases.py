@@ -26,21 +26,12 @@ _of_model = partial(GatedCase, gate="H", layout="transposed", tags=_MODEL)
 _converted = partial(CollaborativeCase, content_bias=True, layout="transposed", tags=_MODEL)
 
 
-def _gates() -> tuple[GatedCase, ...]:
+def _gates(make: Callable[..., Case]) -> tuple[Any, ...]:
     """Every rank of gate with every activation."""
     return tuple(
-        GatedCase(
-            f"gate_{gate.lower()}_{activation}",
-            *(2, 3, 19, 21),
-            D=16,
-            Dv=24,
-            gate=gate,
-            gate_activation=activation,
-            closed=0.34,
-            tags=_TINY,
-        )
+        make(f"gate_{gate.lower()}_{kind}", 2, 3, 19, 21, gate=gate, gate_activation=kind, closed=0.34, tags=_TINY)
         for gate in ("H", "BH", "BHT", "BHTD")
-        for activation in ("identity", "sigmoid", "softplus")
+        for kind in ("identity", "sigmoid", "softplus")
     )
 
 
@@ -64,11 +55,39 @@ def _terms(make: Callable[..., Case]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def _alike(make: Callable[..., Case]) -> tuple[Any, ...]:
+    """Sizes, layouts and masks, alike for both operators with softmax; `make` knows the widths."""
+    return (
+        make("closed_all", 2, 3, 17, 17, gate="H", closed=1.0),
+        make("one_key", 2, 2, 3, 1),
+        make("one_row", 2, 2, 1, 67, gate="BHT"),
+        make("length_63", 1, 2, 63, 65),
+        make("scale", 1, 2, 33, 34, scale=0.7),
+        make("transposed", 2, 4, 49, 50, layout="transposed", gate="H"),
+        make("padded", 4, 2, 70, 70, mask=masks.padded(70, 33, 1, 0), gate="BH"),
+        make("padded_causal", 3, 2, 70, 70, mask=masks.padded(70, 64, 13, causal=True)),
+        make("padded_left", 3, 2, 70, 70, mask=masks.left_padded, gate="BHT"),
+        make("holes", 3, 2, 35, 70, mask=masks.holes, gate="H"),
+        make("window", 1, 2, 130, 130, mask=masks.fixed(Mask(window=(9, 4)))),
+        make("window_holes", 2, 2, 70, 70, mask=masks.window_over_holes, gate="BHT"),
+        make("packed_causal", 1, 2, 100, 100, mask=masks.packed(31, 2, 65, causal=True), gate="H"),
+        make("lower_right_blind_rows", 1, 2, 70, 33, mask=masks.lower_right, gate="BHT"),
+        make("dense_heads", 2, 2, 20, 30, mask=masks.dense_heads),
+        make("dropout", 2, 2, 33, 41, dropout_p=0.3, gate="H", closed=0.5),
+        make("empty_batch", 0, 2, 5, 6, gate="BHT"),
+        make("zero_keys", 2, 2, 5, 0, gate="H"),
+        make("zero_rows", 2, 2, 0, 5, gate="BHT"),
+        make("offsets", 2, 3, 70, 67, offsets=33, gate="H", closed=0.34),
+        make("mean", 2, 3, 35, 70, gate="H", mean=4.0),
+        make("declining_heads", 2, 3, 35, 70, gate="H", decline=2.0**-9),
+    )
+
+
 GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("one", 1, 1, 1, 1, D=1, Dv=1, tags=_TINY),
     GatedCase("small", 2, 2, 4, 5, D=8, Dv=8, tags=_TINY),
     GatedCase("small_causal", 2, 2, 6, 6, D=8, Dv=8, is_causal=True, gate="H", tags=_TINY),
-    *_gates(),
+    *_gates(partial(GatedCase, D=16, Dv=24)),
     GatedCase("gate_broadcast_batch", 2, 3, 9, 11, D=16, Dv=16, gate="1H", closed=0.34, tags=_TINY),
     GatedCase("gate_broadcast_heads", 2, 3, 9, 11, D=16, Dv=16, gate="B1", closed=0.5, tags=_TINY),
     GatedCase("gate_broadcast_one", 2, 3, 9, 11, D=16, Dv=16, gate="1", tags=_TINY),
@@ -81,10 +100,6 @@ GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("gate_own_dtype", 2, 3, 33, 35, D=16, Dv=16, gate="BHTD", gate_dtype=None),
     GatedCase("closed_heads", 2, 4, 65, 65, D=32, Dv=32, gate="H", closed=0.5),
     GatedCase("closed_batch_heads", 3, 4, 33, 40, D=32, Dv=32, gate="BH", closed=0.5, Hk=2, mask=masks.causal),
-    GatedCase("closed_all", 2, 3, 17, 17, D=16, Dv=16, gate="H", closed=1.0),
-    GatedCase("one_key", 2, 2, 3, 1, D=16, Dv=16),
-    GatedCase("one_row", 2, 2, 1, 67, D=16, Dv=16, gate="BHT"),
-    GatedCase("length_63", 1, 2, 63, 63, D=32, Dv=32),
     GatedCase("length_65_causal", 1, 2, 65, 65, D=32, Dv=32, is_causal=True),
     GatedCase("length_1000", 1, 2, 200, 1003, D=32, Dv=32, gate="H"),
     GatedCase("length_1000_causal", 1, 2, 1000, 1000, D=16, Dv=16, is_causal=True),
@@ -98,29 +113,20 @@ GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("width_96", 1, 2, 66, 67, D=96, Dv=96),
     GatedCase("width_128", 1, 2, 66, 67, D=128, Dv=128, is_causal=True),
     GatedCase("width_256", 1, 1, 20, 33, D=256, Dv=256),
-    GatedCase("scale", 1, 2, 33, 34, D=16, Dv=16, scale=0.7),
     GatedCase("scale_negative", 1, 2, 33, 34, D=16, Dv=16, scale=-0.3),
     GatedCase("scale_zero", 1, 2, 33, 34, D=16, Dv=16, scale=0.0),
     GatedCase("outliers", 1, 2, 65, 130, D=64, Dv=64, outlier=40.0),
-    GatedCase("transposed", 2, 4, 49, 50, D=32, Dv=32, layout="transposed", gate="H"),
     GatedCase("transposed_grouped", 2, 4, 49, 50, D=24, Dv=40, Hk=2, layout="transposed",
         gate="BHT", mask=masks.padded(50, 31, queries=False)),
     GatedCase("sliced", 2, 3, 33, 47, D=24, Dv=40, layout="sliced", gate="BHTD"),
     GatedCase("sliced_causal", 1, 2, 65, 65, D=16, Dv=16, layout="sliced", is_causal=True),
     GatedCase("lower_right", 1, 2, 33, 70, D=16, Dv=16, mask=masks.lower_right),
-    GatedCase("lower_right_blind_rows", 1, 2, 70, 33, D=16, Dv=16, mask=masks.lower_right, gate="BHT"),
     GatedCase("causal_more_keys", 1, 2, 33, 70, D=16, Dv=16, is_causal=True),
-    GatedCase("window", 1, 2, 130, 130, D=16, Dv=16, mask=masks.fixed(Mask(window=(9, 4)))),
     GatedCase("window_causal", 1, 2, 200, 200, D=16, Dv=16, mask=masks.fixed(Mask(causal=True, window=(33, -1)))),
     GatedCase("window_lower_right", 1, 2, 40, 90, D=16, Dv=16,
         mask=masks.fixed(Mask(causal="lower_right", window=(17, 0)))),
-    GatedCase("padded", 4, 2, 70, 70, D=16, Dv=16, mask=masks.padded(70, 33, 1, 0), gate="BH"),
-    GatedCase("padded_causal", 3, 2, 70, 70, D=16, Dv=16, mask=masks.padded(70, 64, 13, causal=True)),
     GatedCase("padded_keys", 3, 2, 21, 70, D=16, Dv=16, mask=masks.padded(70, 65, 0, queries=False)),
-    GatedCase("padded_left", 3, 2, 70, 70, D=16, Dv=16, mask=masks.left_padded, gate="BHT"),
     GatedCase("padded_tensor", 3, 2, 33, 70, D=16, Dv=16, mask=masks.key_padding_tensor),
-    GatedCase("holes", 3, 2, 35, 70, D=16, Dv=16, mask=masks.holes, gate="H"),
-    GatedCase("window_holes", 2, 2, 70, 70, D=16, Dv=16, mask=masks.window_over_holes, gate="BHT"),
     GatedCase("head_windows", 2, 4, 130, 130, D=16, Dv=16, Hk=2, gate="BHT",
         mask=masks.by_head((-1, 0), (9, 0), (33, -1), (0, 0))),
     GatedCase("head_windows_blind_rows", 1, 3, 140, 90, D=16, Dv=24, gate="H", closed=0.34,
@@ -137,25 +143,17 @@ GATED: Final[tuple[GatedCase, ...]] = (
     GatedCase("streaming_few_rows", 2, 4, 5, 300, D=32, Dv=32, Hk=2, gate="H", closed=0.25,
         mask=masks.streaming_over_holes),
     GatedCase("packed", 1, 2, 100, 100, D=16, Dv=16, mask=masks.packed(1, 40, 33, 20)),
-    GatedCase("packed_causal", 1, 2, 100, 100, D=16, Dv=16, mask=masks.packed(31, 2, 65, causal=True), gate="H"),
     GatedCase("prefix", 2, 2, 70, 70, D=16, Dv=16, mask=masks.prefix(0, 41)),
     GatedCase("dense_rows", 2, 2, 20, 30, D=16, Dv=16, mask=masks.dense_rows, gate="H"),
-    GatedCase("dense_heads", 2, 2, 20, 30, D=16, Dv=16, mask=masks.dense_heads),
     GatedCase("dense_blocks", 2, 4, 150, 215, D=16, Dv=24, Hk=2, mask=masks.dense_blocks, gate="BHT"),
-    GatedCase("dropout", 2, 2, 33, 41, D=16, Dv=16, dropout_p=0.3),
     GatedCase("dropout_few_keys", 2, 2, 64, 2, D=16, Dv=16, dropout_p=0.25),  # sharp rows
     GatedCase("dropout_everything", 2, 4, 66, 66, D=24, Dv=40, Hk=2, dropout_p=0.1, gate="BHT",
         gate_activation="sigmoid", mask=masks.padded(66, 35, causal=True), layout="transposed"),
-    GatedCase("empty_batch", 0, 2, 5, 6, D=8, Dv=8, gate="BHT"),
-    GatedCase("zero_keys", 2, 2, 5, 0, D=8, Dv=8, gate="H"),
-    GatedCase("zero_rows", 2, 2, 0, 5, D=8, Dv=8, gate="BHT"),
     GatedCase("decode", 2, 8, 1, 300, D=64, Dv=64, Hk=2, mask=masks.lower_right, gate="BHT",
         gate_activation="sigmoid", layout="transposed"),
     GatedCase("bias", 2, 6, 35, 70, D=16, Dv=24, Hk=2, bias="BHTS", gate="H"),
+    *_alike(partial(GatedCase, D=16, Dv=24)),
     *_terms(partial(GatedCase, D=16, Dv=24)),
-    GatedCase("offsets", 2, 3, 70, 67, D=16, Dv=24, offsets=33, gate="H", closed=0.34),
-    GatedCase("declining_heads", 2, 3, 35, 70, D=16, Dv=24, gate="H", decline=2.0**-9),
-    GatedCase("mean", 2, 3, 35, 70, D=16, Dv=24, gate="H", mean=4.0),
     GatedCase("declining_heads_terms", 1, 2, 66, 70, D=24, Dv=24, bias="1HTS", sinks=True, softcap=2.0,
         gate="BHT", decline=2.0**-9, is_causal=True),
     # Shapes of real models.
@@ -186,13 +184,7 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
     CollaborativeCase("one", 1, 1, 1, 1, Ds=1, Dv=1, tags=_TINY),
     CollaborativeCase("small", 2, 2, 4, 5, Ds=8, Dv=8, tags=_TINY),
     CollaborativeCase("small_bias", 2, 2, 6, 6, Ds=8, Dv=8, content_bias=True, is_causal=True, tags=_TINY),
-    CollaborativeCase("gate_heads", 2, 3, 19, 21, Ds=32, Dv=24, gate="H", closed=0.34, tags=_TINY),
-    CollaborativeCase("gate_batch_heads", 2, 3, 19, 21, Ds=32, Dv=24, gate="BH", closed=0.5,
-        content_bias=True, tags=_TINY),
-    CollaborativeCase("gate_tokens", 2, 3, 19, 21, Ds=32, Dv=24, gate="BHT", gate_activation="sigmoid", tags=_TINY),
-    CollaborativeCase("gate_elements", 2, 3, 19, 21, Ds=32, Dv=24, gate="BHTD",
-        gate_activation="softplus", gate_strided=True, tags=_TINY),
-    CollaborativeCase("closed_all", 2, 3, 17, 17, Ds=32, Dv=16, gate="H", closed=1.0, content_bias=True),
+    *_gates(partial(CollaborativeCase, Ds=32, Dv=24)),
     CollaborativeCase("blocks", 2, 4, 33, 34, Ds=64, Dv=16, mixing="blocks"),
     CollaborativeCase("blocks_uneven", 2, 3, 33, 34, Ds=40, Dv=16, mixing="blocks", content_bias=True),
     CollaborativeCase("ragged", 2, 4, 33, 70, Ds=128, Dv=16, mixing="ragged", gate="H"),
@@ -201,23 +193,13 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
     CollaborativeCase("zero_chunks", 2, 3, 33, 34, Ds=100, Dv=16, mixing="chunks"),
     CollaborativeCase("zero_head", 2, 3, 33, 34, Ds=48, Dv=16, mixing="zero_head"),
     CollaborativeCase("zero_head_bias", 2, 3, 33, 34, Ds=48, Dv=16, mixing="zero_head", content_bias=True),
-    CollaborativeCase("one_key", 2, 2, 3, 1, Ds=16, Dv=16, content_bias=True),
-    CollaborativeCase("one_row", 2, 2, 1, 67, Ds=40, Dv=16),
-    CollaborativeCase("length_63", 1, 2, 63, 65, Ds=32, Dv=32),
     CollaborativeCase("length_1000", 1, 2, 1000, 1001, Ds=32, Dv=16, content_bias=True, is_causal=True),
     CollaborativeCase("width_72", 1, 2, 33, 34, Ds=72, Dv=40),
     CollaborativeCase("width_1_sharp", 2, 3, 64, 64, Ds=8, Dv=1, scale=1.5),
     CollaborativeCase("width_7", 1, 3, 33, 34, Ds=7, Dv=5),
     CollaborativeCase("width_384", 1, 2, 20, 35, Ds=384, Dv=64),
-    CollaborativeCase("scale", 1, 2, 33, 34, Ds=32, Dv=16, scale=0.3, content_bias=True),
     CollaborativeCase("outliers", 1, 2, 65, 130, Ds=64, Dv=32, outlier=20.0),
-    CollaborativeCase("transposed", 2, 4, 49, 50, Ds=64, Dv=32, layout="transposed", gate="H", content_bias=True),
     CollaborativeCase("sliced", 2, 3, 33, 47, Ds=40, Dv=24, layout="sliced", mixing="unaligned"),
-    CollaborativeCase("padded", 4, 2, 70, 70, Ds=32, Dv=16, mask=masks.padded(70, 33, 1, 0), content_bias=True),
-    CollaborativeCase("padded_causal", 3, 2, 70, 70, Ds=32, Dv=16, mask=masks.padded(70, 64, 13, causal=True)),
-    CollaborativeCase("padded_left", 3, 2, 70, 70, Ds=32, Dv=16, mask=masks.left_padded, gate="BHT"),
-    CollaborativeCase("holes", 3, 2, 35, 70, Ds=32, Dv=16, mask=masks.holes, content_bias=True, gate="H"),
-    CollaborativeCase("window_holes", 2, 2, 70, 70, Ds=32, Dv=16, mask=masks.window_over_holes),
     CollaborativeCase("head_windows", 2, 4, 130, 130, Ds=32, Dv=16, Hv=2, content_bias=True,
         mask=masks.by_head((-1, 0), (9, 0), (33, -1), (0, 0))),
     CollaborativeCase("streaming", 1, 3, 200, 200, Ds=48, Dv=16, gate="H", dropout_p=0.1,
@@ -225,15 +207,7 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
     CollaborativeCase("streaming_holes", 2, 3, 66, 130, Ds=32, Dv=16, sinks=True, bias="1HTS",
         mask=masks.streaming_over_holes),
     CollaborativeCase("five_heads", 1, 5, 10, 10, Ds=80, Dv=16, content_bias=True),
-    CollaborativeCase("packed_causal", 1, 2, 100, 100, Ds=32, Dv=16, mask=masks.packed(31, 2, 65, causal=True)),
-    CollaborativeCase("lower_right_blind_rows", 1, 2, 70, 33, Ds=32, Dv=16, mask=masks.lower_right, content_bias=True),
-    CollaborativeCase("window", 1, 2, 130, 130, Ds=32, Dv=16, mask=masks.fixed(Mask(window=(9, 4)))),
-    CollaborativeCase("dense_heads", 2, 2, 20, 30, Ds=32, Dv=16, mask=masks.dense_heads, content_bias=True),
     CollaborativeCase("dense_blocks", 2, 2, 150, 215, Ds=32, Dv=16, mask=masks.dense_blocks),
-    CollaborativeCase("dropout", 2, 2, 33, 41, Ds=32, Dv=16, dropout_p=0.2, content_bias=True, gate="H", closed=0.5),
-    CollaborativeCase("empty_batch", 0, 2, 5, 6, Ds=32, Dv=8, content_bias=True),
-    CollaborativeCase("zero_keys", 2, 2, 5, 0, Ds=32, Dv=8, content_bias=True, gate="H"),
-    CollaborativeCase("zero_rows", 2, 2, 0, 5, Ds=32, Dv=8, content_bias=True),
     CollaborativeCase("decode", 2, 8, 1, 300, Ds=128, Dv=64, mask=masks.lower_right, content_bias=True),
     CollaborativeCase("grouped", 2, 6, 34, 35, Ds=48, Dv=16, Hv=2, content_bias=True),
     CollaborativeCase("grouped_causal", 2, 4, 65, 65, Ds=64, Dv=24, Hv=2, mixing="ragged",
@@ -251,10 +225,8 @@ COLLABORATIVE: Final[tuple[CollaborativeCase, ...]] = (
         mask=masks.lower_right, gate="BHT", gate_activation="sigmoid", layout="transposed"),
     CollaborativeCase("multi_value", 1, 5, 34, 35, Ds=80, Dv=16, Hv=1, is_causal=True, sinks=True),
     CollaborativeCase("bias", 2, 3, 35, 70, Ds=32, Dv=16, bias="BHTS", gate="H"),
+    *_alike(partial(CollaborativeCase, Ds=32, Dv=16, content_bias=True)),
     *_terms(partial(CollaborativeCase, Ds=32, Dv=16)),
-    CollaborativeCase("offsets", 2, 3, 70, 67, Ds=32, Dv=16, offsets=33, content_bias=True, gate="H", closed=0.34),
-    CollaborativeCase("mean", 2, 3, 35, 70, Ds=24, Dv=24, gate="H", mean=4.0),
-    CollaborativeCase("declining_heads", 2, 3, 35, 70, Ds=32, Dv=16, gate="H", content_bias=True, decline=2.0**-9),
     # Converted models keep the scale of the original: 64**-0.5 for BERT-base, 32**-0.5 for MiniLM.
     _converted("bert_base_256", 2, 12, 512, 512, Ds=256, Dv=64, scale=0.125),
     _converted("bert_base_256_ragged", 2, 12, 512, 512, Ds=256, Dv=64, scale=0.125, mixing="ragged"),
@@ -275,10 +247,11 @@ _SPREAD: Final = (1.05, 2.0)
 _OF_GATED: Final = {
     (1.5, 1.5): (
         "one", "small_causal", "one_row", "outliers", "sliced", "window", "packed_causal", "empty_batch", "zero_keys",
-        "bias_hides", "offsets",
+        "bias_hides", "offsets", "dropout_everything",
     ),
     _SPREAD: (
         "closed_heads", "closed_batch_heads", "multi_query", "holes", "dense_blocks", "bias_shared", "softcap_bias",
+        "gate_bhtd_sigmoid", "transposed_grouped", "head_windows", "declining_heads",
     ),
     (1.3, 1.8): ("cross",),
 }  # fmt: skip
@@ -287,19 +260,10 @@ ENTMAX: Final[tuple[EntmaxCase, ...]] = (
     *(EntmaxCase(**vars(case), alpha=alpha) for case in GATED for alpha in _OF_GATED if case.name in _OF_GATED[alpha]),
     EntmaxCase("sparsemax", 2, 3, 19, 21, D=16, Dv=24, alpha=(2.0, 2.0), tags=_TINY),
     EntmaxCase("near_softmax", 2, 3, 19, 21, D=16, Dv=24, alpha=(1.02, 1.1), tags=_TINY),
-    EntmaxCase("gate_elements", 2, 3, 19, 21, D=16, Dv=24, gate="BHTD", gate_activation="sigmoid",
-        alpha=_SPREAD, tags=_TINY),
     EntmaxCase("length_1000", 1, 2, 130, 1003, D=32, Dv=32, gate="H", alpha=_SPREAD),
-    EntmaxCase("transposed", 2, 4, 49, 50, D=24, Dv=40, Hk=2, layout="transposed", gate="BHT",
-        mask=masks.padded(50, 31, queries=False), alpha=_SPREAD),
-    EntmaxCase("head_windows", 2, 4, 130, 130, D=16, Dv=16, Hk=2, alpha=_SPREAD,
-        mask=masks.by_head((-1, 0), (9, 0), (33, -1), (0, 0))),
     EntmaxCase("streaming", 1, 4, 200, 200, D=16, Dv=16, Hk=2, gate="H",
         mask=masks.by_head((-1, 0), (33, 0), (20, 0), (64, 0), first_keys=[0, 4, 70, 1])),
-    EntmaxCase("dropout", 2, 4, 66, 66, D=24, Dv=40, Hk=2, dropout_p=0.1, gate="BHT",
-        gate_activation="sigmoid", mask=masks.padded(66, 35, causal=True), layout="transposed"),
     EntmaxCase("mean", 2, 3, 35, 70, D=16, Dv=24, mean=2.0, alpha=_SPREAD),
-    EntmaxCase("declining_heads", 2, 3, 35, 70, D=16, Dv=24, decline=2.0**-9, alpha=_SPREAD),
 )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def test_addresses_of_64_bits(backend: str, name: str, monkeypatch: pytest.Monke
 
 
 # ---------------------------------------------------------------------- the support of entmax
-OF_SUPPORT = ("cross", "packed_causal", "closed_batch_heads", "dropout", "bias_hides")
+OF_SUPPORT = ("cross", "packed_causal", "closed_batch_heads", "dropout_everything", "bias_hides")
 
 
 def any_of_tiles(pairs: Tensor, rows: int, keys: int) -> Tensor:
