@@ -217,13 +217,9 @@ def test_gates_stay_in_effect(kind: type[Gates]) -> None:
 
 
 def test_a_call_within_another_reads_the_same() -> None:
-    model, x = Layers(layer_of()), torch.randn(2, 7, 24, dtype=torch.float64)
-    read = partial(importance, model, [x])
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        return model(x).square().sum()
-
-    alone, within = read(loss), read(lambda *given: loss(*given) + 0 * read(loss).table().sum())
+    read = partial(importance, Layers(layer_of()), [torch.randn(2, 7, 24, dtype=torch.float64)])
+    alone = read(lambda model, x: model(x).square().sum())
+    within = read(lambda model, x: model(x).square().sum() + 0 * read(lambda m, x: m(x).sum()).table().sum())
     assert_alike(within.scores, alone.scores)
 
 
