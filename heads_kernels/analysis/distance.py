@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.observe import each_batch, reading, run
-from heads_kernels.analysis.positions import first_real
 from heads_kernels.checks import refuse
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers
 from heads_kernels.nn.attention_call import AttentionCall, blocks
@@ -43,12 +42,16 @@ class HeadDistance:
 
     def within(self) -> Tensor:
         """Mean distance between two heads of each layer, `[L]`; NaN in layers with fewer than two heads."""
-        return torch.stack([_to_others(self.block(i)).mean() for i in range(len(self.layers))])
+        return torch.stack([each.mean() for each in self._to_others()])
 
     def odd(self) -> list[int | None]:
         """The head of each layer with the largest mean distance to the others; None if it has fewer than two."""
-        means = [_to_others(self.block(i)) for i in range(len(self.layers))]
-        return [int(each.argmax()) if len(each) > 1 else None for each in means]
+        return [int(each.argmax()) if len(each) > 1 else None for each in self._to_others()]
+
+    def _to_others(self) -> list[Tensor]:
+        """Of each layer, the mean distance of each head to the others, `[H]`."""
+        blocks = [self.block(layer) for layer in range(len(self.layers))]
+        return [block.sum(1) / (len(block) - 1) for block in blocks]
 
     def block(self, layer: int) -> Tensor:
         """`[H, H]`: distances within the layer at this index in `layers`."""
@@ -69,11 +72,6 @@ class HeadDistance:
         largest = points.gather(0, points.abs().argmax(0, keepdim=True))
         signed: Tensor = points * torch.where(largest < 0, -1.0, 1.0)
         return signed
-
-
-def _to_others(block: Tensor) -> Tensor:
-    """The mean distance of each head to the others, `[H]`."""
-    return block.sum(1) / (len(block) - 1)
 
 
 def distance(
@@ -163,13 +161,14 @@ def _divergence(calls: list[AttentionCall]) -> Tensor:
     mass = torch.zeros(N, dtype=torch.float64, device=first.query.device)  # of p
     own = torch.zeros_like(mass)  # of p ln p
     pairs = mass.new_zeros(N, N)  # of (p + q) ln (p + q)
-    seen = [replace(call, self_attention=False).real_keys for call in calls]  # in some layer, by some row
-    real, spans = first.real_queries, _spans(torch.stack(seen).any(0))
+    real = first.real_queries
+    # By some row in some layer.
+    seen = torch.stack([replace(call, self_attention=False).real_keys for call in calls]).any(0)
     causal = all(call.is_causal for call in calls)
     for rows in blocks(first.T, first.B * N * first.S):
         p = torch.cat([call.probabilities(rows) for call in calls], 1)  # [B, N, rows, S]
         last = rows.stop + first.S - first.T if causal else first.S
-        parts = [p[b][:, real[b, rows], start : min(end, last)].flatten(1) for b, (start, end) in enumerate(spans)]
+        parts = [p[b][:, real[b, rows], :last][..., seen[b, :last]].flatten(1) for b in range(first.B)]
         p = torch.cat(parts, 1)  # [N, pairs of tokens]
         p += torch.finfo(p.dtype).tiny  # its x ln x is negligible
         for part in torch.split(p, max(1, _PAIRS // N), 1):
@@ -179,14 +178,6 @@ def _divergence(calls: list[AttentionCall]) -> Tensor:
                 pairs[head, head + 1 :] += _x_ln_x(part[head + 1 :] + part[head])
     of_both = own + log(2) * mass
     return (of_both[:, None] + of_both - pairs).triu(1) / 2
-
-
-def _spans(real: Tensor) -> list[tuple[int, int]]:
-    """The half-open range from the first to the last True of each row of `real` `[B, S]`."""
-    S = real.shape[1]
-    start, behind = first_real(real), first_real(real.flip(1))
-    ends = torch.where(real.any(1), S - behind, start)
-    return list(zip(start.tolist(), ends.tolist(), strict=True))
 
 
 def _x_ln_x(x: Tensor) -> Tensor:

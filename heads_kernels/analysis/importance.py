@@ -1,25 +1,22 @@
-"""Importance of heads: by gradients of their gates, by attribution patching, by leaving heads out."""
+"""Importance of heads: by gradients of their outputs, also towards those of another run, and by leaving heads out."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from copy import copy
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
-from weakref import WeakSet
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
 from heads_kernels.analysis.head_scores import HeadScores, scores_of
-from heads_kernels.analysis.observe import each_batch, evaluation, observe, of_this_thread
+from heads_kernels.analysis.observe import each_batch, evaluation
+from heads_kernels.call import compute_dtype
 from heads_kernels.checks import check_choice, refuse, refuse_type
 from heads_kernels.heads.layers import AttentionLayer, attention_layers, choose_layers, gates_of
-from heads_kernels.heads.patching import Edit, edited, outputs
+from heads_kernels.heads.observers import observed
+from heads_kernels.heads.patching import edited, outputs
 from heads_kernels.nn.attention_call import AttentionCall
-from heads_kernels.nn.gates import FixedGate
 
 #: `loss(model, batch)`: a scalar, losses of examples `[B]`, or outputs `[B, ...]`.
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -40,7 +37,7 @@ def importance(
     """How much each head of a model matters, from a pass over data; padded rows do not count.
 
     Let L be the loss, g_h a factor of 1 on head h, and a_{h,x,t} the derivative of L by that factor for example x
-    and row t only. The backward pass of the operator computes it for all layers at once, without a map `[T, S]`.
+    and row t only. One backward pass computes it for all layers, without a map `[T, S]`.
 
     ==================  ==========================================  =============================================
     method              score of a head                             source
@@ -91,26 +88,31 @@ def importance(
         TypeError, ValueError: as `statistics`; also if the model has no heads, or the loss is not a floating tensor of
             these shapes, is not finite, has a gradient that is not finite, or does not depend on the heads.
     """
-    check_choice("method", method, tuple(_METHODS))
-    check_choice("reduce", reduce, ("token", "example", "batch"))
+    check_choice("method", method, get_args(Method))
+    check_choice("reduce", reduce, get_args(Reduce))
     if reduce != "example" and method != "gradient":
         refuse("reduce", f"is {reduce!r}, but the method is {method!r}", "leave it out")
     if not callable(loss):
         refuse_type("loss", loss, "pass a function loss(model, batch) -> Tensor")
-    every = attention_layers(model)
-    chosen = choose_layers(every, layers)
-    if not any(layer.num_heads for layer in chosen):
+    chosen = choose_layers(attention_layers(model), layers)
+    scored = [layer for layer in chosen if layer.num_heads]
+    if not scored:
         was = f"has no heads left in its {len(chosen)} attention layer(s)"
         refuse("model", was, "score heads before all of them are pruned")
     if method != "leave_one_out" and any(weight.is_inference() for weight in model.parameters()):
         was = "has weights of inference mode, through which no gradient goes"
         refuse("model", was, "load it outside of torch.inference_mode, or use 'leave_one_out'")
-    task = _Task(model, every, chosen, loss, reduce if method == "gradient" else method)
+    estimate = _ESTIMATORS.get(reduce if method == "gradient" else method)
+    signs = torch.Generator().manual_seed(0)
     sums = {layer.index: torch.zeros(layer.num_heads).double() for layer in chosen}
     examples = 0
     with evaluation(model):
         for batch in each_batch(data):
-            B, terms = _METHODS[method](task, batch)
+            if estimate is None:
+                B, terms = _by_leaving_out(model, scored, loss, batch)
+            else:
+                B, found = _by_slopes(model, scored, loss, batch, method == "patching", signs)
+                terms = {index: estimate(torch.cat(each, 1)) for index, each in found.items()}
             examples += B
             for index, each in terms.items():
                 sums[index] += each.double().cpu()
@@ -125,182 +127,106 @@ def importance(
     return scores_of(chosen, (each / examples for each in sums.values()), name)
 
 
-class _Task:
-    """What a method reads: the layers that are scored, the loss, and how the terms of a batch are summed."""
-
-    def __init__(
-        self, model: nn.Module, every: list[AttentionLayer], layers: list[AttentionLayer], loss: Loss, estimator: str
-    ) -> None:
-        self.model, self.every, self.loss, self.estimator = model, every, loss, estimator
-        self.layers = [layer for layer in layers if layer.num_heads]
-        self.names = [layer.name for layer in layers]
-        self.signs = torch.Generator().manual_seed(0)
-
-    def slopes(self, value: Tensor, factors: list[Tensor]) -> Iterator[Tensor]:
-        """The derivatives of losses, or of outputs under random signs, by the factors."""
-        if value.dim() > 1:
-            signs = torch.randint(2, value.shape, generator=self.signs)
-            value = value * (signs.to(value) * 2 - 1)
-        found: tuple[Tensor | None, ...] = ()
-        if value.requires_grad:
-            found = torch.autograd.grad(value.sum(), factors, allow_unused=True)
-        if all(slope is None for slope in found):
-            refuse("loss", "does not depend on the heads of the model", _FROM_MODEL)
-        for slope, factor in zip(found, factors, strict=True):
-            yield torch.zeros_like(factor) if slope is None else slope
-
-
-#: The number of examples in a batch, and their contribution to the score of each head, by index of the layer.
-_Terms: TypeAlias = tuple[int, Mapping[int, Tensor]]
-
 # ---------------------------------------------------------------------- by gradients
-#: The contribution of examples to the score of a head, from their derivatives `[B, H, T]`.
+#: The contribution of examples to the score of a head, from terms `[B, T, H]`, by the method or its `reduce`.
 _ESTIMATORS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "token": lambda terms: terms.abs().sum((0, 2)),
-    "example": lambda terms: terms.sum(2).abs().sum(0),
-    "batch": lambda terms: terms.sum((0, 2)).abs(),
-    "fisher": lambda terms: terms.sum(2).square().sum(0),
+    "token": lambda terms: terms.abs().sum((0, 1)),
+    "example": lambda terms: terms.sum(1).abs().sum(0),
+    "batch": lambda terms: terms.sum((0, 1)).abs(),
+    "fisher": lambda terms: terms.sum(1).square().sum(0),
+    "patching": lambda terms: terms.sum((0, 1)),
 }
 
 
-def _by_gradients(task: _Task, batch: Any) -> _Terms:
-    """By factors of 1 on the gates of every head and row; the operator's backward has all their derivatives."""
-    ones: list[tuple[int, Tensor]] = []  # of each run the index of its layer, and factors [B, H, T]
-    real: list[Tensor] = []  # of each run [B, T]
-    own_thread, is_over = threading.get_ident(), False  # checkpointed layers run again, on a GPU on another thread
+def _by_slopes(
+    model: nn.Module, layers: list[AttentionLayer], loss: Loss, batch: Any, patching: bool, signs: torch.Generator
+) -> tuple[int, dict[int, list[Tensor]]]:
+    """B, and of each run of the layers, by index, terms `[B, T, H]`: `z . dL/dz` of the outputs z of each head and row,
+    which is the derivative of L by a factor of 1 on them; with `patching`, `(z_clean - z) . dL/dz`."""
+    clean: dict[int, list[Tensor]] = {}
+    if patching:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            was = f"has a {type(batch).__name__} for a batch"
+            refuse("data", was, "pass pairs of batches: (clean, corrupted)", TypeError)
+        with torch.no_grad(), outputs(model, [layer.name for layer in layers]) as clean:
+            loss(model, batch[0])
+        batch = batch[1]
+    runs: list[tuple[AttentionLayer, Tensor, Tensor]] = []  # real rows [B, T], outputs of heads [B, T, H, Dv]
 
-    def look(layer: AttentionLayer, call: AttentionCall) -> None:
-        if not is_over:
-            real.append(call.real_queries)
+    def record(layer: AttentionLayer, call: AttentionCall, heads: Tensor) -> Tensor:
+        runs.append((layer, call.real_queries, heads))
+        return heads
 
-    def multiply(index: int, gates: Tensor, B: int, T: int) -> Tensor | None:
-        if not is_over and threading.get_ident() != own_thread:
-            return None
-        gates = gates[None] if gates.dim() == 1 else gates
-        gates = gates[..., None] if gates.dim() == 2 else gates
-        size = (B, gates.shape[1], T)
-        factor = torch.ones(size, dtype=gates.dtype, device=gates.device, requires_grad=True)
-        if not is_over:
-            ones.append((index, factor))
-        return factor * gates
-
+    # Checkpointed layers run again in the backward pass, on a GPU on another thread.
+    with observed(model, layers, lambda *_: _differentiable, every_thread=True), torch.enable_grad():
+        with edited(model, {layer: partial(record, layer) for layer in layers}):
+            value = loss(model, batch)
+        B = _check_value(value, [len(heads) for *_, heads in runs])
+        if patching and value.dim() > 1:
+            was = f"gave outputs {list(value.shape)}, whose change has no sign"
+            refuse("loss", was, "return losses [B] or their sum for 'patching'")
+        heads = [each for *_, each in runs]
+        ways = [_target(layer, clean[layer.index], z) - z if patching else z for layer, _, z in runs]
+        slopes = _slopes(value, heads, signs)
     terms: dict[int, list[Tensor]] = {}
-    with ExitStack() as block:
-        block.enter_context(observe(task.model, look, task.names))
-        for layer in task.layers:
-            block.enter_context(_gates(task.every, layer, partial(multiply, layer.index)))
-        block.enter_context(torch.enable_grad())
-        value = task.loss(task.model, batch)
-        is_over = True
-        factors = [factor for _, factor in ones]
-        B = _check_value(value, [len(factor) for factor in factors])
-        for (index, _), rows, slope in zip(ones, real, task.slopes(value, factors), strict=True):
-            terms.setdefault(index, []).append(torch.where(rows[:, None], slope, 0))
-    estimate = _ESTIMATORS[task.estimator]
-    return B, {index: estimate(torch.cat(each, 2)) for index, each in terms.items()}
-
-
-def _by_patching(task: _Task, pair: Any) -> _Terms:
-    """By factors of 0 times the way from the outputs of the corrupted batch to those of the clean one."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        was = f"has a {type(pair).__name__} for a batch"
-        refuse("data", was, "pass pairs of batches: (clean, corrupted)", TypeError)
-    clean, corrupted = pair
-    with torch.no_grad(), outputs(task.model, task.names) as heads:
-        task.loss(task.model, clean)
-    steps: list[tuple[int, Tensor]] = []  # index of the layer, factor [B, T, H] of each run
-    edits = {layer: _towards(layer, heads[layer.index], steps) for layer in task.layers}
-    with edited(task.model, edits), torch.enable_grad():
-        value = task.loss(task.model, corrupted)
-    B = _check_value(value, [len(factor) for _, factor in steps])
-    if value.dim() > 1:
-        was = f"gave outputs {list(value.shape)}, whose change has no sign"
-        refuse("loss", was, "return losses [B] or their sum for 'patching'")
-    slopes = task.slopes(value, [factor for _, factor in steps])
-    terms = {layer.index: torch.zeros(layer.num_heads).double() for layer in task.layers}
-    for (index, _), slope in zip(steps, slopes, strict=True):
-        terms[index] += slope.sum((0, 1)).double().cpu()
+    for (layer, real, _), way, slope in zip(runs, ways, slopes, strict=True):
+        dtype = compute_dtype(slope.dtype)
+        each = torch.einsum("bthd,bthd->bth", way.detach().to(dtype), slope.to(dtype))
+        terms.setdefault(layer.index, []).append(torch.where(real[..., None], each, 0))
     return B, terms
 
 
-def _towards(layer: AttentionLayer, clean: list[Tensor], steps: list[tuple[int, Tensor]]) -> Edit:
-    """An edit that adds factors of 0 times the way to the clean outputs of each run; they are added to `steps`."""
-    runs = iter(clean)
+def _differentiable(heads: Tensor) -> Tensor:
+    """Outputs of heads that are in the graph, also those of the first layer, on which no weight has a gradient."""
+    return heads.detach().requires_grad_() if torch.is_grad_enabled() and not heads.requires_grad else heads
 
-    def edit(call: AttentionCall, heads: Tensor) -> Tensor:
-        target = next(runs, None)
-        if target is None or target.shape != heads.shape:
-            found = "no output" if target is None else f"outputs {list(target.shape)}"
-            was = f"gives {layer} {found} for the clean batch, but {list(heads.shape)} for the corrupted one"
-            refuse("data", was, "pass pairs of equal sizes")
-        way = torch.where(call.real_queries[..., None, None], target - heads.detach(), 0.0)
-        factor = heads.new_zeros(heads.shape[:3], requires_grad=True)
-        steps.append((layer.index, factor))
-        return heads + factor[..., None] * way
 
-    return edit
+def _target(layer: AttentionLayer, clean: list[Tensor], own: Tensor) -> Tensor:
+    """The next of the layer's clean outputs, of the size of its own ones."""
+    target = clean.pop(0) if clean else None
+    if target is None or target.shape != own.shape:
+        found = "no output" if target is None else f"outputs {list(target.shape)}"
+        was = f"gives {layer} {found} for the clean batch, but {list(own.shape)} for the corrupted one"
+        refuse("data", was, "pass pairs of equal sizes")
+    return target
+
+
+def _slopes(value: Tensor, heads: list[Tensor], signs: torch.Generator) -> list[Tensor]:
+    """The derivatives of losses, or of outputs under random signs, by outputs of heads."""
+    if value.dim() > 1:
+        drawn = torch.randint(2, value.shape, generator=signs)
+        value = value * (drawn.to(value) * 2 - 1)
+    found: tuple[Tensor | None, ...] = ()
+    if value.requires_grad:
+        found = torch.autograd.grad(value.sum(), heads, allow_unused=True)
+    if all(slope is None for slope in found):
+        refuse("loss", "does not depend on the heads of the model", _FROM_MODEL)
+    return [torch.zeros_like(each) if slope is None else slope for each, slope in zip(heads, found, strict=True)]
 
 
 # ---------------------------------------------------------------------- by leaving heads out
 @torch.no_grad()
-def _by_leaving_out(task: _Task, batch: Any) -> _Terms:
+def _by_leaving_out(
+    model: nn.Module, layers: list[AttentionLayer], loss: Loss, batch: Any
+) -> tuple[int, dict[int, Tensor]]:
+    """B, and the sum over examples of the change of the loss without each head."""
     sizes: list[int] = []  # B of every run of a layer
-    with observe(task.model, lambda _, call: sizes.append(call.B), task.names):
-        whole = task.loss(task.model, batch)
+    with observed(model, layers, lambda _, call: sizes.append(call.B)):
+        whole = loss(model, batch)
     B = _check_value(whole, sizes)
-    terms = {}
-    for layer in task.layers:
-        terms[layer.index] = torch.zeros(layer.num_heads).double()
+    changes = {}
+
+    def leave_out(head: int, call: AttentionCall, heads: Tensor) -> Tensor:
+        return heads.index_fill(2, torch.tensor(head, device=heads.device), 0)
+
+    for layer in layers:
+        changes[layer.index] = torch.zeros(layer.num_heads).double()
         for head in gates_of(layer).nonzero().flatten().tolist():
-            closed = torch.tensor([head], device=layer.weight.device)
-
-            def close(gates: Tensor, B: int, T: int, closed: Tensor = closed) -> Tensor:
-                return gates.index_fill(min(1, gates.dim() - 1), closed, 0)
-
-            with _gates(task.every, layer, of_this_thread(close)):
-                change = task.loss(task.model, batch).double() - whole.double()
+            with edited(model, {layer: partial(leave_out, head)}):
+                change = loss(model, batch).double() - whole.double()
             change = change.square() if whole.dim() > 1 else change
-            terms[layer.index][head] = change.sum().cpu()
-    return B, terms
-
-
-# ---------------------------------------------------------------------- gates
-#: Gates that layers have while their heads are scored.
-_TEMPORARY: Final = WeakSet[nn.Module]()
-
-
-@contextmanager
-def _gates(layers: list[AttentionLayer], layer: AttentionLayer, change: Callable[..., Tensor | None]) -> Iterator[None]:
-    """In this block `change` replaces the gates of a layer, or ones, unless it returns None; it also gets B and T.
-
-    `layers` are all of the model.
-    """
-    before = layer.gate
-    if before in _TEMPORARY:
-        refuse(str(layer), "is scored by another call of importance", "wait for its end")
-    gate = FixedGate(gates_of(layer)) if before is None else before
-    if sum(each.gate is gate for each in layers) > 1:  # a hook on it would change the gates of all of them
-        gate = copy(gate)
-        gate._forward_hooks = gate._forward_hooks.copy()
-    if gate is not before:
-        _TEMPORARY.add(gate)
-    hook = gate.register_forward_hook(lambda _, sizes, gates: change(gates, *sizes))
-    try:
-        layer.module.head_gate = gate
-        yield
-    finally:
-        hook.remove()
-        if layer.gate is gate:
-            layer.module.head_gate = before
-
-
-#: The function of a batch for each `method`.
-_METHODS: Final[dict[str, Callable[[_Task, Any], _Terms]]] = {
-    "gradient": _by_gradients,
-    "fisher": _by_gradients,
-    "patching": _by_patching,
-    "leave_one_out": _by_leaving_out,
-}
+            changes[layer.index][head] = change.sum().cpu()
+    return B, changes
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -170,10 +170,8 @@ def plot_maps(
     for each in found:
         _check_tokens(each, tokens, key_tokens)
     rows, keys = tokens or (), key_tokens or ()
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("hk.analysis.plot_maps needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     across = max(len(each.heads) for each in found)
     size = 2.0 + 0.12 * max(found[0].maps.shape[1:])
     figure = Figure(figsize=(size * across, size * len(found)), layout="constrained")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from operator import length_hint
 from typing import Any, TypeVar
 
@@ -32,10 +31,6 @@ def moments_of(
     if calibration is None:
         return [None] * len(layers)
     if isinstance(calibration, Mapping) and all(isinstance(each, Sums) for each in calibration.values()):
-        if missing := [layer.name for layer in layers if layer.name not in calibration]:
-            theirs, ours = (", ".join(map(repr, names)) for names in (calibration, missing))
-            was = f"has moments of {theirs or 'no layer'}"
-            refuse("calibration", was, f"this model also has {ours}: calibrate this model")
         return [_fitting(layer, calibration) for layer in layers]
     return list(gathered(model, layers, calibration, progress).values())
 
@@ -58,7 +53,7 @@ def gathered(
     with reading(model, look, there), ExitStack() as block:
         for layer in layers:
             for role in ("query", "key"):
-                hook = of_this_thread(partial(_keep, inputs, (layer.name, role)))
+                hook = of_this_thread(lambda _, args, place=(layer.name, role): inputs.update({place: args[0]}))
                 handle = getattr(layer, role).linear.register_forward_pre_hook(hook)
                 block.callback(handle.remove)
         batches = each_batch(data, "calibration")
@@ -82,10 +77,6 @@ def tracked(items: Iterable[Item], title: str, shown: bool, total: int | None = 
     console = Console(stderr=True)
     hidden = not (shown and (console.is_terminal or console.is_jupyter))
     return track(items, title, total, console=console, transient=True, disable=hidden)
-
-
-def _keep(inputs: dict[Any, Tensor], place: Any, module: nn.Module, arguments: Any) -> None:
-    inputs[place] = arguments[0]
 
 
 def _moments(layer: ProjectedLayer, call: AttentionCall, query: Tensor | None, key: Tensor | None) -> AnyMoments:
@@ -114,7 +105,8 @@ def _moments(layer: ProjectedLayer, call: AttentionCall, query: Tensor | None, k
 
 def _fitting(layer: ProjectedLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:
     if layer.name not in moments:
-        refuse("calibration", f"brings no token to {layer}", "add batches that do, or leave it out")
+        instead = "calibrate this model with batches that do, or leave it out"
+        refuse("calibration", f"brings no token to {layer}", instead)
     found = moments[layer.name]
     widths: tuple[int, ...] = (layer.query.inputs, layer.key.inputs)
     if layer.layout.rotary:

@@ -231,11 +231,9 @@ def plot(shown: Curves | Conversion) -> Figure:
     """
     if not isinstance(shown, (Curves, Conversion)):
         refuse_type("shown", shown, "pass the result of hk.convert.curves or hk.convert.collaborate")
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("hk.convert.plot needs matplotlib: pip install matplotlib") from error
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
     curves = shown.curves if isinstance(shown, Conversion) else shown
     count = len(curves.layers)
     colors = [colormaps["viridis"](0.9 * place / max(1, count - 1)) for place in range(count)]

@@ -123,23 +123,22 @@ class Heads:
         spectrum = self.spectrum(moments) if spectrum is None else spectrum
         counts = spectrum.largest(dim, 1 if method == "cp" else multiple)
         cut = spectrum.cut(counts)
+        query, key, mixing = spectrum.own_features(counts)
         if method == "cp" and dim < spectrum.rank:
             rows = self._whiten(moments, self.query.flatten(0, 1), self.key.flatten(0, 1))
-            query, key = (each @ each.T for each in rows)
+            query_gram, key_gram = (each @ each.T for each in rows)
             whole = spectrum.square - spectrum.content
-            products = Products(query, key, len(self.query), whole, ridge=1e-12)
-            fit = products.fit(spectrum.noisy_features(counts))
+            products = Products(query_gram, key_gram, len(self.query), whole, ridge=1e-12)
+            generator = torch.Generator().manual_seed(0)
+            fit = products.fit((_noisy(query, generator), _noisy(key, generator)))
             if fit.cut <= cut:
-                query, key = (
-                    coefficients.T @ own.flatten(0, 1)
-                    for coefficients, own in ((fit.query, self.query), (fit.key, self.key))
-                )
-                error = ratio(fit.cut, spectrum.square)
-                return self._factors(moments, query, key, fit.mixing, error)
-        owner, query, key, mixing = spectrum.own_features(counts)
-        query = torch.einsum("nd,nde->ne", query, self.query[owner])
-        key = torch.einsum("nd,nde->ne", key, self.key[owner])
-        return self._factors(moments, query, key, mixing, ratio(cut, spectrum.square))
+                query, key, mixing, cut = fit.query, fit.key, fit.mixing, fit.cut
+        query, key = query.T @ self.query.flatten(0, 1), key.T @ self.key.flatten(0, 1)
+        query, key, mixing = balanced(query, key, mixing)
+        content = self._content_weights(moments)
+        if moments is not None:  # with what features miss of the mean query, which then scores what it scored
+            content = content - (mixing * (query @ moments.query_mean)) @ key
+        return Factors(query, key, mixing, self.scale, ratio(cut, spectrum.square), content)
 
     def _whiten(self, moments: Moments | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Weight rows `[..., D_in]` and `[..., D_in_k]` for uncorrelated inputs of variance 1, for which a product's
@@ -161,15 +160,6 @@ class Heads:
             mean_query = mean_query + self.query @ moments.query_mean
         return torch.einsum("hd,hde->he", mean_query, self.key)
 
-    def _factors(self, moments: Moments | None, query: Tensor, key: Tensor, mixing: Tensor, error: float) -> Factors:
-        """What the features miss of the mean of the queries' inputs is in `content`, so the mean query scores what it
-        scored."""
-        query, key, mixing = balanced(query, key, mixing)
-        content = self._content_weights(moments)
-        if moments is not None:
-            content = content - (mixing * (query @ moments.query_mean)) @ key
-        return Factors(query, key, mixing, self.scale, error, content)
-
 
 @dataclass(frozen=True, eq=False)
 class HeadSpectrum(Spectrum):
@@ -181,27 +171,21 @@ class HeadSpectrum(Spectrum):
     query: Tensor  # [H, R, D]: feature r of head h is row r times the head's query weights, up to the norm
     key: Tensor  # [H, R, D], the same of the keys
 
-    def own_features(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """So many features of each head, its best: the heads `[Ds]` that they belong to, query and key `[Ds, D]` over
-        the head's own weights, and mixing `[H, Ds]`."""
+    def own_features(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """So many features of each head, its best: queries and keys as coefficients `[H D, Ds]` over the weights of all
+        heads, and mixing `[H, Ds]`."""
         owner, place, mixing = separate(counts)
         values = self.values[owner, place]
-        weight = torch.where(values > 0, values, torch.inf).rsqrt()[:, None]
-        return owner, self.query[owner, place] * weight, self.key[owner, place] * weight, mixing
+        weight = torch.where(values > 0, values, torch.inf).rsqrt()
+        query, key = (mixing[:, None] * (own[owner, place].T * weight) for own in (self.query, self.key))
+        return query.flatten(0, 1), key.flatten(0, 1), mixing
 
-    def noisy_features(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """`own_features` with noise, as coefficients `[H D, Ds]` over the weights of all heads."""
-        _, query, key, mixing = self.own_features(counts)
-        generator = torch.Generator().manual_seed(0)
 
-        def noisy(own: Tensor) -> Tensor:
-            features = (mixing[:, None] * own.T).flatten(0, 1)
-            noise = torch.randn(features.shape, dtype=features.dtype, generator=generator)
-            size = _NOISE * features.norm() / features.numel() ** 0.5
-            found: Tensor = features + size * noise.to(features.device)
-            return found
-
-        return noisy(query), noisy(key)
+def _noisy(features: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(features.shape, dtype=features.dtype, generator=generator)
+    size = _NOISE * features.norm() / features.numel() ** 0.5
+    found: Tensor = features + size * noise.to(features.device)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from heads_kernels.call import MIXING_CHUNK
-from heads_kernels.checks import check_choice, check_size, refuse
+from heads_kernels.checks import refuse
 from heads_kernels.convert.budget import Sizes
 from heads_kernels.convert.features import (
-    METHODS,
     Fit,
     Products,
     SharedFeatures,
@@ -70,7 +69,6 @@ class RotaryHeads:
 
         The groups are the heads, with `"cp"` the frequencies; the two features of a pair have equal values.
         """
-        check_choice("method", method, METHODS)
         moments = RotaryMoments.of_weights(self) if moments is None else moments
         squares = moments.shared_squares
         if method == "ragged":
@@ -88,37 +86,32 @@ class RotaryHeads:
         Args:
             dim, moments, method: as in `Heads.fit`; `dim` is even.
         """
-        check_size("dim", dim)
         if dim % 2:
             refuse("dim", f"is {dim}", "pass an even number: features rotate in pairs")
-        check_choice("method", method, METHODS)
         moments = RotaryMoments.of_weights(self) if moments is None else moments
         own, whole = self.spectrum(moments), float(moments.squares.sum())
         counts = own.largest(dim, 2)  # [H]
         cut = own.cut(counts)
+        owner, place, mixing = separate(counts // 2, MIXING_CHUNK // 2)
+        by_size = moments.squares.T.argsort(dim=1, descending=True, stable=True)  # [H, F]
+        frequency = by_size[owner, place]
+        of_query = of_key = mixing.T.to(self.query.dtype)  # of each pair, over the heads' own, [R, H]
         if method == "cp":
             pairs = self.spectrum(moments, "cp").largest(dim, 2) // 2
             used = torch.arange(int(pairs.max()), device=pairs.device) < pairs[:, None]  # [F, R]
             fit = moments._shared(used)
             if fit.cut / 2 < cut:
+                cut = fit.cut / 2
                 frequency, place = used.nonzero(as_tuple=True)
-                query, key, mixing = (each[frequency, :, place] for each in (fit.query, fit.key, fit.mixing))
-                return self._factors(frequency, query, key, mixing.T, ratio(fit.cut / 2, whole))
-        owner, place, mixing = separate(counts // 2, MIXING_CHUNK // 2)
-        by_size = moments.squares.T.argsort(dim=1, descending=True, stable=True)  # [H, F]
-        combined = mixing.T.to(self.query.dtype)
-        frequency, error = by_size[owner, place], ratio(cut, whole)
-        return self._factors(frequency, combined, combined, mixing, error)
-
-    def _factors(self, frequency: Tensor, query: Tensor, key: Tensor, mixing: Tensor, error: float) -> RotaryFactors:
-        """Factors of pairs that are combinations `[R, H]` of the heads' own."""
+                of_query, of_key, shared = (each[frequency, :, place] for each in (fit.query, fit.key, fit.mixing))
+                mixing = shared.T
         query, key = (
             torch.einsum("rh,hre->re", coefficients, weights[:, frequency])
-            for coefficients, weights in ((query, self.query), (key, self.key))
+            for coefficients, weights in ((of_query, self.query), (of_key, self.key))
         )
         query, key, mixing = balanced(query, key, mixing)
         query, key = (torch.view_as_real(rows).transpose(1, 2).flatten(0, 1) for rows in (query, key))
-        return RotaryFactors(query, key, mixing, self.scale, error, frequency)
+        return RotaryFactors(query, key, mixing, self.scale, ratio(cut, whole), frequency)
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,37 +78,30 @@ _Q_PROJ = HeadLayout(
     rows=("sinks", "gate_bias"),
 )
 _QUERY = HeadLayout("query", "query", "key", "value", "dense|output|proj", head_dim="head_dim|attention_head_size")
-_SELF_QUERY = HeadLayout(
-    "self.query",
-    "self.query",
-    "self.key",
-    "self.value",
-    "output.dense",
-    inner="self",
-    head_dim="self.attention_head_size",
-    scale="self.scaling",
-)
+
+
+def _around(inner: str) -> HeadLayout:
+    """A module with the output projection around one with the others, which calls the attention function."""
+    query, key, value = (f"{inner}.{role}" for role in ("query", "key", "value"))
+    width, scale = f"{inner}.attention_head_size", f"{inner}.scaling"
+    return HeadLayout(query, query, key, value, "output.dense", inner=inner, head_dim=width, scale=scale)
+
+
+_SELF_QUERY = _around("self")
 
 #: Layouts of modules that call transformers' attention function. The first whose parts all exist is used, if it fits.
 FORMS: Final = (
     _Q_PROJ,
     _QUERY,
     _SELF_QUERY,
-    HeadLayout(
-        "attention.query",
-        "attention.query",
-        "attention.key",
-        "attention.value",
-        "output.dense",
-        inner="attention",
-        head_dim="attention.attention_head_size",
-    ),
+    _around("attention"),
     HeadLayout("q", "q", "k", "v", "proj"),
     HeadLayout("linear_q", "linear_q", "linear_k", "linear_v", "linear_out", head_dim="head_size|head_dim"),
     HeadLayout("qkv", "qkv", "qkv", "qkv", "proj|projection"),
 )
 
 # ---------------------------------------------------------------------- classes
+_OURS = HeadLayout("hk.nn", output="out_proj", value_dim="value_dim", beside=("content_proj", "gate_proj"))
 _OF_BERT = (
     "BertAttention", "BertGenerationAttention", "CamembertAttention", "ElectraAttention", "ErnieAttention",
     "RobertaAttention", "XLMRobertaAttention",
@@ -123,24 +116,8 @@ _OF_LLAMA = (
 
 #: By the name of the class; also used for subclasses. Those of transformers are the ones that can be converted.
 LAYOUTS: dict[str, HeadLayout] = {
-    "GatedMultiheadAttention": HeadLayout(
-        "hk.nn.GatedMultiheadAttention",
-        output="out_proj",
-        value_dim="value_dim",
-        beside=("gate_proj",),
-        rows=("alpha_logits",),
-        scale="scale",
-    ),
-    "CollaborativeMultiheadAttention": HeadLayout(
-        "hk.nn.CollaborativeMultiheadAttention",
-        output="out_proj",
-        head_dim="shared_dim",
-        value_dim="value_dim",
-        beside=("content_proj", "gate_proj"),
-        rows=("mixing",),
-        shared=True,
-        scale="scale",
-    ),
+    "GatedMultiheadAttention": replace(_OURS, rows=("alpha_logits",)),
+    "CollaborativeMultiheadAttention": replace(_OURS, head_dim="shared_dim", rows=("mixing",), shared=True),
     **dict.fromkeys(_OF_BERT, _SELF_QUERY),
     "AlbertAttention": _QUERY,
     **dict.fromkeys(_OF_BART_AND_VIT, _Q_PROJ),

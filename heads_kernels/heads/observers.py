@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -23,22 +22,16 @@ from heads_kernels.nn.multihead import CallObserver, Change, Multihead
 LayerObserver: TypeAlias = Callable[[AttentionLayer, AttentionCall], Change | None]
 
 
-@dataclass(eq=False)
-class _Block:
-    """A block, which may end in any order, and on another thread."""
-
-    ended: bool = False
-
-
-#: The blocks of this thread.
-_BLOCKS: Final[ContextVar[tuple[_Block, ...]]] = ContextVar("blocks", default=())
 #: A thread may take it again: the garbage collector ends blocks that were given up, at any time.
 _LOCK: Final = threading.RLock()
 
 
 @contextmanager
-def observed(model: nn.Module, chosen: Collection[AttentionLayer], observer: LayerObserver) -> Iterator[None]:
-    """In this block and thread, `observer` sees the calls of the `chosen` layers of a model that have heads.
+def observed(
+    model: nn.Module, chosen: Collection[AttentionLayer], observer: LayerObserver, *, every_thread: bool = False
+) -> Iterator[None]:
+    """In this block `observer` sees the calls of the `chosen` layers of a model that have heads, on this thread or on
+    every one.
 
     Blocks may be nested: observers are called in the order of their blocks, and each changes what the one before it
     gives. The real rows of encoder-decoder attention are those of the decoder's last self-attention of that size in the
@@ -65,21 +58,13 @@ def observed(model: nn.Module, chosen: Collection[AttentionLayer], observer: Lay
     layers = [*chosen, *also]
     for layer in layers:
         check_runs_operators(layer)
-    block = _Block()
+    thread = None if every_thread else threading.current_thread()
     with ExitStack() as stack:
         for layer in layers:
             if layer.num_heads:
-                stack.callback(_Slot.enter(layer, block, partial(see, layer)).leave, block)
-        _BLOCKS.set((*_open_blocks(), block))
-        try:
-            yield
-        finally:
-            block.ended = True
-            _BLOCKS.set(_open_blocks())
-
-
-def _open_blocks() -> tuple[_Block, ...]:
-    return tuple(block for block in _BLOCKS.get() if not block.ended)
+                own = partial(see, layer)
+                stack.callback(_Slot.enter(layer, own, thread).leave, own)
+        yield
 
 
 def _decoders(model: nn.Module) -> list[AttentionLayer]:
@@ -101,7 +86,8 @@ class _Slot:
 
     def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
-        self._observers: dict[_Block, CallObserver] = {}  # by their blocks, in the order of these
+        #: In the order of their blocks; the thread that each observes, or None for every one.
+        self._observers: dict[CallObserver, threading.Thread | None] = {}
         self._was_there = "observer" in vars(layer.module)  # its value is None
         self._pass = _Pass()
         self._hooks: tuple[RemovableHandle, ...] = ()
@@ -111,7 +97,7 @@ class _Slot:
         return _remove, self._hooks
 
     @classmethod
-    def enter(cls, layer: AttentionLayer, block: _Block, observer: CallObserver) -> _Slot:
+    def enter(cls, layer: AttentionLayer, observer: CallObserver, thread: threading.Thread | None) -> _Slot:
         with _LOCK:
             slot = getattr(layer.module, "observer", None)
             if slot is None or (isinstance(slot, cls) and slot._layer.module is not layer.module):
@@ -119,13 +105,13 @@ class _Slot:
             elif not isinstance(slot, cls):
                 refuse(str(layer), "is observed already", "set its observer to None first")
             # First, so that a block which ends meanwhile leaves the slot where it is.
-            slot._observers[block] = observer
+            slot._observers[observer] = thread
             slot._put_into(layer.module)
             return slot
 
-    def leave(self, block: _Block) -> None:
+    def leave(self, observer: CallObserver) -> None:
         with _LOCK:
-            del self._observers[block]
+            del self._observers[observer]
             if self._hooks and not self._observers:
                 _remove(*self._hooks)
                 self._hooks = ()
@@ -162,8 +148,8 @@ class _Slot:
 
     def _own(self) -> list[CallObserver]:
         """The observers of this thread."""
-        blocks = _BLOCKS.get()
-        return [observer for block, observer in list(self._observers.items()) if block in blocks]
+        here = None, threading.current_thread()
+        return [observer for observer, thread in list(self._observers.items()) if thread in here]
 
     def begin(self, module: nn.Module) -> None:
         """A pass of the module, or of a shallow copy, which has the same slot and hooks."""

@@ -119,20 +119,16 @@ def _replacing(
     layer: AttentionLayer, chosen: dict[int, Replacement], rows: slice | Tensor | None, ran: set[int]
 ) -> Edit:
     """The edit of a layer, which adds its index to `ran`."""
-    numbers = list(chosen)
 
     def replace(call: AttentionCall, heads: Tensor) -> Tensor:
         ran.add(layer.index)
-        B, T, _, Dv = heads.shape
-        made = []
+        changed = heads.clone()
         for head, replacement in chosen.items():
-            new = _values(f"{layer}: head {head}", replacement, heads[:, :, head], call)
-            made.append(new.expand(B, T, Dv))
-        values = torch.stack(made, 2)
-        if rows is not None:
-            inside = _inside(rows, B, T, heads.device)
-            values = torch.where(inside[..., None, None], values, heads[:, :, numbers])
-        return heads.index_copy(2, torch.tensor(numbers, device=heads.device), values)
+            changed[:, :, head] = _values(f"{layer}: head {head}", replacement, heads[:, :, head], call)
+        if rows is None:
+            return changed
+        inside = _inside(rows, heads.shape[0], heads.shape[1], heads.device)
+        return torch.where(inside[..., None, None], changed, heads)
 
     return replace
 

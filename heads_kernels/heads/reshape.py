@@ -57,7 +57,8 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
     select(layer.output.linear, layer.output.features(heads), 0)
     module = layer.module
     if not heads and is_transposed(layer.output.linear):
-        setattr(module, layer.layout.output, _as_linear(layer.output.linear))
+        linear = layer.output.linear
+        setattr(module, layer.layout.output, _linear(linear.weight.T, linear.bias, linear))
     kept = torch.tensor(heads, dtype=torch.int64)
     for name in layer.layout.rows:
         if isinstance(rows_of_heads := getattr(module, name, None), nn.Parameter):
@@ -91,13 +92,15 @@ def select(linear: Any, features: Tensor, of: int) -> None:
     setattr(linear, count[of], len(features))
 
 
-def _as_linear(linear: Any) -> nn.Module:
-    """A `Conv1D` as an `nn.Linear`, which runs without input features too."""
-    made = nn.Linear(1, linear.nf, device="meta")
-    made.in_features = linear.nx
-    made.weight = nn.Parameter(linear.weight.detach().T, linear.weight.requires_grad)
-    made.bias = linear.bias
-    return as_initialised(made)
+def _linear(weight: Tensor, bias: Tensor | None, like: Any) -> nn.Linear:
+    """These parts of a projection as an `nn.Linear`, which unlike a `Conv1D` runs without input features too."""
+    made = nn.Linear(1, 1, bias=bias is not None, device="meta")
+    made.out_features, made.in_features = weight.shape
+    made.weight = nn.Parameter(weight.detach().contiguous(), like.weight.requires_grad)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach(), like.bias.requires_grad)
+    as_initialised(made)
+    return made
 
 
 def as_initialised(made: nn.Module) -> nn.Module:
@@ -323,7 +326,7 @@ def _put_projections(layer: ProjectedLayer, query: SharedProjection, key: Shared
     _as_empty(key, layer.key)
     made: dict[str, nn.Linear | SharedProjection] = {"query": query, "key": key}
     if paths["value"] in (paths["query"], paths["key"]):
-        made["value"] = _values(layer)
+        made["value"] = _linear(*layer.value.rows(), layer.value.linear)
     for path in dict.fromkeys(paths[role] for role in made):
         parts = {role: part for role, part in made.items() if paths[role] == path}
         put: nn.Module = next(iter(parts.values()))
@@ -347,15 +350,3 @@ def _as_empty(made: nn.Module, like: Projection) -> None:
 def _mixing(layer: ProjectedLayer, dim: int) -> nn.Parameter:
     weight = layer.query.linear.weight
     return nn.Parameter(weight.detach().new_empty(layer.num_heads, dim), weight.requires_grad)
-
-
-def _values(layer: ProjectedLayer) -> nn.Linear:
-    """The projection of values, out of a fused one."""
-    linear = layer.value.linear
-    weight, bias = layer.value.rows()
-    width, inputs = weight.shape
-    made = nn.Linear(inputs, width, bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.contiguous(), linear.weight.requires_grad)
-    if bias is not None:
-        made.bias = nn.Parameter(bias, linear.bias.requires_grad)
-    return made

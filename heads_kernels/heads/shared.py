@@ -163,13 +163,10 @@ def check_runs_shared(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def _check_whole(module: nn.Module) -> None:
     """Refuse tensor parallelism of what heads share. What `fully_shard` has gathered for a pass is no DTensor."""
-    sharded = [name for name, each in module.named_parameters() if is_sharded(each)]
-    if not sharded:
-        return
     shared = SharedProjection, FusedProjection
     parts = [f"{name}." for name, part in module.named_modules() if isinstance(part, shared)]
-    for name in sharded:
-        if name == "mixing" or name.startswith(tuple(parts)):
+    for name, each in module.named_parameters():
+        if is_sharded(each) and name.startswith(("mixing", *parts)):
             was = "is a DTensor, but the heads of all processes share it"
             refuse(name, was, "split the projections of values and outputs alone")
 

@@ -1,6 +1,5 @@
 """What readings give: scores of heads, distances between them, maps. test_statistics.py has those of models."""
 
-import sys
 from functools import partial
 
 import numpy as np
@@ -231,12 +230,6 @@ def test_a_picture() -> None:
         assert torch.equal(torch.from_numpy(axes.images[0].get_array().data), expected)
     assert [label.get_text() for label in drawn[0].get_xticklabels()] == words(5)
     assert [label.get_text() for label in drawn[0].get_yticklabels()] == words(4)
-
-
-def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"hk.analysis.plot_maps needs matplotlib"):
-        hk.analysis.plot_maps([some(1)])
 
 
 def test_bad_maps() -> None:

@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 import textwrap
 from functools import partial
 from typing import Any
@@ -186,7 +185,7 @@ def test_what_grouped_keys_had_is_counted() -> None:
 
 
 @pytest.mark.check
-def test_the_plot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plot() -> None:
     pytest.importorskip("matplotlib", reason="draws with matplotlib")
     model = build("bert")
     before: Curves = curves(model)
@@ -201,9 +200,6 @@ def test_the_plot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [float(dot.get_xdata()[0]) for dot in dots] == [32, 10]
     with pytest.raises(TypeError, match="shown is a list"):
         plot([1.0])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        plot(found)
 
 
 def test_curves_leave_a_model_of_stock_attention() -> None:
