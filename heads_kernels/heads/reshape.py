@@ -43,7 +43,8 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
     """Keep these heads and key heads of a layer, in this order; key heads may repeat.
 
     Of a layer whose heads share one key `key_heads` are the value heads. The module then has `kept_heads`, an int64
-    buffer with the original numbers of its heads, `heads_before`, their original number, and `kept_key_heads`.
+    buffer with the original numbers of its heads, `heads_before`, their original number, and `kept_key_heads`, the
+    original numbers of its key heads.
     """
     if layer.layout.shared:
         projections = [(layer.value, key_heads)]
@@ -68,7 +69,8 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
         module.heads_before = layer.num_heads
         if names_attention_function(getattr(module, "config", None)):
             module.register_forward_pre_hook(check_pruned_call, with_kwargs=True)
-    module.kept_key_heads = len(key_heads)
+    own = getattr(module, "kept_key_heads", range(layer.value.heads))
+    module.kept_key_heads = [own[head] for head in key_heads]
     numbers = getattr(module, "kept_heads", torch.arange(layer.num_heads)).to(kept.device)[kept]
     device = layer.output.linear.weight.device
     module.register_buffer("kept_heads", numbers.to(device), persistent=False)
@@ -150,9 +152,9 @@ def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             refuse("attn_implementation", was, f"{use}, which selects those of its heads")
     if getattr(module, "mixing", None) is None:
         for name, heads in _heads_in_caches(module, given):
-            if heads != module.kept_key_heads:
+            if heads != len(module.kept_key_heads):
                 was = f"has keys of {heads} heads for layer {module.layer_idx}, of which "
-                was += f"pruning left {module.kept_key_heads}"
+                was += f"pruning left {len(module.kept_key_heads)}"
                 instead = "pass an empty cache, and no prefill_chunk_size to generate: it reserves memory for all heads"
                 refuse(name, was, instead)
 

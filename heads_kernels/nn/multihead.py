@@ -252,15 +252,17 @@ class Multihead(nn.Module, ABC):
         """`source`, including cached keys and values."""
         if cache is None:
             return self.source(key, value)
+        count = getattr(self, "num_key_heads", getattr(self, "num_value_heads", 0))
+        heads = getattr(self, "kept_key_heads", [*range(count)])
+        shared = [] if hasattr(self, "num_key_heads") else ["a shared key"]
+        biases = [] if getattr(self, "content_proj", None) is None else [f"{self.num_heads} biases"]
+        cache.hold(", ".join((*shared, *biases, f"values of heads {heads}")))
         if alone:
             return cache.append(*self.source(key, value))
         source = cache.once(partial(self.source, key, value))
         if source[0].shape[0] != key.shape[0]:
             was = f"holds batch {source[0].shape[0]}, but query has batch {key.shape[0]}"
             refuse("cache", was, "call reorder(beams) or reset() first")
-        heads = getattr(self, "num_key_heads", getattr(self, "num_value_heads", None))
-        if heads is not None and source[1].shape[2] != heads:  # of another layer, or from before it lost key heads
-            refuse("cache", f"holds values of {source[1].shape[2]} heads, but the layer has {heads}", "reset it")
         return source
 
     def _attend(self, query: Tensor, arguments: dict[str, Any], batch: Batch, beside: Tensor | None) -> Tensor:
