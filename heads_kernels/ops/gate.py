@@ -40,7 +40,9 @@ def multiply(attended: Tensor, call: Call, hidden: Tensor) -> Tensor:
     assert gate is not None
     product = attended * factors(call, hidden)
     if can_close(gate, call.gate_activation):
-        product = _Closed.apply(product, as_4d(gate) == 0)  # type: ignore[no-untyped-call]
+        closed = as_4d(gate) == 0
+        # Autograd functions do not run under `torch.vmap`.
+        product = _Closed.apply(product, closed) if product.requires_grad else product.masked_fill(closed, 0.0)  # type: ignore[no-untyped-call]
     return product.to(call.query.dtype)
 
 
