@@ -199,7 +199,7 @@ class _Tape(TorchFunctionMode):
         self.rows: dict[tuple[int, int], Tensor] = {}
         self._heads: list[tuple[int, Tensor]] = []  # index of the layer, and `[B, H, T, Dv]`
         self._layer: AttentionLayer | None = None  # whose attention is the next
-        self._running: AttentionLayer | None = None  # whose attention was the last, until its module returns
+        self._running: list[AttentionLayer] = []  # whose attention ran, and whose modules did not return yet
 
     def see(self, layer: AttentionLayer, call: AttentionCall) -> None:
         """An observer: the next attention is that of `layer`."""
@@ -211,8 +211,7 @@ class _Tape(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
         """A forward hook of all modules: a layer ends, and what those of `module_rule` compute follows their rule."""
-        if self._running is not None and module is self._running.module:
-            self._running = None
+        self._running = [layer for layer in self._running if layer.module is not module]
         if not args or not carries(args[0]):
             return None
         step = module_rule(module, args[0], output)
@@ -247,9 +246,9 @@ class _Tape(TorchFunctionMode):
                 self._check_not_scored(self._layer, "asks for the lse of its rows, for which relevance has no rule")
             out, *rest = func(*args)
             return self._attend(call, out), *rest
-        if func is attention_op and self._running is not None:
+        if func is attention_op and self._running:
             was = "calls an operator again before it returns, for which relevance has no rule"
-            self._check_not_scored(self._running, was)
+            self._check_not_scored(self._running[-1], was)
         name = _name_of(func)
         carried = [x for x in tree_leaves((args, options)) if carries(x)]
         if not carried:
@@ -278,7 +277,8 @@ class _Tape(TorchFunctionMode):
         inputs = [x if carries(x) else x.detach().requires_grad_() for x in inputs]
         heads = _ruled(out, inputs, back)
         self._heads.append((self._layer.index, heads))
-        self._layer, self._running = None, self._layer
+        self._running.append(self._layer)
+        self._layer = None
         if self.full and any(map(carries, (call.bias, call.offset_bias, call.sinks))):
             heads.register_hook(refusing("attention", "whose bias depends on heads"))  # type: ignore[no-untyped-call]
         if call.gate is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import gcd
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.shared import FusedProjection, SharedProjection, check_runs_shared
 from heads_kernels.heads.weights import ProjectedLayer, Projection, check_projections, existing, is_transposed
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
-from heads_kernels.nn.attention import put
+from heads_kernels.nn.attention import has_replaced_forward, put
 
 
 # ---------------------------------------------------------------------- fewer heads
@@ -43,7 +43,8 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
     """Keep these heads and key heads of a layer, in this order; key heads may repeat.
 
     Of a layer whose heads share one key `key_heads` are the value heads. The module then has `kept_heads`, an int64
-    buffer with the original numbers of its heads, `heads_before`, their original number, and `kept_key_heads`.
+    buffer with the original numbers of its heads, `heads_before`, their original number, and `kept_key_heads`, the
+    original numbers of its key heads.
     """
     if layer.layout.shared:
         projections = [(layer.value, key_heads)]
@@ -69,7 +70,8 @@ def shrink(layer: ProjectedLayer, heads: Sequence[int], key_heads: Sequence[int]
         module.heads_before = layer.num_heads
         if names_attention_function(getattr(module, "config", None)):
             module.register_forward_pre_hook(check_pruned_call, with_kwargs=True)
-    module.kept_key_heads = len(key_heads)
+    own = getattr(module, "kept_key_heads", range(layer.value.heads))
+    module.kept_key_heads = [own[head] for head in key_heads]
     numbers = getattr(module, "kept_heads", torch.arange(layer.num_heads)).to(kept.device)[kept]
     device = layer.output.linear.weight.device
     module.register_buffer("kept_heads", numbers.to(device), persistent=False)
@@ -153,9 +155,9 @@ def check_pruned_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             refuse("attn_implementation", was, f"{use}, which selects those of its heads")
     if getattr(module, "mixing", None) is None:
         for name, heads in _heads_in_caches(module, given):
-            if heads != module.kept_key_heads:
+            if heads != len(module.kept_key_heads):
                 was = f"has keys of {heads} heads for layer {module.layer_idx}, of which "
-                was += f"pruning left {module.kept_key_heads}"
+                was += f"pruning left {len(module.kept_key_heads)}"
                 instead = "pass an empty cache, and no prefill_chunk_size to generate: it reserves memory for all heads"
                 refuse(name, was, instead)
 
@@ -184,6 +186,10 @@ def _heads_in_caches(module: Any, given: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 # ---------------------------------------------------------------------- one query and one key
+#: Attributes of a `GatedMultiheadAttention` that its replacement does not get: it has others, as from accelerate.
+_OF_THE_OLD: Final = {"head_dim", "num_key_heads", "_compiled_call_impl", "_hf_hook", "_old_forward", "forward"}
+
+
 def check_has_products(layer: ProjectedLayer) -> None:
     """Refuse a layer whose scores are not products of its weights."""
     if layer.layout.between:
@@ -222,7 +228,7 @@ def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
             refuse("model", f"{was} itself", "pass a module that holds it: nn.Sequential(model)")
         if module._forward_hooks or module._forward_pre_hooks:
             refuse(str(layer), "has forward hooks, which would be lost", "remove them first: handle.remove()")
-        if "forward" in vars(module):
+        if has_replaced_forward(module):
             refuse(str(layer), "has a replaced forward, which would be lost", "restore its forward first")
         return
     if not names_attention_function(getattr(module, "config", None)):
@@ -302,7 +308,7 @@ def _collaborative(layer: ProjectedLayer, dim: int, ragged: bool) -> Collaborati
         device="meta",
     ).train(old.training)
     for name, value in vars(old).items():  # attributes that were set on it
-        if name not in vars(made) and name not in ("head_dim", "num_key_heads", "_compiled_call_impl"):
+        if name not in vars(made) and name not in _OF_THE_OLD:
             vars(made)[name] = value
     assert made.content_proj is not None
     for linear, like in ((made.q_proj, layer.query), (made.k_proj, layer.key), (made.content_proj, layer.key)):

@@ -30,7 +30,7 @@ class KeyValueCache:
     Raises:
         TypeError, ValueError: a call has another batch, width or dtype than the cache, or fills it while gradients are
             recorded (decode under `torch.no_grad()`); one cache is used in self-attention and in encoder-decoder
-            attention.
+            attention; or the layer has other key heads than the one that filled it, as after pruning or conversion.
     """
 
     def __init__(self) -> None:
@@ -42,6 +42,7 @@ class KeyValueCache:
         #: S: number of cached positions.
         self.length = 0
         self._appended = False
+        self._holds = ""  # in words
         #: What a layer carries from row to row, `[B, ...]`, or None.
         self.running: Tensor | None = None
 
@@ -54,15 +55,25 @@ class KeyValueCache:
     @contextmanager
     def kept_on_error(self) -> Iterator[None]:
         """If this block fails, the cache is as before; tensors may have changed past `length`, which is never read."""
-        before = self._stored, self.length, self._appended, self.running
+        before = self._stored, self.length, self._appended, self._holds, self.running
         try:
             yield
         except BaseException:
-            self._stored, self.length, self._appended, self.running = before
+            self._stored, self.length, self._appended, self._holds, self.running = before
             raise
 
     def __repr__(self) -> str:
         return f"KeyValueCache(length={self.length}, {_kinds(self._stored) or 'empty'})"
+
+    def hold(self, holds: str) -> None:
+        """Prepare a call of a layer that reads what these words say; one that holds something else is refused."""
+        if self._holds not in ("", holds):
+            was = f"holds {self._holds}, but the layer reads {holds}"
+            refuse("cache", was, "use one for each layer, and reset it after pruning or conversion")
+        self._holds = holds
+        if not torch.is_inference_mode_enabled():
+            # Outside of the mode that made them, tensors can be neither changed nor saved for a backward pass.
+            self._stored = tuple(each.clone() if each.is_inference() else each for each in self._stored)
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Append `new`, each `[B, positions, ...]`; returns views `[B, length, ...]` of everything cached."""

@@ -252,15 +252,17 @@ class Multihead(nn.Module, ABC):
         """`source`, including cached keys and values."""
         if cache is None:
             return self.source(key, value)
+        count = getattr(self, "num_key_heads", getattr(self, "num_value_heads", 0))
+        heads = getattr(self, "kept_key_heads", [*range(count)])
+        shared = [] if hasattr(self, "num_key_heads") else ["a shared key"]
+        biases = [] if getattr(self, "content_proj", None) is None else [f"{self.num_heads} biases"]
+        cache.hold(", ".join((*shared, *biases, f"values of heads {heads}")))
         if alone:
             return cache.append(*self.source(key, value))
         source = cache.once(partial(self.source, key, value))
         if source[0].shape[0] != key.shape[0]:
             was = f"holds batch {source[0].shape[0]}, but query has batch {key.shape[0]}"
             refuse("cache", was, "call reorder(beams) or reset() first")
-        heads = getattr(self, "num_key_heads", getattr(self, "num_value_heads", None))
-        if heads is not None and source[1].shape[2] != heads:  # of another layer, or from before it lost key heads
-            refuse("cache", f"holds values of {source[1].shape[2]} heads, but the layer has {heads}", "reset it")
         return source
 
     def _attend(self, query: Tensor, arguments: dict[str, Any], batch: Batch, beside: Tensor | None) -> Tensor:
@@ -273,10 +275,10 @@ class Multihead(nn.Module, ABC):
         elif self.gate_proj is not None:
             gate, activation = self._logits(query), "sigmoid"
         if beside is not None and gate is not None:
-            factor = as_4d(activate(gate, activation))
+            factor = as_4d(gate)
             if is_sharded(beside) and not is_sharded(factor):
                 factor = replicated(factor, beside.device_mesh)  # type: ignore[attr-defined]
-            beside = beside * _of_rows(factor, beside)
+            beside = beside * activate(_of_rows(factor, beside), activation)
         if batch is not None and gate is not None and gate.dim() > 1:
             gate = unflatten(gate.expand(len(query), *gate.shape[1:]), batch)
         operator = self.operator if self.context is None else partial(self.context, self.operator)
@@ -292,7 +294,7 @@ class Multihead(nn.Module, ABC):
         if beside is not None:
             heads = heads + beside
         if self.head_gate is not None and self.gate_proj is not None:
-            heads = heads * _of_rows(self._logits(query).sigmoid(), heads)
+            heads = heads * _of_rows(self._logits(query), heads).sigmoid()
         return heads
 
     def _in_order(self, inputs: Tensor) -> Tensor:
@@ -351,8 +353,8 @@ class Multihead(nn.Module, ABC):
 
 
 def _of_rows(gates: Tensor, heads: Tensor) -> Tensor:
-    """Gates without the NaN of padded rows, whose `heads` are 0."""
-    return gates.where(~(gates.isnan() & (heads == 0)), 0.0)
+    """Gates, or logits before their slope, without the NaN of padded rows, whose `heads` are 0."""
+    return gates.where(~(gates.isnan() & (heads == 0).all(-1, keepdim=True)), 0.0)
 
 
 def head_width(argument: str, embed_dim: int, num_heads: int, width: int | None) -> int:

@@ -126,6 +126,12 @@ def _requires_grad(tensor: Tensor | None) -> bool:
     return True
 
 
+def _is_batched(tensor: Tensor | None) -> bool:
+    """Whether a tensor stands for several: under `torch.vmap`, or, as a gradient, with `is_grads_batched`."""
+    functorch = torch._C._functorch
+    return tensor is not None and (functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
 def _needs_formula(call: Call, backend: str) -> bool:
     """Whether the call needs derivatives that `derivatives` has and its op does not.
 
@@ -289,8 +295,14 @@ class _Attention(torch.autograd.Function):
         call = Call._make((*tensors, *ctx.constants))
         needs = ctx.needs_input_grad[1:]
         create_graph = torch.is_grad_enabled()
-        if create_graph and ctx.backend == "eager":
+        batched = not torch.compiler.is_compiling() and any(map(_is_batched, (dout, dlse)))
+        if ctx.backend == "eager" and (create_graph or batched):
             return None, *_gradients_of_formula(call, needs, dout, dlse)
+        if batched:
+            raise RuntimeError(
+                f'{call.operator} has no batched gradients on backend {ctx.backend!r}: pass backend="eager", or compute'
+                " them one after the other, without is_grads_batched, vectorize=True or torch.vmap."
+            )
         saved = Saved(dout, attended, lse, None if dlse is None else dlse.contiguous())
         found = direct.backward(call, saved, needs) if ctx.backend == "cpu" else None
         if found is None and not create_graph and direct.runs_without_op(ctx.backend, (*tensors, *saved)):
@@ -306,11 +318,16 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients_of_formula(call: Call, needs: Sequence[bool], dout: Tensor, dlse: Tensor | None) -> list[Tensor | None]:
-    """Differentiable gradients of the operands that `needs` names, None for the others."""
+    """Gradients of the operands that `needs` names by plain operations, None for the others.
+
+    They are differentiable where gradients are enabled.
+    """
     operands: Any = [each for each, need in zip(call.operands, needs, strict=True) if need]
-    results = derivatives.attend(call)[: 1 if dlse is None else 2]
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        results = derivatives.attend(call)[: 1 if dlse is None else 2]
     starts = (dout,) if dlse is None else (dout, dlse)
-    grads = torch.autograd.grad(results, operands, starts, create_graph=True, allow_unused=True)
+    grads = torch.autograd.grad(results, operands, starts, create_graph=create_graph, allow_unused=True)
     found = iter(grads)
     return [next(found) if need else None for need in needs]
 

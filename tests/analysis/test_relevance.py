@@ -414,8 +414,12 @@ def in_parts(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
 def test_unknown_functions_are_refused_by_name() -> None:
     parts = Layers(hk.nn.GatedMultiheadAttention(8, 4, dtype=torch.float64))
     parts.layers[0].operator = in_parts
-    twice = Layers(hk.nn.GatedMultiheadAttention(8, 4, dtype=torch.float64))
-    twice.layers[0].operator = wraps(hk.gated_attention)(lambda *a, **k: sum(hk.gated_attention(*a, **k) for _ in "ab"))
+    twice, nested = (Layers(hk.nn.GatedMultiheadAttention(8, 4, dtype=torch.float64)) for _ in "ab")
+    inner = nested.inner = hk.nn.GatedMultiheadAttention(8, 4, dtype=torch.float64)
+    for each, between in ((twice, lambda: None), (nested, lambda: inner(data[0]))):
+        each.layers[0].operator = wraps(hk.gated_attention)(
+            lambda *a, between=between, **k: [hk.gated_attention(*a, **k), between(), hk.gated_attention(*a, **k)][2]
+        )
     model, data, mixtral = spread(Encoder()), [random(2, 5, 8)], use(build("mixtral"))
     assert_refused(
         *(
@@ -424,9 +428,18 @@ def test_unknown_functions_are_refused_by_name() -> None:
         ),
         ((mixtral, [batch(mixtral)], token_two), "model computes div_, "),
         ((parts, data, lambda m, b: m(b)[:, 0]), "layer 0 .* asks for the lse of its rows"),
-        ((twice, data, lambda m, b: m(b)[:, 0]), "layer 0 .* calls an operator again"),
+        *(((each, data, lambda m, b: m(b)[:, 0]), "layer 0 .* calls an operator again") for each in (twice, nested)),
         of=relevance,
     )
+
+
+def test_layers_after_one_that_calls_its_operator_twice() -> None:
+    model = spread(Layers(*(hk.nn.GatedMultiheadAttention(8, 4, dtype=torch.float64) for _ in "ab")))
+    of = partial(relevance, model, [random(2, 5, 8)], lambda m, x: m(x)[:, 0])
+    expected = of(layers=[1]).table()
+    model.layers[0].operator = wraps(hk.gated_attention)(lambda *a, **k: [hk.gated_attention(*a, **k) for _ in "ab"][1])
+    assert_alike(of(layers=[1]).table(), expected)
+    assert_refused(({"layers": [0]}, "layer 0 .* calls an operator again"), of=of)
 
 
 def test_layers_after_merged_attention() -> None:

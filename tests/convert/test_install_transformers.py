@@ -244,7 +244,7 @@ def test_what_a_subclass_adds_is_found(change: Callable[[Tensor], Tensor], terms
     """A norm of queries, a bound that random ones do not reach, and terms with which a bias of keys matters."""
 
     class Changed(transformers.models.vit.modeling_vit.ViTAttention):
-        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             query, key, value = (
                 each(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
                 for each in (self.q_proj, self.k_proj, self.v_proj)
@@ -257,6 +257,11 @@ def test_what_a_subclass_adds_is_found(change: Callable[[Tensor], Tensor], terms
     said = f"layer 1 .* is a Changed, whose {words}"
     assert_refused((lambda: collaborate(model, 8, progress=False), said), unchanged=[model])
     collaborate(model, 8, layers=[0], progress=False)
+    if terms:
+        model.layers[1].attention.k_proj.bias = None
+        expected = outputs(model)
+        collaborate(model, 32, layers=[1], progress=False)
+        assert_alike(outputs(model), expected)
 
 
 class Fused(House):

@@ -1,5 +1,6 @@
 """Attention modules against their formulas in float64, with caches, entmax, averages; made of torch's own modules."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import heads_kernels as hk
 from tests.support import nn_layers
@@ -166,11 +167,49 @@ def test_a_cache_that_does_not_fit_is_refused() -> None:
             (lambda: layer(x, x.clone(), cache=cache), "cache holds the tokens of self-attention"),
             (lambda: layer(x, cache=of_source), "cache holds the source of encoder-decoder"),
             (lambda: layer(x[:1], x[:1].clone(), cache=of_source), "cache holds batch 2, but query has"),
-            (lambda: grouped(x, x.clone(), cache=of_source), "holds values of 4 heads, but the layer has 2"),
+            (lambda: grouped(x, x.clone(), cache=of_source), r"holds values of heads \[0, 1, 2, 3\], .* \[0, 1\]; use"),
             (lambda: cache.reorder(torch.ones(2)), TypeError, "beams has"),
             (lambda: cache.reorder(torch.tensor([[0]])), "beams has"),
             (lambda: cache.reorder([0, 1]), TypeError, "beams is"),
         )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("source", [{}, {"key": torch.randn(B, S, E).double()}], ids=["own", "other"])
+def test_a_cache_from_before_a_change(source: dict[str, Tensor]) -> None:
+    """Pruned to as many key heads, which are others or the same; and converted."""
+    model = nn.ModuleList([layer_of(num_heads=6, num_key_heads=3), shared_layer_of(num_value_heads=2)])
+    x, caches = torch.randn(B, T, E).double(), [hk.nn.KeyValueCache() for _ in model]
+    calls = [lambda i=i: model[i](x, **source, cache=caches[i])[0] for i in range(2)]
+    calls[0](), calls[1]()
+    before = copy.deepcopy(caches)
+    hk.heads.prune(model, {0: [0, 4, 5], 1: [3]})
+    assert model[0].kept_key_heads == [0, 1, 1]
+    refused = (calls[0], r"cache holds values of heads \[0, 1, 2\], but the layer reads .*\[0, 1, 1\]; use one")
+    assert_refused(refused, (calls[1], "a shared key, 4 biases, .*, but the layer reads a shared key, 3 biases, "))
+    caches = before
+    hk.convert.collaborate(model, E, layers=[0], progress=False)
+    assert_refused((calls[0], "reads a shared key, 3 biases, values of heads"))
+    model, caches = nn.ModuleList([layer_of(num_key_heads=2)]), [hk.nn.KeyValueCache()]
+    calls[0]()
+    hk.heads.prune(model, {0: [1, 3]})
+    assert_alike(calls[0](), model[0](x, **(source or {"key": torch.cat((x, x), 1)}))[0])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_cache_filled_in_inference_mode(grad: bool) -> None:
+    """Continued outside, where there is still room."""
+    layer, x, memory = layer_of().requires_grad_(False), torch.randn(B, 4, E).double(), torch.randn(B, S, E).double()
+    own, other = hk.nn.KeyValueCache(), hk.nn.KeyValueCache()
+    with torch.inference_mode():
+        for row in x[:, :3].split(1, 1):
+            layer(row, is_causal=True, cache=own)
+        layer(row, memory, cache=other)
+    layer.q_proj.requires_grad_(grad)
+    out = layer(x[:, 3:], is_causal=True, cache=own)[0]
+    assert_alike(out, layer(x, is_causal=True)[0][:, 3:])
+    assert_alike(layer(x, memory, cache=other)[0], layer(x, memory)[0])
+    assert out.requires_grad == grad
 
 
 @torch.no_grad()

@@ -80,14 +80,18 @@ def results(layer: Module, x: Tensor, **options: Any) -> list[Tensor]:
 @each_module
 @pytest.mark.parametrize("left", [False, True])
 def test_padding_changes_no_real_row(name: str, left: bool) -> None:
-    """Nor is it read; the rows of padding are the bias of the output projection."""
+    """Nor is it read; the rows of padding are the bias of the output projection, and give no bias a gradient."""
     layer, x = with_gates(name), inputs(4)[:1]
     junk = torch.full((1, 3, E), torch.nan).double()
     hidden = torch.tensor([[False] * 4 + [True] * 3])
     hidden = hidden.flip(1) if left else hidden
     padded = torch.cat((junk, x) if left else (x, junk), 1)
     out = run(layer, padded, slice(1), is_causal=True, key_padding_mask=hidden)
-    assert_alike(out[~hidden], run(layer, x, slice(1), is_causal=True)[0])
+    real = run(layer, x, slice(1), is_causal=True)
+    assert_alike(out[~hidden], real[0])
+    biases = [each for name, each in layer.named_parameters() if name.endswith("bias") and "out" not in name]
+    if biases:
+        assert_alike(torch.autograd.grad(out[~hidden].sum(), biases), torch.autograd.grad(real.sum(), biases))
     bias = layer.out_proj.bias
     assert_alike(out[hidden], torch.zeros(3, E).double() if bias is None else bias.expand(3, E))
 

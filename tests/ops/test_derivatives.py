@@ -2,6 +2,7 @@
 forward mode and `torch.func`: the eager backend has them, by plain operations."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils import deterministic
 
 import heads_kernels as hk
-from tests.ops.calls import ATTENTION, assert_same_bits, case_of, fixed_seed, function, serve, tensors
+from tests.ops.calls import ATTENTION, assert_same_bits, call, case_of, fixed_seed, function, serve, tensors
 from tests.support.alike import assert_alike
 
 # ---------------------------------------------------------------------- gradients, from memory that starts as NaN
@@ -133,6 +134,21 @@ def test_transforms(operator: str) -> None:
     assert_alike(torch.func.grad(lambda *x: run(*x).square().sum(), every)(*values), expected)
     hessian = torch.func.hessian(lambda value: run(*values[:2], value, *values[3:]).sum())
     assert not hessian(values[2]).any()  # linear in values
+
+
+@pytest.mark.parametrize(("operator", "backend"), ATTENTION)
+def test_several_gradients_at_once(operator: str, backend: str) -> None:
+    """Eager has them; without a rule, PyTorch would name the op, or a kernel the memory that they do not have."""
+    arguments = tensors(operator, dtype=torch.float32, grad=True)
+    out, leaves = call(operator, backend, **arguments), list(arguments.values())
+    starts = torch.randn(2, *out.shape)
+    of = partial(torch.autograd.grad, out, leaves, retain_graph=True)
+    for at_once in (partial(of, is_grads_batched=True), torch.vmap(of)):
+        if backend == "eager":
+            assert_alike(at_once(starts), [torch.stack(each) for each in zip(*map(of, starts), strict=True)])
+        else:
+            with pytest.raises(RuntimeError, match=f"{operator} has no batched gradients on backend '{backend}'"):
+                at_once(starts)
 
 
 @pytest.mark.parametrize("closed_grad", [True, False])

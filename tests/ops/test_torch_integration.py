@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import heads_kernels as hk
@@ -194,7 +195,8 @@ def test_vmap_and_dual_levels_without_a_derivative(operator: str, backend: str) 
     query = arguments.pop("query")
     run = partial(getattr(hk, operator), **arguments, backend=backend)
     rows = torch.stack([query, query])
-    assert_alike(torch.vmap(run)(rows), torch.stack([run(query)] * 2))
+    for each in (run, partial(run, gate=torch.ones(H), return_lse=True)):
+        assert_alike(torch.vmap(each)(rows), tree_map(lambda one: torch.stack([one, one]), each(query)))
     with torch.autograd.forward_ad.dual_level():
         run(query)
     rows.requires_grad_()  # a leaf outside of vmap
