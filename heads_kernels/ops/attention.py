@@ -272,6 +272,9 @@ def record(call: Call, backend: str, return_lse: bool = False, results: Any = No
         for at, operand in enumerate(operands):
             if operand is not None and any(operand is other for other in operands[:at]):
                 operands[at] = operand.view_as(operand)
+    elif torch._C._get_tracing_state() is not None:
+        # The trace would compute with the tensors of `call` whatever it is given.
+        raise RuntimeError(f"{call.operator} has no gradient in torch.jit.trace; trace under torch.no_grad().")
     return _Attention.apply((call, backend, return_lse, results), *operands)  # type: ignore[no-untyped-call]
 
 

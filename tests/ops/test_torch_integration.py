@@ -127,6 +127,21 @@ def test_create_graph_and_second_order(operator: str, backend: str) -> None:
             torch.autograd.grad(grad.sum(), values, retain_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(("operator", "backend"), FUSED)
+def test_jit_trace(operator: str, backend: str) -> None:
+    """A trace reads the tensors that it is given; it has no gradient."""
+    arguments = tensors(operator, grad=True)
+    serve(operator, backend, **arguments)
+    run = calls.function(operator, backend, list(arguments))
+    trace = partial(torch.jit.trace, run, tuple(arguments.values()), check_trace=False)
+    with pytest.raises(RuntimeError, match=f"{operator} has no gradient in torch.jit.trace; trace under"):
+        trace()
+    with torch.no_grad():
+        others = [2 * each for each in arguments.values()]
+        assert_alike(trace()(*others), run(*others))
+
+
 # ---------------------------------------------------------------------- checkpointing and autocast
 @pytest.mark.parametrize(("operator", "backend"), calls.DIFFERENTIABLE)
 def test_checkpoint_with_dropout(operator: str, backend: str) -> None:

@@ -153,6 +153,15 @@ def test_cache_is_continued(unpad: bool) -> None:
     assert_alike(rows[1], rows[0])
 
 
+def test_prompt_in_chunks_without_padding() -> None:
+    """Layers with windows are packed; the others read a static cache, by a tensor of pairs."""
+    model = made("gemma2")
+    way = {"cache_implementation": "static", "prefill_chunk_size": 6}
+    expected = generated(model, "left", **way)
+    assert_alike(generated(use(model, unpad=True), "left", **way), expected)
+    assert packed_layers(model) == [True, False]
+
+
 # ---------------------------------------------------------------------- compiled decoding
 @pytest.mark.check
 @pytest.mark.parametrize(

@@ -124,8 +124,13 @@ def without_cache(value: Any) -> Any:
     """An argument of a check, which must not fill a cache: None for the cache, and a mask without its other keys."""
     if isinstance(value, Cache):
         return None
-    if isinstance(value, PreparedMask) and (packed := value.derived.get(PackedMask)) is not None:
+    if not isinstance(value, PreparedMask):
+        return value
+    if (packed := value.derived.get(PackedMask)) is not None:
         return packed.padded
+    if isinstance(value.mask, Tensor):  # of a layer that was not packed: the whole of its static cache
+        T = value.sizes[2]
+        return PreparedMask(value.mask[..., :T], (*value.sizes[:3], T), value.device)
     return value
 
 
