@@ -21,8 +21,6 @@ MIXING_CHUNK: Final = 16
 #: element in the whole call, which is not 0 if a process computes a part of the batch, the heads or the rows. j must be
 #: a multiple of 4, the number of elements per Philox counter (ops/philox.py).
 SEED_LENGTH: Final = 5
-#: Rows whose visible pairs are counted at once. Heuristic.
-_COUNTED_ROWS: Final = 256
 
 
 @by_identity
@@ -180,11 +178,7 @@ class Call(NamedTuple):
 
     def visible_pairs(self) -> Tensor:
         """`[B, H]` int64: number of visible (query row, key) pairs."""
-        count = torch.zeros(self.B, self.H, dtype=torch.int64, device=self.query.device)
-        for start in range(0, self.T, _COUNTED_ROWS):
-            rows = self.of_rows(start, start + _COUNTED_ROWS)
-            count += rows.intervals.to_dense(rows.T, self.S, count.device).sum((2, 3))
-        return count
+        return self.intervals.visible_pairs(self.B, self.T, self.S).expand(self.B, self.H)
 
     def flops(self, backward: bool = False, dense: bool = False) -> int:
         """Matrix-product FLOPs (2 per multiply-add) of the forward pass, or of the backward pass only.
@@ -203,7 +197,7 @@ class Call(NamedTuple):
             count = backward_flops if backward else forward_flops
             return times * count(self.B * self.H * self.T * self.S, self.D, self.Dv)
         is_open = self.open_heads()
-        pairs = self.visible_pairs()
+        pairs = self.visible_pairs().to(is_open.device)
         widths = [self.D] * self.H if self.mixing is None else active_widths(self.mixing).tolist()
         open_pairs = list(zip((pairs * is_open).sum(0).tolist(), widths, strict=True))
         closed_pairs = zip((pairs * ~is_open).sum(0).tolist(), widths, strict=True)

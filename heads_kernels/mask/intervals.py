@@ -141,6 +141,28 @@ class Intervals(NamedTuple):
             visible = visible & self.key_visible[:, None, None, :]
         return visible if self.dense_mask is None else visible & self.dense_mask
 
+    def visible_pairs(self, B: int, T: int, S: int) -> Tensor:
+        """Number of visible pairs (i, j) in every batch and head, exact: int64 `[B, H or 1]`, on `self.device`.
+
+        Without `dense_mask`, memory is O(B H (T + S)), or O(B (T + S)) where all heads see the same.
+        """
+        if self.dense_mask is not None:
+            return self.to_dense(T, S).sum((2, 3)).expand(B, -1)
+        lo, hi = (each.clamp(0, S) for each in self.bounds(T, self.device))  # [B or 1, H or 1, T]
+        counted = self._keys_below(torch.maximum(hi, lo), B) - self._keys_below(lo, B)
+        if self.first_keys is not None:
+            first = torch.minimum(torch.minimum(lo, hi), self.first_keys[:, None])
+            counted = counted + self._keys_below(first, B)
+        return counted.sum(2).expand(B, -1)
+
+    def _keys_below(self, limits: Tensor, B: int) -> Tensor:
+        """How many keys `key_visible` shows before each of `limits` `[B or 1, H or 1, T]`."""
+        if self.key_visible is None:
+            return limits
+        before = torch.nn.functional.pad(self.key_visible.cumsum(1), (1, 0))  # [B or 1, S + 1]
+        limits = limits.expand(B, -1, -1)
+        return before[:, None].expand(B, limits.shape[1], -1).gather(2, limits)
+
 
 def _vectors(bounds: Tensor) -> Tensor:
     return bounds.to(torch.int32).contiguous()

@@ -164,9 +164,10 @@ def test_nothing_waits_for_the_device(device: str) -> None:
         mask = mask & Mask.from_cu_seqlens(torch.empty(3, dtype=torch.int32, device=device), 5)
         intervals = mask.intervals(2, 1, 5, 5, torch.device(device))
         assert {intervals.k_lo.device.type, intervals.k_hi.device.type} == {device}
+        assert intervals.visible_pairs(2, 5, 5).device.type == device
         assert mask.to_dense(2, 1, 5, 5).device.type == device
         with pytest.raises(RuntimeError):
-            mask.to_dense(2, 1, 5, 5).tolist()  # as a read would
+            intervals.visible_pairs(2, 5, 5).tolist()  # as a read would
 
 
 @pytest.mark.parametrize("T", [1, 5])
@@ -183,9 +184,10 @@ def test_a_key_mask_takes_few_kernels(T: int) -> None:
 
 
 # ---------------------------------------------------------------------- compiled and exported
-def seen(query: Tensor, mask: Mask, S: int) -> Tensor:
+def seen(query: Tensor, mask: Mask, S: int) -> tuple[Tensor, Tensor]:
     B, H, T, _ = query.shape
-    return mask.intervals(B, H, T, S, query.device).to_dense(T, S).expand(B, H, T, S)
+    intervals = mask.intervals(B, H, T, S, query.device)
+    return intervals.to_dense(T, S).expand(B, H, T, S), intervals.visible_pairs(B, T, S)
 
 
 def built_inside(query: Tensor, lengths: Tensor, key_mask: Tensor, ids: Tensor, borders: Tensor) -> tuple[Tensor, ...]:
@@ -194,12 +196,12 @@ def built_inside(query: Tensor, lengths: Tensor, key_mask: Tensor, ids: Tensor, 
     mask = mask & Mask(query_lengths=lengths, query_mask=key_mask[:1], document_ids=ids)
     mask = mask & Mask(causal=True, prefix_lengths=lengths) & Mask.from_cu_seqlens(borders, S)
     return (
-        seen(query, mask, S),
-        seen(query, as_mask(key_mask[:, None, None], (2, 1, S, S)), S),
-        seen(query, as_mask(key_mask[:, None, :, None], (2, 1, S, S)), S),
-        seen(query, as_mask(key_mask[0, None] & key_mask[0, :, None], (2, 1, S, S)), S),
-        seen(query, as_mask(None, (2, 1, S, S)) & Mask(key_lengths=[2, 3]), S),
-        seen(query.expand(2, 2, S, 4), Mask(window=[(-1, 0), (2, 1)], first_keys=lengths), S),
+        *seen(query, mask, S),
+        *seen(query, as_mask(key_mask[:, None, None], (2, 1, S, S)), S),
+        *seen(query, as_mask(key_mask[:, None, :, None], (2, 1, S, S)), S),
+        *seen(query, as_mask(key_mask[0, None] & key_mask[0, :, None], (2, 1, S, S)), S),
+        *seen(query, as_mask(None, (2, 1, S, S)) & Mask(key_lengths=[2, 3]), S),
+        *seen(query.expand(2, 2, S, 4), Mask(window=[(-1, 0), (2, 1)], first_keys=lengths), S),
     )
 
 

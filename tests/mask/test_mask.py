@@ -25,13 +25,17 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check(mask: Mask, expected: Tensor, may_be_dense: bool = False) -> None:
-    """`mask` shows `expected` ([B, H, T, S]), and its intervals are what kernels expect."""
+    """`mask` shows `expected` ([B, H, T, S]), counts it, and its intervals are what kernels expect."""
     B, _, T, S = expected.shape
     dense = mask.to_dense(B, HEADS, T, S)
     assert dense.dtype == torch.bool
     assert torch.equal(*(x.expand(B, HEADS, T, S) for x in (dense, expected)))
 
     intervals = mask.intervals(B, HEADS, T, S)
+    pairs = intervals.visible_pairs(B, T, S)
+    assert pairs.dtype == torch.int64
+    assert torch.equal(*(x.expand(B, HEADS) for x in (pairs, expected.sum((2, 3)))))
+
     assert intervals.dense_mask is None or may_be_dense
     assert isinstance(intervals.band_lo, int)
     assert isinstance(intervals.band_hi, int)
@@ -194,7 +198,11 @@ def test_bool_tensors_mean_what_they_mean_to_sdpa(shape: tuple[int, int, int, in
             joined = mask & Mask(causal=True, key_lengths=lengths) if B else mask
             both = expected & causal if B else expected
             assert torch.equal(joined.to_dense(*shape).expand(shape), both)
+            intervals = joined.intervals(*shape)
             padded = (1,) * (4 - rank) + sizes
+            heads = padded[1] if intervals.dense_mask is not None else 1
+            pairs = both[:, :heads].sum((2, 3))
+            assert torch.equal(intervals.visible_pairs(B, T, S), pairs)
             # only what differs by head, or by row and key at once, is dense
             fused = padded[1] == 1 and (padded[2] == 1 or padded[3] == 1)
             assert (mask.intervals(*shape).dense_mask is None) == fused
