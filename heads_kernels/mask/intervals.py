@@ -142,18 +142,22 @@ class Intervals(NamedTuple):
         return visible if self.dense_mask is None else visible & self.dense_mask
 
     def visible_pairs(self, B: int, T: int, S: int) -> Tensor:
-        """Number of visible pairs (i, j) in every batch and head, exact: int64 `[B, H or 1]`, on `self.device`.
+        """Number of visible pairs (i, j) in every batch and head, exact: int64 `[B, H or 1]`, on `self.device`."""
+        return self.visible_keys(B, T, S, self.device).sum(2).expand(B, -1)
+
+    def visible_keys(self, B: int, T: int, S: int, device: Device) -> Tensor:
+        """Number of keys that every row sees, exact: int64 `[B or 1, H or 1, T]`, which is `to_dense(T, S).sum(3)`.
 
         Without `dense_mask`, memory is O(B H (T + S)), or O(B (T + S)) where all heads see the same.
         """
         if self.dense_mask is not None:
-            return self.to_dense(T, S).sum((2, 3)).expand(B, -1)
-        lo, hi = (each.clamp(0, S) for each in self.bounds(T, self.device))  # [B or 1, H or 1, T]
+            return self.to_dense(T, S, device).sum(3)
+        lo, hi = (each.clamp(0, S) for each in self.bounds(T, device))  # [B or 1, H or 1, T]
         counted = self._keys_below(torch.maximum(hi, lo), B) - self._keys_below(lo, B)
         if self.first_keys is not None:
             first = torch.minimum(torch.minimum(lo, hi), self.first_keys[:, None])
             counted = counted + self._keys_below(first, B)
-        return counted.sum(2).expand(B, -1)
+        return counted
 
     def _keys_below(self, limits: Tensor, B: int) -> Tensor:
         """How many keys `key_visible` shows before each of `limits` `[B or 1, H or 1, T]`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
@@ -86,55 +86,100 @@ class AttentionCall:
         first = self.call.S - self.call.T if self.first is None else self.first
         return torch.arange(self.call.T, device=self.query.device) + first
 
-    @cached_property
+    @property
     def real_queries(self) -> Tensor:
         """bool `[B, T]`: rows that are tokens: `rows` if given, in self-attention rows that see themselves, otherwise
         rows that see a key."""
         if self.rows is not None:
             return self.rows
-        own = self.own_keys.clamp(-1, self.call.S)[:, None]  # outside of the keys: the column after the last one
-        found = [torch.zeros(self.call.B, 0, dtype=torch.bool, device=own.device)]
-        for rows, seen in self._seen():
-            if self.self_attention:
-                numbers = torch.arange(seen.shape[2], device=own.device)[:, None]
-                seen = nn.functional.pad(seen, (0, 1))[:, :, numbers, own[rows]]
-            found.append(seen.any(3).any(1).expand(self.call.B, -1))
-        return torch.cat(found, 1)
+        if self.self_attention:
+            return self._sees_itself
+        visible = self.call.intervals._replace(dense_mask=self._dense)
+        keys = visible.visible_keys(self.call.B, self.call.T, self.call.S, self.query.device)
+        return (keys > 0).any(1).expand(self.call.B, self.call.T)
 
-    @cached_property
+    @property
     def real_keys(self) -> Tensor:
         """bool `[B, S]`: keys that are tokens: in self-attention without a cache those that see themselves, otherwise
         those that some row sees."""
         if self.self_attention and self.call.T == self.call.S:
-            return self.real_queries if self.rows is None else replace(self, rows=None).real_queries
-        found = torch.zeros(self.call.B, self.call.S, dtype=torch.bool, device=self.query.device)
-        for _, seen in self._seen():
-            found = found | seen.any(2).any(1)
-        return found
+            return self._sees_itself
+        if self._dense is not None and self._dense.shape[-2] != 1:
+            return self._pairs.any(2).any(1).expand(self.call.B, self.call.S)
+        lo, hi, first = self._bounds
+        j = torch.arange(self.call.S, device=lo.device)
+        some = (hi > lo).long()
+        # How many more rows see a key than the one before it: a range adds 1 where it begins, and takes 1 at its end.
+        more = some.new_zeros(*some.shape[:2], self.call.S + 1).scatter_add(2, lo, some).scatter_add(2, hi, -some)
+        in_front = nn.functional.pad(torch.minimum(hi, first), (0, 1)).amax(2, keepdim=True)  # 0 without rows
+        seen = (more.cumsum(2)[..., :-1] > 0) | (j < in_front)  # [B or 1, H or 1, S]
+        if self.call.key_visible is not None:
+            seen = seen & self.call.key_visible[:, None]
+        if self._dense is not None:
+            seen = seen & self._dense[:, :, 0]
+        return seen.any(1).expand(self.call.B, self.call.S)
 
     @property
     def is_causal(self) -> bool:
         """Whether no row sees a later key than its own. Reads the values of the mask."""
-        own = self.own_keys[:, None]
-        keys = torch.arange(self.call.S, device=own.device)
-        later = [(seen & (keys > own[rows])).any() for rows, seen in self._seen()]
-        return not later or not bool(torch.stack(later).any())
+        own = self.own_keys
+        if bool((self._bounds[1] <= (own + 1).clamp(min=0)).all()):
+            return True
+        dense = self._dense
+        later = torch.arange(self.call.S, device=own.device) > own[:, None]
+        of_pairs = dense is not None and dense.shape[-2:] == (self.call.T, self.call.S)
+        return of_pairs and not bool((self._pairs & later).any())
 
-    def _seen(self) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of rows, and what they see by mask and biases, bool `[B or 1, H or 1, rows, S]`.
+    @property
+    def _pairs(self) -> Tensor:
+        """bool `[B or 1, H or 1, T, S]`: what is visible, by mask and biases."""
+        return self.call.intervals._replace(dense_mask=self._dense).to_dense(
+            self.call.T, self.call.S, self.query.device
+        )
+
+    @cached_property
+    def _dense(self) -> Tensor | None:
+        """bool `[B or 1, H or 1, T or 1, S or 1]`: what a dense mask, and biases, leave visible.
 
         A table of offsets hides keys by -inf and its lowest numbers alone: ALiBi's may differ by thousands.
         """
-        B, H, T, S = self.call.sizes
-        for rows in blocks(T, B * H * S):
-            call = self.call.of_rows(rows.start, rows.stop)
-            seen = call.intervals.to_dense(call.T, S, self.query.device)
-            if call.bias is not None:
-                seen = seen & expand_bias(_visible_under(call.bias), B)
-            if call.offset_bias is not None:
-                lowest = torch.finfo(call.offset_bias.dtype).min / 2
-                seen = seen & diagonals(call.offset_bias > lowest, call.T, S)
-            yield rows, seen
+        dense, bias, of_offsets = self.call.dense_mask, self.call.bias, self.call.offset_bias
+        if bias is not None:
+            visible = expand_bias(_visible_under(bias), self.call.B)
+            dense = visible if dense is None else visible & dense
+        if of_offsets is not None:
+            seen = of_offsets > torch.finfo(of_offsets.dtype).min / 2
+            if not bool(seen.all()):
+                visible = diagonals(seen, self.call.T, self.call.S)[None]
+                dense = visible if dense is None else visible & dense
+        return dense
+
+    @cached_property
+    def _bounds(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The half-open key range of every row, `[B or 1, H or 1, T]` each, and the first keys, `[H or 1, 1]`.
+
+        Without `dense` and `key_visible`.
+        """
+        mask = self.call.intervals
+        lo, hi = (x.clamp(0, self.call.S) for x in mask.bounds(self.call.T, self.query.device))
+        first = mask.first_keys
+        return lo, hi, lo.new_zeros(1, 1) if first is None else first[:, None]
+
+    @cached_property
+    def _sees_itself(self) -> Tensor:
+        own = self.own_keys
+        lo, hi, first = self._bounds
+        there = (own >= 0) & (own < self.call.S)
+        sees = ((lo <= own) | (own < first)) & (own < hi) & there  # [B or 1, H or 1, T]
+        if self.call.S == 0:  # there is no key to look up
+            return sees.any(1).expand(self.call.B, self.call.T)
+        own = own.clamp(0, self.call.S - 1)
+        if self.call.key_visible is not None:
+            sees = sees & self.call.key_visible[:, None, own]
+        if self._dense is not None:
+            dense = self._dense.expand(-1, -1, self.call.T, self.call.S)
+            sees = sees & dense[:, :, torch.arange(self.call.T, device=own.device), own]
+        return sees.any(1).expand(self.call.B, self.call.T)
 
     # ------------------------------------------------------------------ attention
     def statistics(
