@@ -37,9 +37,9 @@ from heads_kernels.ops.triton.visible import keys_visible, ranges
 
 
 class Units(NamedTuple):
-    """The batches and heads that share a bias; see `_bias_kernel`."""
+    """The tiles of scores that share a tile of the bias; see `_bias_kernel`."""
 
-    parts: Tensor  # [splits, entries, heads, T or tiles of rows, S or tiles of keys]
+    parts: Tensor  # [splits, entries, heads, T or 1, S or 1]
     entries: int
     first: int
     step: int
@@ -78,33 +78,44 @@ def _add_dscores(acc, of, reads, b, h, first_row, first_key, sizes, TILE: tl.con
 
 @triton.jit
 def _bias_kernel(of, reads, units, sizes, SUM_ROWS: tl.constexpr, SUM_KEYS: tl.constexpr, TILE: tl.constexpr):
-    """A program owns a tile of scores and sums the units that share its bias (or `share` of `total` of them) in order.
+    """A program owns a tile of the bias and sums the units that share it (or `share` of `total` of them) in order.
 
-    A unit is a batch `e * first + n * step`, for entry e of the bias, and a head: any if the bias broadcasts along
-    heads. Rows of the tile (SUM_ROWS), or keys (SUM_KEYS), are added up if the bias broadcasts along them.
+    A unit is a tile of scores of batch `e * first + n * step`, for entry e of the bias. Units also run over all heads
+    if the bias broadcasts along them, and over all tiles of rows (SUM_ROWS) or of keys (SUM_KEYS).
     """
     BLOCK: tl.constexpr = TILE.block_m
-    height, width = sizes.T, sizes.S
-    row_tiles, key_tiles = tl.cdiv(height, BLOCK), tl.cdiv(width, BLOCK)
-    key_tile = tl.program_id(0) % key_tiles
-    row_tile = tl.program_id(0) // key_tiles % row_tiles
-    owner = tl.program_id(0) // (key_tiles * row_tiles)  # split, entry, head
+    T, S = sizes.T, sizes.S
+    row_tiles, key_tiles = tl.cdiv(T, BLOCK), tl.cdiv(S, BLOCK)
+    row_owners, key_owners, row_units, key_units = row_tiles, key_tiles, 1, 1
+    if SUM_ROWS:
+        row_owners, row_units = 1, row_tiles
+    if SUM_KEYS:
+        key_owners, key_units = 1, key_tiles
+    key_owner = tl.program_id(0) % key_owners
+    row_owner = tl.program_id(0) // key_owners % row_owners
+    owner = tl.program_id(0) // (key_owners * row_owners)  # split, entry, head
     entry = owner // units.heads % units.entries
-    heads = sizes.H // units.heads  # that share the bias: all, or one
-    start = owner // (units.heads * units.entries) * units.share
+    heads = sizes.H // units.heads  # that share the tile: all, or one
+    start = (owner // (units.heads * units.entries)).to(tl.int64) * units.share
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for unit in range(start, tl.minimum(start + units.share, units.total)):
-        b = entry * units.first + unit // heads * units.step
-        h = owner % units.heads + unit % heads
+        tile = tl.cast(unit % (row_units * key_units), tl.int32)
+        # This head number continues through the batches that share the entry.
+        head = tl.cast(unit // (row_units * key_units), tl.int32)
+        row_tile = row_owner + tile % row_units
+        key_tile = key_owner + tile // row_units
+        b = entry * units.first + head // heads * units.step
+        h = owner % units.heads + head % heads
         acc = _add_dscores(acc, of, reads, b, h, row_tile * BLOCK, key_tile * BLOCK, sizes, TILE)
-    rows = row_tile * BLOCK + tl.arange(0, BLOCK)
-    keys = key_tile * BLOCK + tl.arange(0, BLOCK)
+    rows = row_owner * BLOCK + tl.arange(0, BLOCK)
+    keys = key_owner * BLOCK + tl.arange(0, BLOCK)
+    height, width = T, S
     if SUM_ROWS:
         acc = tl.sum(acc, 0)[None, :]
-        height, rows = row_tiles, row_tile + tl.arange(0, 1)
+        height, rows = 1, tl.arange(0, 1)
     if SUM_KEYS:
         acc = tl.sum(acc, 1)[:, None]
-        width, keys = key_tiles, key_tile + tl.arange(0, 1)
+        width, keys = 1, tl.arange(0, 1)
     at = units.parts + (owner.to(tl.int64) * height + rows)[:, None] * width + keys[None, :]
     tl.store(at, acc, mask=(rows < height)[:, None] & (keys < width)[None, :])
 
@@ -123,17 +134,17 @@ def bias_pass(call: Call, first: FirstPass, dbias: Tensor) -> None:
     sum_rows, sum_keys = dbias.shape[3] != T, dbias.shape[4] != S
     entries = outer * inner
     units = B // entries * (H // heads)
-    programs = entries * heads * row_tiles * key_tiles
+    units *= (row_tiles if sum_rows else 1) * (key_tiles if sum_keys else 1)
+    programs = entries * heads * (1 if sum_rows else row_tiles) * (1 if sum_keys else key_tiles)
     splits = splits_of(units, programs, call.query)
-    height, width = row_tiles if sum_rows else T, key_tiles if sum_keys else S
-    parts = dbias.new_empty((splits, entries, heads, height, width))
+    parts = dbias.new_empty((splits, entries, *dbias.shape[2:]))
     first_batch = bias_batches(dbias, B)[1] if inner == 1 else 1
     launch(
         _bias_kernel, programs * splits, call.query, tiles, first.operands, first.reads,
         Units(parts, entries, first_batch, inner, heads, units, -(-units // splits)), sizes_of(call),
         SUM_ROWS=sum_rows, SUM_KEYS=sum_keys, TILE=tile_constants(call, tiles),
     )  # fmt: skip
-    dbias.copy_(parts.sum(0).sum_to_size(entries, *dbias.shape[2:]).view(dbias.shape))
+    dbias.copy_(parts.sum(0).view(dbias.shape))
 
 
 @triton.jit
