@@ -239,14 +239,14 @@ def check(call: Call) -> None:
     """
     check_operands(*call[: 2 if call.value is None else 3])
     sizes = call.named_sizes()
-    H, name, heads = sizes["H"], "value", sizes["Hv"]
+    H, name, letter, heads = sizes["H"], "value", "Hv", sizes["Hv"]
     if call.mixing is None:
         if call.content_bias is not None:
             refuse("content_bias", "is given without mixing", "pass mixing [H, Ds] too, or leave it out")
-        name, heads = "key", sizes["Hk"]
+        name, letter, heads = "key", "Hk", sizes["Hk"]
         sizes["Hv"] = heads
     if (H == 0) != (heads == 0) or (heads and H % heads):
-        refuse(name, f"has {heads} heads, but the call has {H}", "H must be a multiple (grouped heads)")
+        refuse(name, f"has {heads} heads, but the call has {H}", f"H must be a multiple of {letter} (grouped heads)")
     check_sizes(sizes["B"], H, sizes["T"], sizes["S"])
     if call.gate_activation != "identity":
         check_choice("gate_activation", call.gate_activation, GATE_ACTIVATIONS)

@@ -48,11 +48,11 @@ template <typename Real, typename Operand>
 struct TileScratch {
   Real* rows;        // [64][max(D, Dv)] a tile in the layout of tensors
   Real* row;         // [max(D, Dv)]
-  Real* scores;      // [64][64] scores, then probabilities
+  Real* scores;      // [window][64] scores, then probabilities
   Real* bias;        // [64][64]
   Real* bias_rows;   // [64][row_stride(64)] a tile of bias in the layout of tensors
   Real* slope;       // [64][64] of the cap
-  Operand* weights;  // [64][64] scores packed into pairs; empty if Operand is Real
+  Operand* weights;  // [window][64] scores packed into pairs; empty if Operand is Real
   // Of a query tile, for entmax alone.
   Real* kept_scores;  // [tiles of keys][64][64]
   Real* kept_maxima;  // [tiles of keys][64 / kKeysPerMaximum][64]

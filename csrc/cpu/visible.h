@@ -10,7 +10,8 @@
 namespace hk::HK_LEVEL {
 
 constexpr int BLOCK_M = 64;  // query rows of a tile: four vectors of 16 float lanes, the widest register tile
-constexpr int BLOCK_N = 64;  // keys of a window: scores [64][64] and one key tile of D = 64 fit the first-level cache
+// Keys of a window, unless a pass takes more: scores [64][64] and one key tile of D = 64 fit the first-level cache.
+constexpr int BLOCK_N = 64;
 
 // Products of a tile leave out blocks of this many keys and rows where intervals hide all of them.
 constexpr int kUnit = 16;

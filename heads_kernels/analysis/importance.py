@@ -178,7 +178,9 @@ def _by_slopes(
 
 def _differentiable(heads: Tensor) -> Tensor:
     """Outputs of heads that are in the graph, also those of the first layer, on which no weight has a gradient."""
-    return heads.detach().requires_grad_() if torch.is_grad_enabled() and not heads.requires_grad else heads
+    if heads.requires_grad or not torch.is_grad_enabled():
+        return heads
+    return heads.detach().requires_grad_().clone()  # no leaf: the model may change it in place
 
 
 def _target(layer: AttentionLayer, clean: list[Tensor], own: Tensor) -> Tensor:
@@ -197,11 +199,13 @@ def _slopes(value: Tensor, heads: list[Tensor], signs: torch.Generator) -> list[
         drawn = torch.randint(2, value.shape, generator=signs)
         value = value * (drawn.to(value) * 2 - 1)
     found: tuple[Tensor | None, ...] = ()
-    if value.requires_grad:
-        found = torch.autograd.grad(value.sum(), heads, allow_unused=True)
+    recorded = [each for each in heads if each.requires_grad]  # not those of passes without gradients
+    if value.requires_grad and recorded:
+        found = torch.autograd.grad(value.sum(), recorded, allow_unused=True)
     if all(slope is None for slope in found):
         refuse("loss", "does not depend on the heads of the model", _FROM_MODEL)
-    return [torch.zeros_like(each) if slope is None else slope for each, slope in zip(heads, found, strict=True)]
+    slopes = {id(each): slope for each, slope in zip(recorded, found, strict=True) if slope is not None}
+    return [slopes.get(id(each), torch.zeros_like(each)) for each in heads]
 
 
 # ---------------------------------------------------------------------- by leaving heads out

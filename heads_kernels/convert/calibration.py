@@ -105,8 +105,8 @@ def _moments(layer: ProjectedLayer, call: AttentionCall, query: Tensor | None, k
 
 def _fitting(layer: ProjectedLayer, moments: Mapping[str, AnyMoments]) -> AnyMoments:
     if layer.name not in moments:
-        instead = "calibrate this model with batches that do, or leave it out"
-        refuse("calibration", f"brings no token to {layer}", instead)
+        instead = "calibrate this model with batches that bring tokens to it, or leave it out"
+        refuse("calibration", f"has no moments of {layer}", instead)
     found = moments[layer.name]
     widths: tuple[int, ...] = (layer.query.inputs, layer.key.inputs)
     if layer.layout.rotary:

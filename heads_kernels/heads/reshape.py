@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import gcd
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from heads_kernels.heads.layouts import LAYOUTS
 from heads_kernels.heads.shared import FusedProjection, SharedProjection, check_runs_shared
 from heads_kernels.heads.weights import ProjectedLayer, Projection, check_projections, existing, is_transposed
 from heads_kernels.nn import CollaborativeMultiheadAttention, GatedMultiheadAttention
-from heads_kernels.nn.attention import has_replaced_forward, put
+from heads_kernels.nn.attention import put
 
 
 # ---------------------------------------------------------------------- fewer heads
@@ -100,7 +100,7 @@ def _linear(weight: Tensor, bias: Tensor | None, like: Any) -> nn.Linear:
     made.out_features, made.in_features = weight.shape
     made.weight = nn.Parameter(weight.detach().contiguous(), like.weight.requires_grad)
     if bias is not None:
-        made.bias = nn.Parameter(bias.detach(), like.bias.requires_grad)
+        made.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias.detach(), like.bias.requires_grad)
     as_initialised(made)
     return made
 
@@ -186,10 +186,6 @@ def _heads_in_caches(module: Any, given: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 # ---------------------------------------------------------------------- one query and one key
-#: Attributes of a `GatedMultiheadAttention` that its replacement does not get: it has others, as from accelerate.
-_OF_THE_OLD: Final = {"head_dim", "num_key_heads", "_compiled_call_impl", "_hf_hook", "_old_forward", "forward"}
-
-
 def check_has_products(layer: ProjectedLayer) -> None:
     """Refuse a layer whose scores are not products of its weights."""
     if layer.layout.between:
@@ -228,7 +224,7 @@ def check_can_share(model: nn.Module, layer: ProjectedLayer) -> None:
             refuse("model", f"{was} itself", "pass a module that holds it: nn.Sequential(model)")
         if module._forward_hooks or module._forward_pre_hooks:
             refuse(str(layer), "has forward hooks, which would be lost", "remove them first: handle.remove()")
-        if has_replaced_forward(module):
+        if "forward" in vars(module):
             refuse(str(layer), "has a replaced forward, which would be lost", "restore its forward first")
         return
     if not names_attention_function(getattr(module, "config", None)):
@@ -308,7 +304,7 @@ def _collaborative(layer: ProjectedLayer, dim: int, ragged: bool) -> Collaborati
         device="meta",
     ).train(old.training)
     for name, value in vars(old).items():  # attributes that were set on it
-        if name not in vars(made) and name not in _OF_THE_OLD:
+        if name not in vars(made) and name not in ("head_dim", "num_key_heads", "_compiled_call_impl"):
             vars(made)[name] = value
     assert made.content_proj is not None
     for linear, like in ((made.q_proj, layer.query), (made.k_proj, layer.key), (made.content_proj, layer.key)):

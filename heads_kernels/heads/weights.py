@@ -14,7 +14,6 @@ from heads_kernels.dtensor import is_sharded
 from heads_kernels.heads.layers import AttentionLayer, kind_of
 from heads_kernels.heads.layouts import HeadLayout, at_path, is_projection, size
 from heads_kernels.heads.shared import FusedProjection, SharedProjection
-from heads_kernels.nn.attention import has_replaced_forward
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ def _more_than_dense(linear: Any) -> Iterator[tuple[str, str]]:
         yield was, "{verb} the model before it is quantised"
     if getattr(vars(linear).get("_hf_hook"), "offload", False):
         yield "is offloaded", "load the model whole, without offloading"
-    if has_replaced_forward(linear):
+    if "forward" in vars(linear) and "_hf_hook" not in vars(linear):
         yield "has a replaced forward", "restore its forward, or {verb} the model before"
     if linear._forward_hooks or linear._forward_pre_hooks:
         yield "has forward hooks", "remove them first: handle.remove()"

@@ -10,14 +10,14 @@ every replay. Results of one stream are not used on another, which would have to
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-#: Most lists of lengths whose tensors are kept. Heuristic.
-_LISTS: Final = 64
+#: Most tensors that are kept, of lists of lengths and of distances for different S. Heuristic.
+_TENSORS: Final = 64
 
 CPU: Final = torch.device("cpu")
 
@@ -71,19 +71,36 @@ def is_unchanged(tensors: Iterable[Tensor], state: Any, device: torch.device) ->
 
 def lengths_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
     """`lengths` as int64 on `device`; equal lists are copied to a GPU once."""
-    if is_watched() or not (device == CPU or _keeps(device)):
-        return _lengths(lengths, device)
-    return _filled(lengths, device) if capturing(device) else _kept(lengths, device, _stream(device))
+    if capturing(device) and not is_watched():
+        return _filled(lengths, device)
+    return _made(_lengths, lengths, device)
 
 
-@functools.lru_cache(maxsize=_LISTS)
-def _kept(lengths: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+def distances_on(device: torch.device, S: int) -> Tensor:
+    """int32 `[2, 1, S]` on `device`: the distance of each key from the end, S to 1, and from the start, 1 to S."""
+    return _made(_distances, S, device)
+
+
+def _made(make: Callable[[Any, torch.device], Tensor], of: Any, device: torch.device) -> Tensor:
+    """`make(of, device)`, or what it has returned before."""
+    if is_watched() or not (device == CPU or _keeps(device)) or capturing(device):
+        return make(of, device)
+    return _kept(make, of, device, _stream(device))
+
+
+@functools.lru_cache(maxsize=_TENSORS)
+def _kept(make: Callable[[Any, torch.device], Tensor], of: Any, device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):  # a later call may not be in it
-        return _lengths(lengths, device)
+        return make(of, device)
 
 
 def _lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(lengths, dtype=torch.int64, device=device)
+
+
+def _distances(S: int, device: torch.device) -> Tensor:
+    from_start = torch.arange(1, S + 1, dtype=torch.int32, device=device)
+    return torch.stack((from_start.flip(0), from_start)).unsqueeze(1)
 
 
 def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from heads_kernels.checks import (
 )
 from heads_kernels.dtensor import is_sharded
 from heads_kernels.mask.intervals import UNBOUNDED, Device, Intervals
-from heads_kernels.mask.kept import lengths_on, readable
+from heads_kernels.mask.kept import distances_on, lengths_on, readable
 
 Alignment = Literal["upper_left", "lower_right"]
 
@@ -153,8 +153,7 @@ class KeyMask(Term):
         _check_rows(self.argument, self.real, B, S, "S", device)
         if S == 0:  # no key to take a maximum over, and none to hide
             return Intervals()
-        from_start = torch.arange(1, S + 1, dtype=torch.int32, device=device)
-        distances = torch.stack((from_start.flip(0), from_start))[:, None]  # of each key from the end, and the start
+        distances = distances_on(torch.device(device), S)
         # [B or 1, 1, T] each, a view of [B or 1, 1, 1]; 0 if all are hidden
         spans = (self.real * distances).amax(2, keepdim=True)[..., None]
         from_end, end = spans.expand(-1, -1, -1, T).unbind()

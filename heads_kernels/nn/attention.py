@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -193,30 +192,19 @@ def replace_attention_(model: Model) -> Model:
     return model
 
 
-def has_replaced_forward(module: nn.Module) -> bool:
-    """Whether a forward was set on a module itself; that of accelerate calls the original, with weights as they are
-    unless they are offloaded."""
-    own = vars(module)
-    return "forward" in own and ("_hf_hook" not in own or getattr(own["_hf_hook"], "offload", False))
-
-
 def put(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
     """Replace modules (`{old: new}`) under every name that they have in the model.
 
     A `torch.nn.TransformerEncoder` looks only at its first layer before it makes nested tensors of padded inputs, which
     only PyTorch's own attention takes: with a new module it no longer does.
-    Hooks of accelerate, which move inputs to the device of a module, stay on it.
     """
-    for old, new in made.items():
-        if "_hf_hook" in vars(old):
-            importlib.import_module("accelerate.hooks").add_hook_to_module(new, old._hf_hook)
     for part in list(model.modules()):
         for name, child in list(part._modules.items()):
             if child is not None and child in made:
                 setattr(part, name, made[child])
-    placed = set(made.values())
+    new = set(made.values())
     for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder) and not placed.isdisjoint(part.modules()):
+        if isinstance(part, nn.TransformerEncoder) and not new.isdisjoint(part.modules()):
             part.use_nested_tensor = False
 
 
@@ -226,7 +214,7 @@ def _check_plain(name: str, module: nn.MultiheadAttention, holders: Mapping[int,
     def no(was: str, instead: str) -> NoReturn:
         refuse(f"module {name!r}", was, instead)
 
-    if type(module).forward is not nn.MultiheadAttention.forward or has_replaced_forward(module):
+    if type(module).forward is not nn.MultiheadAttention.forward or "forward" in vars(module):
         no(f"is a {type(module).__name__} with an overridden forward", "replace it by hand")
     if module.bias_k is not None:
         no("has add_bias_kv", "make it without, or append that key and value to the source")

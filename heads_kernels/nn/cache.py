@@ -71,7 +71,7 @@ class KeyValueCache:
             was = f"holds {self._holds}, but the layer reads {holds}"
             refuse("cache", was, "use one for each layer, and reset it after pruning or conversion")
         self._holds = holds
-        if not torch.is_inference_mode_enabled():
+        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
             # Outside of the mode that made them, tensors can be neither changed nor saved for a backward pass.
             self._stored = tuple(each.clone() if each.is_inference() else each for each in self._stored)
 

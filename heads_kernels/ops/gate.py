@@ -35,7 +35,7 @@ def multiply(attended: Tensor, call: Call, hidden: Tensor | None) -> Tensor:
     """`act(gate) * attended`, in the dtype of the call; `attended` if it has no gate.
 
     Rows that see no key, `hidden` `[B, H, T]` (None: all see one), and closed heads are exactly 0, whatever their gates
-    and values.
+    and values; what is not finite in a closed head gives its gate no gradient.
     """
     gate = call.gate
     if gate is not None:

@@ -216,11 +216,16 @@ def test_gates_stay_in_effect(kind: type[Gates]) -> None:
     assert layer.head_gate is gates
 
 
-def test_a_call_within_another_reads_the_same() -> None:
+def test_passes_within_a_loss_that_it_does_not_depend_on() -> None:
+    """Those of a call within another, and one without gradients."""
     read = partial(importance, Layers(layer_of()), [torch.randn(2, 7, 24, dtype=torch.float64)])
     alone = read(lambda model, x: model(x).square().sum())
-    within = read(lambda model, x: model(x).square().sum() + 0 * read(lambda m, x: m(x).sum()).table().sum())
-    assert_alike(within.scores, alone.scores)
+    for other in (
+        lambda _, x: read(lambda model, x: model(x).sum()).table(),
+        torch.no_grad()(lambda model, x: model(x)),
+    ):
+        found = read(lambda model, x, other=other: model(x).square().sum() + 0 * other(model, x).sum())
+        assert_alike(found.scores, alone.scores)
 
 
 def test_bad_input_is_refused() -> None:

@@ -212,7 +212,7 @@ def test_refused() -> None:
         ((bert, [hidden]), r".*layer 0 \('encoder.* has no tokens"),
         ((bert, []), "calibration has no batches"),
         ((gpt2, [cached]), ".*without a cache"),
-        ((half, [X]), r".*no token to layer 1 \('1\.layers\.0\."),
+        ((half, [X]), r".*has no moments of layer 1 \('1\.layers\.0\."),
         ((ours, [X, broken(2)]), r".*layer 'layers\.0\.self_attn' in batch 1 holds NaN"),
         ((ours, [X[:, :1]]), ".*keys of layer 0 .* never vary"),
         *(((ours, data), TypeError, "calibration is a") for data in ("text", 3, None, {"src": 1}, X)),
@@ -228,7 +228,7 @@ def test_padding_may_hold_nan() -> None:
 def test_moments_of_another_model() -> None:
     moments = calibrate(encoder(2, 12), [torch.randn(B, S, 12)])
     fewer = calibrate(encoder(2), [X])
-    missing = r"calibration brings no token to layer 2 .*; calibrate this model with batches that do"
+    missing = r"calibration has no moments of layer 2 .*; calibrate this model with batches that bring tokens"
     assert_refused(
         ((encoder(), moments), r"calibration of layer 0 .* has widths \(12, 12\); .*\(24, 24\)"),
         ((encoder(3), fewer), missing),

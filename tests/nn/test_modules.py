@@ -248,9 +248,14 @@ def test_initialisation(name: str) -> None:
 def test_compiled(name: str) -> None:
     layer, x = with_gates(name, dtype=torch.float32), inputs().float()
     options = {"is_causal": True, "key_padding_mask": PADDED}
-    expected = results(layer, x, **options)
+    expected, plain = results(layer, x, **options), copy.deepcopy(layer)
     layer.compile(fullgraph=True, backend="aot_eager")
     assert_alike(results(layer, x, **options), expected)
+    caches = {layer: hk.nn.KeyValueCache(), plain: hk.nn.KeyValueCache()}
+    with torch.no_grad():
+        for row in x[:, :2].split(1, 1):
+            found, wanted = (run(each, row, is_causal=True, cache=cache) for each, cache in caches.items())
+            assert_alike(found, wanted)
 
 
 class Block(nn.Module):
