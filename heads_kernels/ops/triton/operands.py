@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """A tensor `[B, H, T, S or Dv]` with any strides: a gate, a dense mask of bytes, weights of rows."""
+    """A tensor `[B, H, T, S or Dv]` with any strides: a gate, or a dense mask of bytes."""
 
     ptr: Tensor
     stride_b: int
@@ -260,7 +260,7 @@ def with_positive_scale(call: Call) -> Call:
 
 
 def cells_of(tensor: Tensor | None) -> Cells | None:
-    """A gate of any kind, or weights of rows."""
+    """A gate of any kind."""
     if tensor is None:
         return None
     strides = [0, *strides_of(tensor)] if tensor.dim() == 1 else strides_of(tensor)

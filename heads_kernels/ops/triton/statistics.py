@@ -17,8 +17,7 @@ from heads_kernels.call import Call
 from heads_kernels.ops.statistics import AttentionStatistics
 from heads_kernels.ops.triton.attend import accumulate
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import head_of
-from heads_kernels.ops.triton.operands import Cells, Place, cells_of, operands_of, sizes_of, with_positive_scale
+from heads_kernels.ops.triton.operands import Place, operands_of, sizes_of, strides_of, with_positive_scale
 from heads_kernels.ops.triton.score_tiles import (
     Features,
     KeyTiles,
@@ -38,13 +37,15 @@ class Shares(NamedTuple):
     """Results of the pass by rows for the pass by keys: `row_max` and `share`, `[B, H, T]` contiguous.
 
     The weight of a row times a probability is `2**(scale_log2 * (score - row_max)) * share`; a share of 0 leaves the
-    row out.
+    row out. `weights` are the row weights of the call; their strides are 0 where they broadcast.
     """
 
     row_max: Tensor
     share: Tensor
-    weights: Cells | None  # of rows, as the call has them
-    end: None = None
+    weights: Tensor
+    stride_b: int
+    stride_h: int
+    stride_t: int
 
 
 @triton.jit
@@ -82,8 +83,9 @@ def _statistics_kernel(of, results, shares, sizes, TILE: tl.constexpr):
     tl.store(results.argmax + at, tl.where(counts, seen.where, -1).to(tl.int64), mask=there)
     tl.store(results.entropy + at, tl.where(sees, spent, 0.0), mask=there)
     if shares is not None:
-        of_head = head_of(shares.weights, place.b, place.h)
-        weight = tl.load(of_head + place.at.to(tl.int64) * shares.weights.stride_t, mask=there, other=0.0)
+        of_row = shares.weights + place.b.to(tl.int64) * shares.stride_b
+        of_row += place.h.to(tl.int64) * shares.stride_h + place.at.to(tl.int64) * shares.stride_t
+        weight = tl.load(of_row, mask=there, other=0.0)
         share = tl.where(sees & (weight != 0.0), share * weight, 0.0)
         tl.store(shares.row_max + at, tl.where(sees, row_max, 0.0), mask=there)
         tl.store(shares.share + at, share, mask=there)
@@ -149,7 +151,7 @@ def statistics_passes(call: Call, results: AttentionStatistics) -> None:
     shares, weights = None, call.row_weights
     if weights is not None:
         row_max, share = weights.new_empty((2, B, H, T)).unbind()
-        shares = Shares(row_max, share, cells_of(weights))
+        shares = Shares(row_max, share, weights, *strides_of(weights))
     launch(
         _statistics_kernel, B * H * -(-T // tiles.block_m), call.query, tiles,
         with_tile_lists(call, of, tiles), results, shares, sizes,
