@@ -85,8 +85,7 @@ inline bool couple_rows(const Pair* rows, int64_t stride, int64_t count, int64_t
 }
 
 // rows [count][stride] transposed, [width][64], as the factor that is read by vectors; both sizes in whole vectors of
-// Real. Pairs past the width are 0, in whole vectors.
-// `scratch` is as large as the rows, and may be the rows.
+// Real. Pairs past the width are 0, in whole vectors. `scratch` is as large as the rows, and may be the rows.
 template <typename Real>
 inline void pack_transposed(const Real* rows, int64_t stride, int64_t count, int64_t width, Real*, Real* operand) {
   transpose(rows, stride, operand, BLOCK_M, count, width);

@@ -125,7 +125,7 @@ def _checked(number: int, entry: Relations) -> list[tuple[str, str, int, int]]:
             try:
                 head, dependent = map(operator.index, pair)
             except (TypeError, ValueError):
-                head = dependent = -1
+                refuse(argument, f"has {pair!r}", instead)
             if head < 0 or dependent < 0:
                 refuse(argument, f"has {pair!r}", instead)
             found.append((name, "to head", dependent, head))

@@ -320,10 +320,11 @@ def parse_causal(causal: object) -> Alignment | None:
 def parse_window(window: object) -> tuple[int, int]:
     instead = "pass (left, right), inclusive counts of keys on either side, -1 = unlimited,"
     instead += " or one for each head: a list of H such pairs or an integer tensor [H, 2]"
-    pair = window if isinstance(window, (tuple, list)) and len(window) == 2 else (-2, -2)
-    if not all(map(is_any_int, pair)):
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        refuse("window", f"is {window!r}", instead)
+    if not all(map(is_any_int, window)):
         refuse("window", f"is {window!r}", instead, TypeError)
-    left, right = pair
+    left, right = window
     if left < -1 or right < -1:
         refuse("window", f"is {window!r}", instead)
     return (-1 if left >= UNBOUNDED else left), (-1 if right >= UNBOUNDED else right)
