@@ -138,7 +138,8 @@ inline Scored<Real> score_tile(const QueryTile<Real, Operand>& tile, const KeySp
   }
   for (const Range& range : head.features) {
     const int64_t first = range.begin / kNumbers<Operand>;
-    const int64_t end = range.end < head.D ? ceil_div(range.end, kNumbers<Operand>) : steps_along<Operand>(head.D);
+    int64_t end = ceil_div(range.end, kNumbers<Operand>);
+    if (range.end == head.D) end = in_tiles<Operand>(end);
     multiply_visible(visible, keys, scratch.key.padded(keys), end - first, rows_of(key.data + first, key.stride),
                      tile.query + first * BLOCK_M, scores, started);
     started = true;
@@ -159,7 +160,7 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
                               Range columns, const Head<Real>& head, const VisibleRows<Real>& visible,
                               const Real* weights, bool packed, const TileScratch<Real, Operand>& scratch, Real* sum,
                               bool accumulate) {
-  const int64_t width = columns.end - columns.begin, padded = kTiled<Operand> ? round_up(width, kLanes<Real>) : width;
+  const int64_t width = columns.end - columns.begin;
   KeySpan checked = keys;
   checked.full = keys.full && head.order == Real(0);  // entmax gives visible keys a weight of 0 too
   const Summands<Operand> rows = panel.summands(source, window, checked, columns);
@@ -174,8 +175,8 @@ inline void add_weighted_keys(Panel<Operand>& panel, const Rows& source, const K
     const int64_t end = n.end < keys.count() ? ceil_div(rows.first + n.end, kNumbers<Operand>) : rows.steps;
     Left<Operand, kNumbers<Operand> == 1> matrix = rows.matrix;
     matrix.data = matrix.depth(first);
-    multiply(padded, m.end - m.begin, n.end > n.begin ? end - first : 0, matrix, right + first * BLOCK_M + m.begin,
-             BLOCK_M, sum + m.begin, BLOCK_M, accumulate);
+    multiply(in_tiles<Operand>(width), m.end - m.begin, n.end > n.begin ? end - first : 0, matrix,
+             right + first * BLOCK_M + m.begin, BLOCK_M, sum + m.begin, BLOCK_M, accumulate);
   });
   for (int64_t key : *rows.aside) {
     const Rows row = source.columns(columns.begin);

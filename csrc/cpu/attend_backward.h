@@ -29,8 +29,8 @@ inline void add_weighted_queries(const Real* weights, const Left<Operand, false>
   const int64_t stride = row_stride<Real>(width);
   const int64_t end = round_up(columns.end, kLanes<Real>);
   visible.template for_keys<kProductUnit<Operand>>(keys, [&](Range n, Range m) {
-    const int64_t first = m.begin / kNumbers<Operand>, depth = (m.end - m.begin) / kNumbers<Operand>;
-    multiply(n.end - n.begin, end - columns.begin, kTiled<Operand> ? round_up(depth, kLanes<Operand>) : depth,
+    const int64_t first = m.begin / kNumbers<Operand>;
+    multiply(n.end - n.begin, end - columns.begin, in_tiles<Operand>((m.end - m.begin) / kNumbers<Operand>),
              rows_of(left.row(n.begin) + first, left.stride), rows + first * stride + columns.begin, stride,
              sum + n.begin * stride + columns.begin, stride, true);
   });
@@ -187,7 +187,8 @@ inline void attend_backward(BackwardTile<Real, Operand>* tiles, int64_t count, c
     Left<Operand, false> probs = rows_of(scratch.probs_packed, BLOCK_M / 2);
     Left<Operand, false> dscores = rows_of(scratch.dscores_packed, BLOCK_M / 2);
     const auto multiply_values = [&] {
-      multiply_visible(tile.visible, keys, scratch.value.padded(keys), steps_along<Operand>(head.Dv),
+      multiply_visible(tile.visible, keys, scratch.value.padded(keys),
+                       in_tiles<Operand>(ceil_div(head.Dv, kNumbers<Operand>)),
                        scratch.value.rows(head.value, window, keys), tile.dout, scratch.dprobs, false);
     };
     const bool at_once = kNumbers<Operand> == 2 && with_raw && !dropout.active && !sloped && !gradients.bias;

@@ -43,7 +43,7 @@ inline void mix_queries(const float* queries, const VisibleRows<float>& visible,
       }
     }
   }
-  const int64_t end = ceil_div(D, 2);
+  const int64_t end = ceil_div(D, 2);  // past it as `in_tiles` requires
   std::memset(query + end * BLOCK_M, 0, sizeof *query * BLOCK_M * (packed<Pair>(D) - end));
 }
 

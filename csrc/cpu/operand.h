@@ -13,10 +13,10 @@ constexpr int64_t packed(int64_t width) {
   return round_up(ceil_div(width, kNumbers<Operand>), kLanes<Operand>);
 }
 
-// Steps of a product along rows of `width` numbers, which are 0 past it: whole tiles with AMX.
+// A size of a product, with AMX up to a whole tile: operands are 0 past `n`, and what is computed there is not read.
 template <typename Operand>
-constexpr int64_t steps_along(int64_t width) {
-  return kTiled<Operand> ? packed<Operand>(width) : ceil_div(width, kNumbers<Operand>);
+constexpr int64_t in_tiles(int64_t n) {
+  return kTiled<Operand> ? round_up(n, kLanes<Operand>) : n;
 }
 
 // Weights [keys][64] as the factor that is broadcast; pairs are packed into `buffer`.
@@ -53,9 +53,9 @@ inline Real* staging(Real* operand, Real*) {
 }
 inline float* staging(Pair*, float* rows) { return rows; }
 
-// Clears the rows of pairs after those of `count` numbers, up to a whole vector of them, which AMX multiplies at once.
+// Clears the rows of pairs after those of `count` numbers, as `in_tiles` requires.
 inline void clear_rows(Pair* operand, int64_t stride, int64_t count) {
-  const int64_t rows = ceil_div(count, 2), rest = kTiled<Pair> ? round_up(rows, kLanes<Pair>) - rows : 0;
+  const int64_t rows = ceil_div(count, 2), rest = in_tiles<Pair>(rows) - rows;
   std::memset(operand + rows * stride, 0, sizeof *operand * rest * stride);
 }
 
