@@ -246,8 +246,9 @@ def test_a_large_sink(operator: str, backend: str, keys: int) -> None:
 @pytest.mark.parametrize(("operator", "backend"), ATTENTION)
 def test_a_large_score_takes_all(operator: str, backend: str, length: int) -> None:
     given = operands(operator, length, True)
-    given["query"].zero_()[..., 0] = 1e19
-    given["key"][..., 66, 0] = 1e19
+    factor = 1e4 if backend in ("triton", "cuda") else 1e19  # scores of 1e9 are not exact there: docs/limits.md
+    given["query"].zero_()[..., 0] = factor
+    given["key"][..., 66, 0] = factor
     if "mixing" in given:
         given["mixing"] = torch.ones_like(given["mixing"])
     out = call(operator, backend, **given)

@@ -35,7 +35,7 @@ TILES = Tiles(block_m=32, block_n=64, block_d=0, block_slice=0, num_warps=4, num
 def blocks(*shape: int) -> Tensor:
     """A bool mask of hidden, visible and mixed blocks."""
     sizes = masks.Sizes(B, H, T, S)
-    mask = masks.dense_blocks(sizes, torch.device("cpu")).expand(B, H, T, S)
+    mask = masks.dense_blocks(sizes, torch.get_default_device()).expand(B, H, T, S)
     return mask[: shape[0], : shape[1], : shape[2], : shape[3]]
 
 

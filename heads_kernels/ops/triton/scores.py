@@ -131,9 +131,12 @@ def softmax_scale(scale, terms):
 
 @triton.jit
 def weights_over(scores, row_max, scale_log2, terms):
-    """`2**(scale_log2 * (score - row_max))`; `row_max` is finite and broadcasts to the scores."""
+    """`2**(scale_log2 * (score - row_max))`; `row_max` is finite and broadcasts to the scores.
+
+    Raw scores have the rounding error of `row_max * scale_log2` in common, as in `online_softmax`, whose sum it divides.
+    """
     if (terms.softcap is None) and (terms.bias is None):
-        p = tl.exp2(scores * scale_log2 - row_max * scale_log2)
+        p = tl.exp2(tl.fma(scores, scale_log2, -(row_max * scale_log2)))
     else:
         p = tl.exp2((scores - row_max) * scale_log2)
     return p

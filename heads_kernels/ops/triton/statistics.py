@@ -64,7 +64,7 @@ def _statistics_kernel(of, results, shares, sizes, TILE: tl.constexpr):
     sees = row_sum != 0.0
     counts = sees & (best > float("-inf"))
     share = 1.0 / tl.where(sees, row_sum, 1.0)
-    largest = tl.exp2(tl.where(counts, (best - row_max) * scale_log2, 0.0)) * share
+    largest = weights_over(tl.where(counts, best, 0.0), tl.where(counts, row_max, 0.0), scale_log2, terms) * share
     row_lse = log_sum_exp(row_max, row_sum, scale_log2, terms)
     spent = tl.log(tl.where(sees, row_sum, 1.0)) - seen.spread * share * LN2
     if terms.sinks is not None:
