@@ -26,7 +26,7 @@ if not (TRITON_INTERPRETED or torch.cuda.is_available()):
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Gradients, Results
 from heads_kernels.ops.triton import backend as triton_backend
-from heads_kernels.ops.triton import gluon_backward, gluon_forward
+from heads_kernels.ops.triton import gluon_backward, gluon_forward, gluon_shared_backward
 from heads_kernels.ops.triton.gluon_tiles import place_of
 from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
@@ -61,6 +61,17 @@ def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
     return Tiles(64, 128, num_warps=8, num_stages=2) if triton_backend.served(call, tensors) else None
 
 
+def tiles_of_shared_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
+    tensors = [call.query, call.key, call.value, dout]
+    terms = call.softcap or call.dense_mask is not None
+    if call.mixing is None or max(call.D, 4 * call.Dv) > 256 or terms:
+        return None
+    if not TRITON_INTERPRETED:
+        return tiles_of_gpu("backward", call, tensors) if triton_backend.HAS_ADDING_COPIES else None
+    stages = 2 if call.S % 2 else 3
+    return Tiles(64, 128, num_warps=4, num_stages=stages) if triton_backend.served(call, tensors) else None
+
+
 def tiles_of_gpu(kernel: str, call: Any, tensors: list[torch.Tensor]) -> Tiles | None:
     """The tiles on this GPU, whatever the number of keys."""
     with mock.patch.object(triton_backend, "FEWEST_KEYS", 1):
@@ -79,6 +90,12 @@ KERNELS: dict[str, tuple[Any, ...]] = {
         tiles_of_backward,
         (triton_backend, "specialized_backward", lambda call, _, dout: tiles_of_backward(call, dout)),
         gluon_backward,
+        8,
+    ),
+    "shared backward": (
+        tiles_of_shared_backward,
+        (triton_backend, "specialized_backward", lambda call, _, dout: tiles_of_shared_backward(call, dout)),
+        gluon_shared_backward,
         8,
     ),
 }  # fmt: skip
@@ -109,6 +126,11 @@ OWN = (
     CollaborativeCase("shared, wide", 1, 2, 130, 150, Ds=512, Dv=128, content_bias=True, mask=masks.holes, gate="BHT"),
     CollaborativeCase("shared, few features", 2, 4, 130, 260, Ds=96, Dv=64, Hv=2, mixing="ragged", gate="BHTD",
         content_bias=True, mask=masks.padded(260, 101, queries=False), sinks=True, softcap=2.0),
+    CollaborativeCase("shared, grouped", 1, 4, 200, 200, Ds=96, Dv=64, Hv=2, is_causal=True, gate="H", closed=0.5,
+        content_bias=True),
+    CollaborativeCase("shared, window", 1, 3, 300, 300, Ds=64, Dv=64, mask=masks.fixed(Mask(window=(70, 90)))),
+    CollaborativeCase("shared, holes", 2, 2, 130, 151, Ds=256, Dv=40, content_bias=True, mask=masks.holes, gate="BHT"),
+    CollaborativeCase("shared, full tiles", 1, 2, 70, 384, Ds=128, Dv=64, gate="BHTD"),
     CollaborativeCase("shared, values wider", 1, 2, 130, 200, Ds=64, Dv=128, mixing="zero_head", gate="H", closed=0.5),
 )  # fmt: skip
 
@@ -144,7 +166,7 @@ def rows() -> Iterator[Any]:
 @pytest.mark.parametrize("backend", ["triton"])
 def test_cases(backend: str, kernel: str, named: Case, dtype: torch.dtype, order: str) -> None:
     with in_gluon(kernel, order) as launched:
-        report = check(named, dtype, backend, backward=kernel == "backward")
+        report = check(named, dtype, backend, backward=kernel != "forward")
     assert report.ok, str(report)
     assert launched.called
 

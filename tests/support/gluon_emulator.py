@@ -195,6 +195,12 @@ class _Language:
     arange = staticmethod(lambda start, end, layout=None: value(np.arange(start, end)))
     where = staticmethod(lambda c, a, b: value(np.where(c, a, b)))
     convert_layout = staticmethod(lambda x, layout: x)
+    reshape = staticmethod(lambda x, shape: value(np.reshape(x, shape)))
+    permute = staticmethod(lambda x, order: value(np.transpose(x, order)))
+    split = staticmethod(lambda x: (value(x[..., 0]), value(x[..., 1])))
+    broadcast = staticmethod(lambda a, b: tuple(map(value, np.broadcast_arrays(a, b))))
+    #: The only one is a product.
+    inline_asm_elementwise = staticmethod(lambda asm, kinds, args, dtype, **_: value(args[0] * args[1]).to(dtype))
     NVMMADistributedLayout = DotOperandLayout = staticmethod(lambda *_, **__: None)
     SliceLayout = BlockedLayout = SwizzledSharedLayout = NVMMADistributedLayout
 
@@ -258,7 +264,9 @@ def _hardware(machine: Machine) -> dict[str, Any]:
 
         return call
 
-    def async_load(tiles: Tiles, at: Any, barrier: Barrier, target: Shared) -> None:
+    def async_load(tiles: Tiles, at: Any, barrier: Barrier, target: Shared, pred: Any = True) -> None:
+        if not pred:
+            return
         machine.copies += 1
         target.write(tiles.read(at), machine.copies)
         barrier.land(machine.copies, tiles.bytes)

@@ -93,9 +93,10 @@ def _backward(call: Call, saved: Saved, gradients: Gradients) -> None:
         keys_pass(call, first, g.dkey, g.dvalue, g.dcontent_bias)
         queries_pass(call, first, g.dquery, g.dmixing)
     else:
-        from heads_kernels.ops.triton import gluon_backward
+        from heads_kernels.ops.triton import gluon_backward, gluon_shared_backward
 
-        gluon_backward.specialized_pass(call, first, g, tiles)
+        of_operator = gluon_backward if call.mixing is None else gluon_shared_backward
+        of_operator.specialized_pass(call, first, g, tiles)
     bias_pass(call, first, g.dbias)
     offsets_pass(call, first, g.doffset_bias)
 
@@ -117,7 +118,9 @@ def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tile
     """
     g = gradients
     asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
-    spills = call.dense_mask is not None or (call.softcap and max(call.D, call.Dv) > 64)
+    widest = 64 if call.mixing is None else 0
+    spills = call.dense_mask is not None or (call.softcap and max(call.D, call.Dv) > widest)
+    spills = spills or (call.mixing is not None and call.D > 256)
     dense_rows_fit = call.gate is None or call.Dv % 8 == 0
     if not (asked_for and HAS_ADDING_COPIES and dense_rows_fit) or spills:
         return None

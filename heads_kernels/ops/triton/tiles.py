@@ -399,6 +399,7 @@ _SPECIALIZED: Final = (
     Row("collaborative_attention.forward", 128, Tiles(128, 64, block_d=128, num_warps=4, key_stages=3), "wide"),
     Row("gated_attention.backward", 64, Tiles(64, 128, num_stages=4)),
     Row("gated_attention.backward", 128, Tiles(64, 128)),
+    Row("collaborative_attention.backward", 64, Tiles(64, 128, num_warps=4, num_stages=3)),
 )  # fmt: skip
 
 #: By kind of GPU for operands of 16 bits; for float32 and for kernels in Gluon.
