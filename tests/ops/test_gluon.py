@@ -207,6 +207,7 @@ _POISONED = GatedCase("poison", 2, 1, 140, 140, D=64, **_HIDDEN)
         ("forward", CollaborativeCase("poison", 2, 1, 140, 140, Ds=64, **_HIDDEN)),
         ("backward", _POISONED),
         ("backward", replace(_POISONED, name="poison, softcap", softcap=2.0)),
+        ("shared backward", CollaborativeCase("poison", 2, 1, 140, 140, Ds=64, content_bias=True, **_HIDDEN)),
     ],
 )
 @pytest.mark.parametrize("backend", ["triton"])

@@ -118,9 +118,11 @@ def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tile
     """
     g = gradients
     asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
-    widest = 64 if call.mixing is None else 0
-    spills = call.dense_mask is not None or (call.softcap and max(call.D, call.Dv) > widest)
-    spills = spills or (call.mixing is not None and call.D > 256)
+    if call.mixing is None:
+        spills = call.softcap and max(call.D, call.Dv) > 64
+    else:
+        spills = call.D > 256
+    spills = spills or call.dense_mask is not None
     dense_rows_fit = call.gate is None or call.Dv % 8 == 0
     if not (asked_for and HAS_ADDING_COPIES and dense_rows_fit) or spills:
         return None

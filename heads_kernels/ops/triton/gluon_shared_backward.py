@@ -60,8 +60,6 @@ from heads_kernels.ops.triton.visible import full_tile, listed_tiles, partial_ti
 
 #: Rows of a tile: the fewest that four warps can multiply.
 _ROWS: gl.constexpr = CONSUMER_ROWS
-#: Those whose gradients of scores are in registers at once.
-_HALF: gl.constexpr = gl.constexpr(32)
 
 
 class Global(NamedTuple):
@@ -314,10 +312,30 @@ def _add_head(dmixed, sees, of, written, part, place, tile, at, sizes, COLUMN: g
 
 
 @gluon.jit
-def _dp_of_half(own, narrow, nothing, FIRST: gl.constexpr):
-    """Issue dp of a consumer's rows and the half of a tile from FIRST on."""
-    other = narrow.slice(FIRST, _HALF)
+def _columns(tile, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """WIDTH columns of `tile` from FIRST on."""
+    if tile.shape[1] == WIDTH:
+        columns = tile
+    else:
+        low, high = halves(tile)
+        if FIRST < tile.shape[1] // 2:
+            columns = _columns(low, FIRST, WIDTH)
+        else:
+            columns = _columns(high, FIRST - tile.shape[1] // 2, WIDTH)
+    return columns
+
+
+@gluon.jit
+def _dp_of_part(own, narrow, nothing, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Issue dp of a consumer's rows and WIDTH rows of a tile from FIRST on."""
+    other = narrow.slice(FIRST, WIDTH)
     return warpgroup_mma(own, other.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _sum_in_thread(tile):
+    """The sums of the numbers of each row that a thread has, [64, 4]: a row of the layout of products has 4 threads."""
+    return gl.sum(gl.sum(gl.reshape(tile, (_ROWS, tile.shape[1] // 8, 4, 2)), 3), 1)
 
 
 @gluon.jit
@@ -342,9 +360,12 @@ def _consumer(
     )
     LEFT_WIDE: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=WIDE, k_width=2)
     LEFT_NARROW: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=NARROW, k_width=2)
-    HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _HALF, 16])
-    OWN: gl.constexpr = gl.SliceLayout(1, HALF)
-    OTHER: gl.constexpr = gl.SliceLayout(0, HALF)
+    # Columns of scores whose gradients are in registers at once.
+    TERMS: gl.constexpr = (of.content_bias is not None) or (of.terms.softcap is not None)
+    WIDTH: gl.constexpr = 16 if BY_KEYS and TERMS and BLOCK_D > 128 else 32
+    PART: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    OWN: gl.constexpr = gl.SliceLayout(1, PART)
+    OTHER: gl.constexpr = gl.SliceLayout(0, PART)
     dtype: gl.constexpr = shared.wide.dtype
     place, heads, part = _share(sizes, splits, BY_KEYS)
     first = place.first + WHO * _ROWS
@@ -353,7 +374,7 @@ def _consumer(
     own = first + gl.arange(0, _ROWS, layout=OWN)
     at_wide = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, WIDE))
     nothing = gl.zeros([_ROWS, _ROWS], gl.float32, layout=SCORES)
-    no_dp = gl.zeros([_ROWS, _HALF], gl.float32, layout=HALF)
+    no_dp = gl.zeros([_ROWS, WIDTH], gl.float32, layout=PART)
     wide_sums = gl.zeros([_ROWS, BLOCK_D], gl.float32, layout=WIDE)
     narrow_sums = gl.zeros([_ROWS, BLOCK_DV], gl.float32, layout=NARROW)
     stage, phase, turn = place.first * 0, place.first * 0, place.first * 0
@@ -369,7 +390,7 @@ def _consumer(
                 at = gl.where(gl.load(of_keys, mask=own < sizes.S, other=0) != 0, own, -1)
             if of.content_bias is not None:
                 content = load_content_bias(of.content_bias, b, h, own, sizes.S)
-            dcontent = gl.zeros([_ROWS], gl.float32, layout=OWN)
+            dcontent = _sum_in_thread(no_dp)
             narrow_sums = gl.where(h % sizes.group == 0, 0.0, narrow_sums)
             mbarrier.wait(shared.ready.index(2 * TILE.stages), turn & 1, pred=any_tile)
             mbarrier.wait(shared.ready.index(2 * TILE.stages + 1), 0, pred=any_tile)
@@ -393,47 +414,47 @@ def _consumer(
                 narrow = shared.narrow.index(stage).reshape([_ROWS, BLOCK_DV])
                 mbarrier.wait(shared.ready.index(TILE.stages + stage), phase)
                 scores = warpgroup_mma(own_wide, wide.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                dp = _dp_of_half(own_narrow, narrow, no_dp, 0)
+                dp = _dp_of_part(own_narrow, narrow, no_dp, 0, WIDTH)
                 scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-                low, high = halves(scores)
-                for half in gl.static_range(0, _ROWS, _HALF):
-                    scores = gl.convert_layout(low if half == 0 else high, HALF)
+                every = scores
+                for column in gl.static_range(0, _ROWS, WIDTH):
+                    scores = gl.convert_layout(_columns(every, column, WIDTH), PART)
                     if BY_KEYS:
                         if of.content_bias is not None:
                             scores += content[:, None]
-                        lse = shared.terms.index(stage).slice(half, _HALF).load(OTHER)[None, :]
+                        lse = shared.terms.index(stage).slice(column, WIDTH).load(OTHER)[None, :]
                     else:
                         if of.content_bias is not None:
-                            scores += shared.terms.index(stage).slice(half, _HALF).load(OTHER)[None, :]
+                            scores += shared.terms.index(stage).slice(column, WIDTH).load(OTHER)[None, :]
                         lse = own_lse[:, None]
-                    scores, _ = finish(scores, 0.0, of.terms, sizes.scale)
+                    scores, cap = finish(scores, 0.0, of.terms, sizes.scale)
                     p = probabilities(scores, lse, sizes.scale, of.terms)
                     if masked == 1:
-                        lo = shared.bounds.index(stage).slice(half, _HALF).load(OTHER)[None, :]
+                        lo = shared.bounds.index(stage).slice(column, WIDTH).load(OTHER)[None, :]
                         if BY_KEYS:
-                            hi = shared.bounds.index(TILE.stages + stage).slice(half, _HALF).load(OTHER)[None, :]
+                            hi = shared.bounds.index(TILE.stages + stage).slice(column, WIDTH).load(OTHER)[None, :]
                             seen = (at[:, None] >= lo) & (at[:, None] < hi)
                         else:
                             seen = (lo >= own_lo[:, None]) & (lo < own_hi[:, None])
                         p = gl.where(seen, p, 0.0)
-                    dp = warpgroup_mma_wait(num_outstanding=min(half, 2 if BY_KEYS else 1), deps=(dp,))
+                    dp = warpgroup_mma_wait(num_outstanding=0 if column == 0 else 2 if BY_KEYS else 1, deps=(dp,))
                     if BY_KEYS:
-                        delta = shared.terms.index(TILE.stages + stage).slice(half, _HALF).load(OTHER)[None, :]
+                        delta = shared.terms.index(TILE.stages + stage).slice(column, WIDTH).load(OTHER)[None, :]
                     else:
                         delta = own_delta[:, None]
-                    dscores = p * (dp * g - delta)
-                    if masked == 1:  # dp may be nan
+                    dscores = p * (dp * g - delta) * cap
+                    if masked == 1:  # dp and cap may be nan
                         dscores = gl.where(seen, dscores, 0.0)
                     left = gl.convert_layout(dscores.to(dtype), LEFT_WIDE)
                     if BY_KEYS:
                         if written.dcontent_bias is not None:
-                            dcontent += gl.sum(dscores, 1)
+                            dcontent += _sum_in_thread(dscores)
                         weights = gl.convert_layout((p * g).to(dtype), LEFT_NARROW)
-                    if half == 0:
-                        dp = _dp_of_half(own_narrow, narrow, no_dp, _HALF)
+                    if column + WIDTH < _ROWS:
+                        dp = _dp_of_part(own_narrow, narrow, no_dp, column + WIDTH, WIDTH)
                     if BY_KEYS:
-                        narrow_sums = warpgroup_mma(weights, narrow.slice(half, _HALF), narrow_sums, is_async=True)
-                    wide_sums = warpgroup_mma(left, wide.slice(half, _HALF), wide_sums, is_async=True)
+                        narrow_sums = warpgroup_mma(weights, narrow.slice(column, WIDTH), narrow_sums, is_async=True)
+                    wide_sums = warpgroup_mma(left, wide.slice(column, WIDTH), wide_sums, is_async=True)
                 if BY_KEYS:
                     wide_sums, narrow_sums = warpgroup_mma_wait(num_outstanding=0, deps=(wide_sums, narrow_sums))
                 else:
@@ -449,7 +470,7 @@ def _consumer(
             _store(written.dvalue, narrow_sums, b, visit.place.hk, at_narrow, columns, end_of_keys, TILE.dv)
             if written.dcontent_bias is not None:
                 to = written.dcontent_bias + (b * sizes.H + h).to(gl.int64) * sizes.S + own
-                gl.store(to, dcontent * sizes.scale, mask=own < sizes.S)
+                gl.store(to, gl.convert_layout(gl.sum(dcontent, 1), OWN) * sizes.scale, mask=own < sizes.S)
         else:
             if any_tile:
                 # The 64 rows of a consumer have their own part of dmixing.
