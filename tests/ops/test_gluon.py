@@ -63,8 +63,7 @@ def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
 
 def tiles_of_shared_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
     tensors = [call.query, call.key, call.value, dout]
-    terms = call.softcap or call.dense_mask is not None
-    if call.mixing is None or max(call.D, 4 * call.Dv) > 256 or terms:
+    if call.mixing is None or max(call.D, 4 * call.Dv) > 256 or call.dense_mask is not None:
         return None
     if not TRITON_INTERPRETED:
         return tiles_of_gpu("backward", call, tensors) if triton_backend.HAS_ADDING_COPIES else None
@@ -131,6 +130,7 @@ OWN = (
     CollaborativeCase("shared, window", 1, 3, 300, 300, Ds=64, Dv=64, mask=masks.fixed(Mask(window=(70, 90)))),
     CollaborativeCase("shared, holes", 2, 2, 130, 151, Ds=256, Dv=40, content_bias=True, mask=masks.holes, gate="BHT"),
     CollaborativeCase("shared, full tiles", 1, 2, 70, 384, Ds=128, Dv=64, gate="BHTD"),
+    CollaborativeCase("shared, softcap", 1, 2, 140, 200, Ds=256, Dv=64, softcap=2.0, sinks=True, is_causal=True),
     CollaborativeCase("shared, values wider", 1, 2, 130, 200, Ds=64, Dv=128, mixing="zero_head", gate="H", closed=0.5),
 )  # fmt: skip
 
@@ -253,7 +253,10 @@ SERVED: dict[str, tuple[str, tuple[Any, ...]]] = {
         *({"D": width, "Dv": width} for width in (40, 96, 128, 200, 256)),
         *({"Ds": Ds, "Dv": Dv, **_OF_SHARED} for Ds in (40, 200, 256, 384, 512) for Dv in (40, 64, 128)),
     )),
-    "backward": ("HAS_ADDING_COPIES", ({}, _TERMS, {"D": 96, "Dv": 128, "mask": masks.holes})),
+    "backward": ("HAS_ADDING_COPIES", (
+        {}, _TERMS, {"D": 96, "Dv": 128, "mask": masks.holes},
+        *({"Ds": Ds, "Dv": Dv, **_OF_SHARED} for Ds in (40, 200, 256) for Dv in (32, 40, 64)),
+    )),
 }  # fmt: skip
 REFUSED: dict[str, tuple[Any, ...]] = {
     "forward": (
@@ -262,8 +265,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         *({"Ds": 256} | each for each in ({"Ds": 520}, {"Ds": 32}, {"Ds": 100}, {"Dv": 32}, {"Dv": 136}, *_MISSING)),
     ),
     "backward": (
-        {"Ds": 64}, {"kind": "sm_100"}, {"asked_for": 2}, {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256},
+        {"kind": "sm_100"}, {"asked_for": 2}, {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256},
         {"D": 72, "Dv": 72, "softcap": 30.0}, {"bias": "HTS"}, {"mask": masks.dense_blocks, "T": 600},
+        *({"Ds": 256} | each for each in ({"Ds": 32}, {"Ds": 264}, {"Dv": 72}, {"asked_for": 2}, {"bias": "HTS"},
+            {"mask": masks.dense_blocks, "T": 600})),
     ),
 }  # fmt: skip
 

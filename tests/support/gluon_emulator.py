@@ -64,6 +64,9 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.tensor, np.asarray(self.offset) + np.asarray(more))
 
+    def __sub__(self, less: Any) -> Pointer:
+        return self + -np.asarray(less)
+
     def places(self, mask: Any) -> tuple[Tensor, np.ndarray, np.ndarray]:
         """The storage, addresses, and where `mask` holds; shapes broadcast."""
         storage = self.tensor.detach().new_empty(0).set_(self.tensor.untyped_storage())
@@ -145,6 +148,10 @@ class Product:
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise Fault("a product is used that is still under way")
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.__array__().shape
+
     def to(self, dtype: Any) -> Value:
         return value(self)
 
@@ -198,9 +205,6 @@ class _Language:
     reshape = staticmethod(lambda x, shape: value(np.reshape(x, shape)))
     permute = staticmethod(lambda x, order: value(np.transpose(x, order)))
     split = staticmethod(lambda x: (value(x[..., 0]), value(x[..., 1])))
-    broadcast = staticmethod(lambda a, b: tuple(map(value, np.broadcast_arrays(a, b))))
-    #: The only one is a product.
-    inline_asm_elementwise = staticmethod(lambda asm, kinds, args, dtype, **_: value(args[0] * args[1]).to(dtype))
     NVMMADistributedLayout = DotOperandLayout = staticmethod(lambda *_, **__: None)
     SliceLayout = BlockedLayout = SwizzledSharedLayout = NVMMADistributedLayout
 

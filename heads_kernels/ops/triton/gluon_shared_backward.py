@@ -1,15 +1,17 @@
 """Collaborative attention backward for sm_90 in Gluon: the passes by tiles of keys and of query rows, one kernel.
 
-    mixed_h = query * mixing_h        p = exp(scores - lse)        dp = dattended value^T        ds = p * (g * dp - delta)
-    keys:  dvalue = (g * p)^T dattended        dkey = scale * sum over h of ds^T mixed_h
-    rows:  dmixed_h = scale * ds key        dquery = sum over h of mixing_h * dmixed_h
+    mixed_h = query * mixing_h        p = exp(scores - lse)        dp = dattended value^T
+    dscores = p * (g * dp - delta) * (slope of the cap)
+    keys:  dvalue = (g * p)^T dattended        dkey = scale * sum over h of dscores^T mixed_h
+    rows:  dmixed_h = scale * dscores key        dquery = sum over h of mixing_h * dmixed_h
            dmixing_h = colsum(query * dmixed_h)
 
 Both passes have the same tiles: 64 rows of their own for each consumer, 64 other rows in a ring. A wide tile has Ds
 features (keys or mixed query rows), a narrow one Dv (values or dattended); in the pass by keys a program owns keys and
 values, in the pass by rows query rows and dattended, and the others come in tiles.
 
-    scores = own wide @ wide^T        dp = own narrow @ narrow^T        sums += ds @ wide        (keys: += p @ narrow)
+    scores = own wide @ wide^T        dp = own narrow @ narrow^T
+    wide sums += dscores @ wide       narrow sums += (g * p) @ narrow, by keys
 
 Grid     One program owns 128 keys, or query rows, and goes through the heads, or a part of them (`splits`). Those with
          the most tiles under a causal mask come first. A closed head has no tiles.
@@ -80,7 +82,7 @@ class Shared(NamedTuple):
     wide: Any  # [STAGES, 1, 1, 64, BLOCK_D]
     narrow: Any
     terms: Any  # float32 [2 * STAGES, 64]: lse of query rows, then delta; or content bias of keys
-    bounds: Any  # int32 [2 * STAGES, 64]: where rows begin to see keys, then where they end; or keys, -1 for hidden ones
+    bounds: Any  # int32 [2 * STAGES, 64]: the keys that rows see, from and to; or numbers of keys, -1 for hidden ones
     ready: Any  # [2 * STAGES + 2]: tiles landed, tiles ready, own narrow and own wide tiles
     free: Any  # [STAGES + 1]: tiles, own tiles
 
@@ -177,18 +179,11 @@ def _producer(memory, of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, T
 def _times(tile, factors, DTYPE: gl.constexpr, PAIRS: gl.constexpr):
     """`tile` times float32 `factors`, rounded to its DTYPE.
 
-    If factors were of that DTYPE (PAIRS), they are multiplied as pairs of 16 bits: the results are the same, but the
-    preparer takes half of the instructions.
+    If factors were of that DTYPE (PAIRS), numbers of 16 bits are multiplied: the results are the same, and the preparer
+    takes fewer instructions.
     """
-    if PAIRS:
-        KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"
-        tile, factors = gl.broadcast(tile, factors.to(DTYPE))
-        product = gl.inline_asm_elementwise(
-            "mul.rn." + KIND + " $0, $1, $2;", "=r,r,r", [tile, factors], dtype=DTYPE, is_pure=True, pack=2
-        )
-    else:
-        product = (tile.to(gl.float32) * factors).to(DTYPE)
-    return product
+    product = tile * factors.to(DTYPE) if PAIRS else tile.to(gl.float32) * factors
+    return product.to(DTYPE)
 
 
 @gluon.jit
@@ -233,7 +228,8 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
                         part = wide.slice(row, 16).slice(column, 64, dim=1)
                         part.store(_times(part.load(PART), factors, wide.dtype, PAIRS))
                 if masked:
-                    if gl.min((gl.abs(lse) < float("inf")).to(gl.int32), 0) == 0:
+                    finite = (gl.abs(lse) < float("inf")).to(gl.int32)
+                    if gl.min(finite, 0) == 0:
                         for row in gl.static_range(0, _ROWS, 16):
                             of_part = shared.terms.index(stage).slice(row, 16).load(OF_PART)
                             there = (gl.abs(of_part) < float("inf"))[:, None]
@@ -267,7 +263,7 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
                                 part = wide.slice(row, 16).slice(column, 64, dim=1)
                                 keys = part.load(PART).to(gl.float32)
                                 part.store(gl.where(keys - keys == 0.0, keys, 0.0).to(wide.dtype))
-                        fence_async_shared()
+                    fence_async_shared()
             mbarrier.arrive(shared.ready.index(TILE.stages + stage), count=1)
             stage, phase = next_place(stage, phase, TILE.stages)
 
@@ -318,7 +314,7 @@ def _columns(tile, FIRST: gl.constexpr, WIDTH: gl.constexpr):
         columns = tile
     else:
         low, high = halves(tile)
-        if FIRST < tile.shape[1] // 2:
+        if tile.shape[1] // 2 > FIRST:
             columns = _columns(low, FIRST, WIDTH)
         else:
             columns = _columns(high, FIRST - tile.shape[1] // 2, WIDTH)
