@@ -90,10 +90,11 @@ def run_backward(module: ModuleType, order: str, D: int = 64) -> Gradients:
     return gradients
 
 
-def run_shared_backward(module: ModuleType, order: str) -> Gradients:
-    """Its gradients, where the last row sees a key that is not finite."""
+def run_shared_backward(module: ModuleType, order: str, mixing: torch.dtype = torch.float32) -> Gradients:
+    """Its gradients, where the last row sees a key that is not finite; the mixing has numbers of 16 bits."""
     inputs = SHARED_BACKWARD.make(torch.bfloat16)
     inputs.tensors["key"][..., -1, 3] = torch.nan
+    inputs.tensors["mixing"] = inputs.tensors["mixing"].to(torch.bfloat16).to(mixing)
     call, first = first_pass_of(inputs)
     given = call.query, call.key, call.value, call.mixing, call.content_bias
     gradients = Gradients(*map(torch.empty_like, given), *[torch.empty(0)] * 5)
@@ -293,6 +294,13 @@ def test_the_backward_kernels_have_none() -> None:
     assert first.dquery[:, -1].isnan().all()
     for other in others:
         torch.testing.assert_close(other, first, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_mixing_of_16_bits_gives_the_same_bits() -> None:
+    """As the same numbers in float32: the preparer multiplies pairs."""
+    run = partial(run_shared_backward, gluon_shared_backward, "greedy")
+    wide, narrow = map(run, (torch.float32, torch.bfloat16))
+    torch.testing.assert_close(narrow, wide, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_addresses_are_checked() -> None:

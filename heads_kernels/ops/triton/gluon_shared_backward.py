@@ -194,7 +194,7 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
     gradients of exactly the keys that they see nan (`rows.load_row_terms`). So are numbers of keys that are not finite.
     """
     # Parts of 16 rows and 64 features: 16 numbers per thread.
-    PART: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
+    PART: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
     OF_PART: gl.constexpr = gl.SliceLayout(1, PART)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     PAIRS: gl.constexpr = of.mixing.ptr.dtype.element_ty == shared.wide.dtype
