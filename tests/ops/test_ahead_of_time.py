@@ -175,7 +175,7 @@ def kernels() -> set[str]:
                 if isinstance(value, JITFunction) and name.endswith("_kernel"):
                     found.add(f"{value.fn.__module__}.{name}")
     if not HAS_ADDING_COPIES:  # without the backward kernel in Gluon, and what it alone needs
-        alone = (".gluon_backward.", ".visible._ranges_kernel")
+        alone = (".gluon_backward.", ".gluon_shared_backward.", ".visible._ranges_kernel")
         found = {name for name in found if not any(each in name for each in alone)}
     return found
 

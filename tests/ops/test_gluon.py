@@ -26,7 +26,7 @@ if not (TRITON_INTERPRETED or torch.cuda.is_available()):
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Gradients, Results
 from heads_kernels.ops.triton import backend as triton_backend
-from heads_kernels.ops.triton import gluon_backward, gluon_forward, gluon_shared_backward
+from heads_kernels.ops.triton import gluon_backward, gluon_forward, gluon_shared_backward, tiles
 from heads_kernels.ops.triton.gluon_tiles import place_of
 from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
@@ -282,6 +282,18 @@ def test_which_calls_a_kernel_serves(kernel: str) -> None:
         assert not chosen(kernel, **changes), changes
     with mock.patch.object(triton_backend, needed, False):
         assert not chosen(kernel)
+
+
+def test_without_its_row_a_kernel_is_not_chosen() -> None:
+    others = tuple(row for row in tiles._SPECIALIZED if row.kernels != "collaborative_attention.backward")
+    try:
+        with mock.patch.dict(tiles._TABLES, {"Gluon": others}):
+            tiles._rows_of.cache_clear()
+            assert not chosen("backward", Ds=64)
+            assert chosen("backward")
+    finally:
+        tiles._rows_of.cache_clear()
+    assert chosen("backward", Ds=64)
 
 
 @pytest.mark.parametrize("gate", [None, "BHT"])

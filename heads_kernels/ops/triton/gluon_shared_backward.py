@@ -21,11 +21,13 @@ Warps    Two consumers of 4 warps have 64 rows each. A producer of 1 warp loads 
 Rings    STAGES pairs of a wide and a narrow tile: `landed` when they have been loaded, `ready` when prepared, `free`
          when both consumers have read them. `own_ready` and `own_free` are those of the program's own tiles, which
          change with the head.
-Overlap  The products for scores and dp are issued together, and exponentials run during the second; in the pass by keys
-         the gradient of scores is computed during the product for dvalue.
+Overlap  Scores and the first part of dp are issued together: 32 columns of dp at a time, 16 by keys beside a content
+         bias or a cap, since registers have no room for more. The gradients of a part's scores are computed during the
+         products of the part before.
 Sums     dkey stays in registers for all heads, dvalue for those of a value head. The dmixed of a head is added to
          dquery in memory, in float32, by the one program that owns the rows.
-Memory   Shared: own tiles, rings. Scores, probabilities and sums stay in registers.
+Memory   Shared: own tiles and rings, 204 KiB with 256 features. Scores, probabilities and sums stay in registers: 240
+         per thread of a consumer and 24 of the others, 64,512 for 384 threads. By keys, 160 are sums, 32 scores.
 
 `backend` decides which calls run here. `tests/support/gluon_emulator.py` runs this file without a GPU.
 """
