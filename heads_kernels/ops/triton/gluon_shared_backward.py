@@ -121,7 +121,7 @@ def _share(sizes, splits, BY_KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _visit(visible, gate, place, number, sizes, BY_KEYS: gl.constexpr, TILE: gl.constexpr):
+def _visit(visible, gate, place, number, sizes, TILE: gl.constexpr):
     """The head at `number` of those of a program."""
     h = place.h + number
     own = place.first // (2 * _ROWS)
@@ -160,7 +160,7 @@ def _producer(memory, of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, T
     place, heads, _ = _share(sizes, splits, BY_KEYS)
     stage, phase, loaded = place.first * 0, place.first * 0, place.first * 0
     for number in range(heads):
-        visit = _visit(of.visible, reads.gate, place, number, sizes, BY_KEYS, TILE)
+        visit = _visit(of.visible, reads.gate, place, number, sizes, TILE)
         h, hk = visit.place.h, visit.place.hk
         own_head, other_head = (hk, h) if BY_KEYS else (h, hk)
         for index in range(visit.count):
@@ -189,6 +189,33 @@ def _times(tile, factors, DTYPE: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
+def _clear_rows(wide, narrow, lse, PART: gl.constexpr, TILE: gl.constexpr):
+    """Set query rows whose `lse` is not finite to 0, and their dattended."""
+    for row in gl.static_range(0, _ROWS, 16):
+        there = (gl.abs(lse.slice(row, 16).load(gl.SliceLayout(1, PART))) < float("inf"))[:, None]
+        part = narrow.slice(row, 16)
+        part.store(gl.where(there, part.load(PART), 0.0).to(narrow.dtype))
+        for column in gl.static_range(0, TILE.block_d, 64):
+            part = wide.slice(row, 16).slice(column, 64, dim=1)
+            part.store(gl.where(there, part.load(PART), 0.0).to(wide.dtype))
+
+
+@gluon.jit
+def _make_finite(wide, PART: gl.constexpr, TILE: gl.constexpr):
+    """Set numbers of keys that are not finite to 0; most tiles have none, which the sum of `0 * key` shows."""
+    sums = gl.zeros([16, 64], gl.float32, layout=PART)
+    for column in gl.static_range(0, TILE.block_d, 64):
+        for row in gl.static_range(0, _ROWS, 16):
+            sums += wide.slice(row, 16).slice(column, 64, dim=1).load(PART).to(gl.float32) * 0.0
+    if gl.max(gl.max(gl.where(sums == 0.0, 0, 1), 1), 0) != 0:
+        for column in gl.static_range(0, TILE.block_d, 64):
+            for row in gl.static_range(0, _ROWS, 16):
+                part = wide.slice(row, 16).slice(column, 64, dim=1)
+                keys = part.load(PART).to(gl.float32)
+                part.store(gl.where(keys - keys == 0.0, keys, 0.0).to(wide.dtype))
+
+
+@gluon.jit
 def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.constexpr):
     """Make tiles ready for consumers: mix query rows in place, and store what else belongs to the rows of a tile.
 
@@ -197,13 +224,12 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
     """
     # Parts of 16 rows and 64 features: 16 numbers per thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
-    OF_PART: gl.constexpr = gl.SliceLayout(1, PART)
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     PAIRS: gl.constexpr = of.mixing.ptr.dtype.element_ty == shared.wide.dtype
     place, heads, _ = _share(sizes, splits, BY_KEYS)
     stage, phase = place.first * 0, place.first * 0
     for number in range(heads):
-        visit = _visit(of.visible, reads.gate, place, number, sizes, BY_KEYS, TILE)
+        visit = _visit(of.visible, reads.gate, place, number, sizes, TILE)
         b, h = visit.place.b, visit.place.h
         for index in range(visit.count):
             rows = _first_row(of.visible, visit, index) + gl.arange(0, _ROWS, layout=LINE)
@@ -232,14 +258,7 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
                 if masked:
                     finite = (gl.abs(lse) < float("inf")).to(gl.int32)
                     if gl.min(finite, 0) == 0:
-                        for row in gl.static_range(0, _ROWS, 16):
-                            of_part = shared.terms.index(stage).slice(row, 16).load(OF_PART)
-                            there = (gl.abs(of_part) < float("inf"))[:, None]
-                            part = narrow.slice(row, 16)
-                            part.store(gl.where(there, part.load(PART), 0.0).to(wide.dtype))
-                            for column in gl.static_range(0, TILE.block_d, 64):
-                                part = wide.slice(row, 16).slice(column, 64, dim=1)
-                                part.store(gl.where(there, part.load(PART), 0.0).to(wide.dtype))
+                        _clear_rows(wide, narrow, shared.terms.index(stage), PART, TILE)
                 fence_async_shared()
             else:
                 content = rows.to(gl.float32)
@@ -255,16 +274,7 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
                 shared.bounds.index(stage).store(at)
                 mbarrier.wait(shared.ready.index(stage), phase)
                 if masked:
-                    sums = gl.zeros([16, 64], gl.float32, layout=PART)
-                    for column in gl.static_range(0, TILE.block_d, 64):
-                        for row in gl.static_range(0, _ROWS, 16):
-                            sums += wide.slice(row, 16).slice(column, 64, dim=1).load(PART).to(gl.float32) * 0.0
-                    if gl.max(gl.max(gl.where(sums == 0.0, 0, 1), 1), 0) != 0:
-                        for column in gl.static_range(0, TILE.block_d, 64):
-                            for row in gl.static_range(0, _ROWS, 16):
-                                part = wide.slice(row, 16).slice(column, 64, dim=1)
-                                keys = part.load(PART).to(gl.float32)
-                                part.store(gl.where(keys - keys == 0.0, keys, 0.0).to(wide.dtype))
+                    _make_finite(wide, PART, TILE)
                     fence_async_shared()
             mbarrier.arrive(shared.ready.index(TILE.stages + stage), count=1)
             stage, phase = next_place(stage, phase, TILE.stages)
@@ -377,7 +387,7 @@ def _consumer(
     narrow_sums = gl.zeros([_ROWS, BLOCK_DV], gl.float32, layout=NARROW)
     stage, phase, turn = place.first * 0, place.first * 0, place.first * 0
     for number in range(heads):
-        visit = _visit(of.visible, reads.gate, place, number, sizes, BY_KEYS, TILE)
+        visit = _visit(of.visible, reads.gate, place, number, sizes, TILE)
         b, h = visit.place.b, visit.place.h
         g = head_gate(reads.gate, b, h, TILE)
         any_tile = visit.count > 0
