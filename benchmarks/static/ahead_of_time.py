@@ -247,6 +247,8 @@ STATED: Final = (
         "triton.forward", "sm_90", work="gated_attention: *gate of elements*"),
     Bound(64, "base addresses outside of the loops over tiles, which spill nothing",
         "triton.gluon_*", "sm_90"),
+    Bound(1792, "addresses beside the sums of 256 features, and those of the preparer with 24 registers",
+        "triton.gluon_shared_backward", "sm_90"),
     Bound(128, "the same beside the cells of a mask", "triton.gluon_forward", "sm_90", work="*dense mask*"),
     Bound(96, "rows of a partial tile beside the sums of 256 features; the loops over full tiles spill nothing",
         "gated_attention.*", "sm_90", work="gated_attention: *, D 256"),

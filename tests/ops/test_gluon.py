@@ -26,7 +26,7 @@ if not (TRITON_INTERPRETED or torch.cuda.is_available()):
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Gradients, Results
 from heads_kernels.ops.triton import backend as triton_backend
-from heads_kernels.ops.triton import gluon_backward, gluon_forward
+from heads_kernels.ops.triton import gluon_backward, gluon_forward, gluon_shared_backward, tiles
 from heads_kernels.ops.triton.gluon_tiles import place_of
 from heads_kernels.ops.triton.operands import Sizes
 from heads_kernels.ops.triton.tiles import Tiles
@@ -61,6 +61,16 @@ def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
     return Tiles(64, 128, num_warps=8, num_stages=2) if triton_backend.served(call, tensors) else None
 
 
+def tiles_of_shared_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
+    tensors = [call.query, call.key, call.value, dout]
+    if call.mixing is None or max(call.D, 4 * call.Dv) > 256 or call.dense_mask is not None:
+        return None
+    if not TRITON_INTERPRETED:
+        return tiles_of_gpu("backward", call, tensors) if triton_backend.HAS_ADDING_COPIES else None
+    stages = 2 if call.S % 2 else 3
+    return Tiles(64, 128, num_warps=4, num_stages=stages) if triton_backend.served(call, tensors) else None
+
+
 def tiles_of_gpu(kernel: str, call: Any, tensors: list[torch.Tensor]) -> Tiles | None:
     """The tiles on this GPU, whatever the number of keys."""
     with mock.patch.object(triton_backend, "FEWEST_KEYS", 1):
@@ -79,6 +89,12 @@ KERNELS: dict[str, tuple[Any, ...]] = {
         tiles_of_backward,
         (triton_backend, "specialized_backward", lambda call, _, dout: tiles_of_backward(call, dout)),
         gluon_backward,
+        8,
+    ),
+    "shared backward": (
+        tiles_of_shared_backward,
+        (triton_backend, "specialized_backward", lambda call, _, dout: tiles_of_shared_backward(call, dout)),
+        gluon_shared_backward,
         8,
     ),
 }  # fmt: skip
@@ -109,6 +125,12 @@ OWN = (
     CollaborativeCase("shared, wide", 1, 2, 130, 150, Ds=512, Dv=128, content_bias=True, mask=masks.holes, gate="BHT"),
     CollaborativeCase("shared, few features", 2, 4, 130, 260, Ds=96, Dv=64, Hv=2, mixing="ragged", gate="BHTD",
         content_bias=True, mask=masks.padded(260, 101, queries=False), sinks=True, softcap=2.0),
+    CollaborativeCase("shared, grouped", 1, 4, 200, 200, Ds=96, Dv=64, Hv=2, is_causal=True, gate="H", closed=0.5,
+        content_bias=True),
+    CollaborativeCase("shared, window", 1, 3, 300, 300, Ds=64, Dv=64, mask=masks.fixed(Mask(window=(70, 90)))),
+    CollaborativeCase("shared, holes", 2, 2, 130, 151, Ds=256, Dv=40, content_bias=True, mask=masks.holes, gate="BHT"),
+    CollaborativeCase("shared, full tiles", 1, 2, 70, 384, Ds=128, Dv=64, gate="BHTD"),
+    CollaborativeCase("shared, softcap", 1, 2, 140, 200, Ds=256, Dv=64, softcap=2.0, sinks=True, is_causal=True),
     CollaborativeCase("shared, values wider", 1, 2, 130, 200, Ds=64, Dv=128, mixing="zero_head", gate="H", closed=0.5),
 )  # fmt: skip
 
@@ -144,7 +166,7 @@ def rows() -> Iterator[Any]:
 @pytest.mark.parametrize("backend", ["triton"])
 def test_cases(backend: str, kernel: str, named: Case, dtype: torch.dtype, order: str) -> None:
     with in_gluon(kernel, order) as launched:
-        report = check(named, dtype, backend, backward=kernel == "backward")
+        report = check(named, dtype, backend, backward=kernel != "forward")
     assert report.ok, str(report)
     assert launched.called
 
@@ -185,6 +207,7 @@ _POISONED = GatedCase("poison", 2, 1, 140, 140, D=64, **_HIDDEN)
         ("forward", CollaborativeCase("poison", 2, 1, 140, 140, Ds=64, **_HIDDEN)),
         ("backward", _POISONED),
         ("backward", replace(_POISONED, name="poison, softcap", softcap=2.0)),
+        ("shared backward", CollaborativeCase("poison", 2, 1, 140, 140, Ds=64, content_bias=True, **_HIDDEN)),
     ],
 )
 @pytest.mark.parametrize("backend", ["triton"])
@@ -230,7 +253,10 @@ SERVED: dict[str, tuple[str, tuple[Any, ...]]] = {
         *({"D": width, "Dv": width} for width in (40, 96, 128, 200, 256)),
         *({"Ds": Ds, "Dv": Dv, **_OF_SHARED} for Ds in (40, 200, 256, 384, 512) for Dv in (40, 64, 128)),
     )),
-    "backward": ("HAS_ADDING_COPIES", ({}, _TERMS, {"D": 96, "Dv": 128, "mask": masks.holes})),
+    "backward": ("HAS_ADDING_COPIES", (
+        {}, _TERMS, {"D": 96, "Dv": 128, "mask": masks.holes},
+        *({"Ds": Ds, "Dv": Dv, **_OF_SHARED} for Ds in (40, 200, 256) for Dv in (32, 40, 64)),
+    )),
 }  # fmt: skip
 REFUSED: dict[str, tuple[Any, ...]] = {
     "forward": (
@@ -239,8 +265,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         *({"Ds": 256} | each for each in ({"Ds": 520}, {"Ds": 32}, {"Ds": 100}, {"Dv": 32}, {"Dv": 136}, *_MISSING)),
     ),
     "backward": (
-        {"Ds": 64}, {"kind": "sm_100"}, {"asked_for": 2}, {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256},
+        {"kind": "sm_100"}, {"asked_for": 2}, {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256},
         {"D": 72, "Dv": 72, "softcap": 30.0}, {"bias": "HTS"}, {"mask": masks.dense_blocks, "T": 600},
+        *({"Ds": 256} | each for each in ({"Ds": 32}, {"Ds": 264}, {"Dv": 72}, {"asked_for": 2}, {"bias": "HTS"},
+            {"mask": masks.dense_blocks, "T": 600})),
     ),
 }  # fmt: skip
 
@@ -254,6 +282,18 @@ def test_which_calls_a_kernel_serves(kernel: str) -> None:
         assert not chosen(kernel, **changes), changes
     with mock.patch.object(triton_backend, needed, False):
         assert not chosen(kernel)
+
+
+def test_without_its_row_a_kernel_is_not_chosen() -> None:
+    others = tuple(row for row in tiles._SPECIALIZED if row.kernels != "collaborative_attention.backward")
+    try:
+        with mock.patch.dict(tiles._TABLES, {"Gluon": others}):
+            tiles._rows_of.cache_clear()
+            assert not chosen("backward", Ds=64)
+            assert chosen("backward")
+    finally:
+        tiles._rows_of.cache_clear()
+    assert chosen("backward", Ds=64)
 
 
 @pytest.mark.parametrize("gate", [None, "BHT"])

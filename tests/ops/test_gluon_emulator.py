@@ -20,13 +20,21 @@ pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
 from triton.experimental.gluon import language as gl
 
+from heads_kernels.call import Call
 from heads_kernels.mask import Mask
 from heads_kernels.ops.attention import Gradients, Results, attention_op
-from heads_kernels.ops.triton import gluon_backward, gluon_forward, gluon_row_tiles, gluon_tiles
+from heads_kernels.ops.triton import (
+    gluon_backward,
+    gluon_forward,
+    gluon_row_tiles,
+    gluon_shared_backward,
+    gluon_tiles,
+    visible,
+)
 from heads_kernels.ops.triton.operands import RowLse, cells_of, operands_of, rows_of
 from heads_kernels.ops.triton.rows import FirstPass, Reads
 from heads_kernels.ops.triton.tiles import Tiles
-from heads_kernels.testing import Case, CollaborativeCase, GatedCase, masks
+from heads_kernels.testing import Case, CollaborativeCase, GatedCase, Inputs, masks
 from tests.support.examples import module_at
 from tests.support.gluon_emulator import Pointer, emulated, rounded
 from tests.support.gluon_machine import ORDERS, Fault, Machine
@@ -41,6 +49,11 @@ FULL = GatedCase("full", 1, 1, 65, 256, D=64, Dv=64)
 #: Four programs of two heads, with full tiles of rows and masked ones; the last rows do not see the first keys.
 BACKWARD = GatedCase(
     "window", 1, 2, 200, 500, D=64, Dv=64, Hk=1, gate="H",
+    mask=masks.fixed(Mask(causal="lower_right", window=(240, 0))),
+)  # fmt: skip
+#: Two programs each way, of two heads; every tile of rows is full or masked for one of them.
+SHARED_BACKWARD = CollaborativeCase(
+    "window", 1, 2, 200, 330, Ds=64, Dv=64, Hv=1, gate="H", content_bias=True,
     mask=masks.fixed(Mask(causal="lower_right", window=(240, 0))),
 )  # fmt: skip
 
@@ -63,18 +76,11 @@ run_collaborative = partial(run_forward, case=COLLABORATIVE)
 
 
 def run_backward(module: ModuleType, order: str, D: int = 64) -> Gradients:
-    """dquery, dkey and dvalue; the first pass is done here, in the formula's own words.
+    """dquery, dkey and dvalue.
 
     Only in heads wider than 64, products read the values from shared memory.
     """
-    inputs = replace(BACKWARD, D=D, Dv=D).make(torch.bfloat16)
-    call = inputs.parsed()
-    _, attended, lse = attention_op(*call, True, "eager")
-    gate = call.gate.float().reshape(1, -1, 1)
-    delta = gate * (inputs.dout.float() * attended.float()).sum(-1)
-    in_base_2 = (lse.float() * torch.log2(torch.tensor(torch.e))).contiguous()
-    reads = Reads(rows_of(inputs.dout), cells_of(call.gate), RowLse(in_base_2, None), delta)
-    first = FirstPass(operands_of(call), reads)
+    call, first = first_pass_of(replace(BACKWARD, D=D, Dv=D).make(torch.bfloat16))
     nothing = torch.empty(0)
     asked_for = [torch.empty_like(x) for x in (call.query, call.key, call.value)]
     gradients = Gradients(*asked_for, *[nothing] * 7)
@@ -84,12 +90,40 @@ def run_backward(module: ModuleType, order: str, D: int = 64) -> Gradients:
     return gradients
 
 
+def run_shared_backward(module: ModuleType, order: str, mixing: torch.dtype = torch.float32) -> Gradients:
+    """Its gradients, where the last row sees a key that is not finite; the mixing has numbers of 16 bits."""
+    inputs = SHARED_BACKWARD.make(torch.bfloat16)
+    inputs.tensors["key"][..., -1, 3] = torch.nan
+    inputs.tensors["mixing"] = inputs.tensors["mixing"].to(torch.bfloat16).to(mixing)
+    call, first = first_pass_of(inputs)
+    given = call.query, call.key, call.value, call.mixing, call.content_bias
+    gradients = Gradients(*map(torch.empty_like, given), *[torch.empty(0)] * 5)
+    gradients = gradients._replace(dmixing=torch.empty(call.B, call.H, call.D))
+    tiles = Tiles(64, 128, num_warps=4, num_stages=2)
+    run = emulated(order)
+    with mock.patch.object(module, "launch", run), mock.patch.object(visible, "launch", run):
+        module.specialized_pass(call, first, gradients, tiles)
+    return gradients
+
+
+def first_pass_of(inputs: Inputs) -> tuple[Call, FirstPass]:
+    """The call, and its first pass in the formula's own words."""
+    call = inputs.parsed()
+    _, attended, lse = attention_op(*call, True, "eager")
+    gate = call.gate.float().reshape(1, -1, 1)
+    delta = gate * (inputs.dout.float() * attended.float()).sum(-1)
+    in_base_2 = (lse.float() * torch.log2(torch.tensor(torch.e))).contiguous()
+    reads = Reads(rows_of(inputs.dout), cells_of(call.gate), RowLse(in_base_2, None), delta.nan_to_num(0.0))
+    return call, FirstPass(operands_of(call), reads)
+
+
 OF_PASS = {
     "forward": (run_forward, (gluon_tiles, gluon_forward)),
     "full": (partial(run_forward, case=FULL), (gluon_tiles, gluon_forward)),
     "collaborative": (run_collaborative, (gluon_tiles, gluon_forward)),
     "backward": (run_backward, (gluon_row_tiles, gluon_backward)),
     "backward, wide": (partial(run_backward, D=128), (gluon_row_tiles, gluon_backward)),
+    "shared backward": (run_shared_backward, (gluon_shared_backward,)),
 }
 
 
@@ -138,7 +172,7 @@ def synchronizing(module: ModuleType) -> Iterator[tuple[int, int]]:
 #: `make test` runs the first of each module.
 REMOVED = [
     pytest.param(module, *lines, id=f"{module.__name__}-{number}", marks=pytest.mark.check if number else ())
-    for module in (gluon_tiles, gluon_forward, gluon_row_tiles, gluon_backward)
+    for module in (gluon_tiles, gluon_forward, gluon_row_tiles, gluon_backward, gluon_shared_backward)
     for number, lines in enumerate(synchronizing(module))
 ]  # fmt: skip
 
@@ -210,6 +244,16 @@ FAULTS = {
     ("backward", "the next program is signalled without a release"): (
         _RELEASED, _RELEASED.replace("release", "relaxed"), _EARLY,
     ),
+    ("shared backward", "one consumer frees tiles for both"): (
+        "free=barriers(STAGES + 1, 2)", "free=barriers(STAGES + 1, 1)", "overwritten|a deadlock|arrivals, of 1",
+    ),
+    ("shared backward", "products are used before they end"): (
+        "0 if column == 0 else 2 if BY_KEYS else 1", "3", "still under way",
+    ),
+    ("shared backward", "a tile is loaded beyond the last one"): (
+        "range(visit.count):\n            first", "range(1 + visit.count):\n            first",
+        "nobody waited|a deadlock|middle of a phase|overwritten|outside of a tensor",
+    ),
     ("backward", "others' additions are not acquired"): (', 0, sem="acquire"', ', 0, sem="relaxed"', _EARLY),
 }  # fmt: skip
 
@@ -239,12 +283,24 @@ def test_the_forward_kernel_has_none(poisoned: bool, run: Any, key_stages: int) 
         torch.testing.assert_close(other, first, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def test_the_backward_kernel_has_none() -> None:
+def test_the_backward_kernels_have_none() -> None:
     first, *others = (run_backward(gluon_backward, order) for order in ORDERS)
     for gradient in first[:3]:
         assert gradient.isfinite().all()
     for other in others:
         torch.testing.assert_close(other, first, rtol=0.0, atol=0.0)
+    first, *others = (run_shared_backward(gluon_shared_backward, order) for order in ORDERS)
+    assert first.dquery[:, :-1].isfinite().all()
+    assert first.dquery[:, -1].isnan().all()
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_mixing_of_16_bits_gives_the_same_bits() -> None:
+    """As the same numbers in float32: the preparer multiplies pairs."""
+    run = partial(run_shared_backward, gluon_shared_backward, "greedy")
+    wide, narrow = map(run, (torch.float32, torch.bfloat16))
+    torch.testing.assert_close(narrow, wide, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_addresses_are_checked() -> None:

@@ -64,6 +64,9 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.tensor, np.asarray(self.offset) + np.asarray(more))
 
+    def __sub__(self, less: Any) -> Pointer:
+        return self + -np.asarray(less)
+
     def places(self, mask: Any) -> tuple[Tensor, np.ndarray, np.ndarray]:
         """The storage, addresses, and where `mask` holds; shapes broadcast."""
         storage = self.tensor.detach().new_empty(0).set_(self.tensor.untyped_storage())
@@ -145,6 +148,10 @@ class Product:
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise Fault("a product is used that is still under way")
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.__array__().shape
+
     def to(self, dtype: Any) -> Value:
         return value(self)
 
@@ -195,6 +202,9 @@ class _Language:
     arange = staticmethod(lambda start, end, layout=None: value(np.arange(start, end)))
     where = staticmethod(lambda c, a, b: value(np.where(c, a, b)))
     convert_layout = staticmethod(lambda x, layout: x)
+    reshape = staticmethod(lambda x, shape: value(np.reshape(x, shape)))
+    permute = staticmethod(lambda x, order: value(np.transpose(x, order)))
+    split = staticmethod(lambda x: (value(x[..., 0]), value(x[..., 1])))
     NVMMADistributedLayout = DotOperandLayout = staticmethod(lambda *_, **__: None)
     SliceLayout = BlockedLayout = SwizzledSharedLayout = NVMMADistributedLayout
 
@@ -258,7 +268,9 @@ def _hardware(machine: Machine) -> dict[str, Any]:
 
         return call
 
-    def async_load(tiles: Tiles, at: Any, barrier: Barrier, target: Shared) -> None:
+    def async_load(tiles: Tiles, at: Any, barrier: Barrier, target: Shared, pred: Any = True) -> None:
+        if not pred:
+            return
         machine.copies += 1
         target.write(tiles.read(at), machine.copies)
         barrier.land(machine.copies, tiles.bytes)

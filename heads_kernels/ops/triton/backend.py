@@ -1,9 +1,9 @@
 """The operators on the `triton` backend: which kernels run, and in which order.
 
-On sm_90, kernels in Gluon with specialized warps (`gluon_forward`, `gluon_backward`) replace others in the calls that
-they serve. They do not serve calls whose tiles would be mostly padding: queries of a few rows, narrow heads and, in
-gated attention, values of another width; nor calls with fewer keys than other descriptors need (`load.FEWEST_KEYS`).
-The backward kernel serves gated attention alone.
+On sm_90, kernels in Gluon with specialized warps (`gluon_forward`, `gluon_backward`, `gluon_shared_backward`) replace
+others in the calls that they serve. They do not serve calls whose tiles would be mostly padding: queries of a few rows,
+narrow heads and, in gated attention, values of another width; nor calls with fewer keys than other descriptors need
+(`load.FEWEST_KEYS`). Backward, heads of collaborative attention may share up to 256 features.
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ def _backward(call: Call, saved: Saved, gradients: Gradients) -> None:
         keys_pass(call, first, g.dkey, g.dvalue, g.dcontent_bias)
         queries_pass(call, first, g.dquery, g.dmixing)
     else:
-        from heads_kernels.ops.triton import gluon_backward
+        from heads_kernels.ops.triton import gluon_backward, gluon_shared_backward
 
-        gluon_backward.specialized_pass(call, first, g, tiles)
+        of_operator = gluon_backward if call.mixing is None else gluon_shared_backward
+        of_operator.specialized_pass(call, first, g, tiles)
     bias_pass(call, first, g.dbias)
     offsets_pass(call, first, g.doffset_bias)
 
@@ -112,12 +113,13 @@ def specialized_forward(call: Call, outputs: Results) -> Tiles | None:
 def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tiles | None:
     """The tiles of the backward kernel, if it serves the call.
 
-    It requires that all of dquery, dkey and dvalue are requested. Its loops would spill with a dense mask, and with a
-    cap in heads of more than 64 features. With a gate it reads a dense tensor in the place of `dout`.
+    It requires that all of dquery, dkey and dvalue are requested. Its loops would spill with a dense mask, and in gated
+    attention with a cap in heads of more than 64 features. With a gate it reads a dense tensor in the place of `dout`.
     """
     g = gradients
     asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
-    spills = call.dense_mask is not None or (call.softcap and max(call.D, call.Dv) > 64)
+    capped = call.softcap and call.mixing is None and max(call.D, call.Dv) > 64
+    spills = capped or call.dense_mask is not None
     dense_rows_fit = call.gate is None or call.Dv % 8 == 0
     if not (asked_for and HAS_ADDING_COPIES and dense_rows_fit) or spills:
         return None
@@ -137,9 +139,14 @@ def served(call: Call, tensors: Sequence[Tensor]) -> bool:
 
 
 def _tiles(part: str, call: Call, tensors: Sequence[Tensor]) -> Tiles | None:
-    long = call.T > SHORT_QUERY and call.S >= FEWEST_KEYS
-    of_one_width = call.mixing is not None or padded(call.D) == padded(call.Dv)
-    if not (long and of_one_width and min(padded(call.D), padded(call.Dv)) > 32 and _HAS_GLUON):
+    D, Dv = padded(call.D), padded(call.Dv)
+    if call.mixing is None:
+        fit = D == Dv > 32
+    elif part == "forward":
+        fit = min(D, Dv) > 32
+    else:  # sums of more features do not fit into registers
+        fit = 32 < D <= 256
+    if not (fit and call.T > SHORT_QUERY and call.S >= FEWEST_KEYS and _HAS_GLUON):
         return None
     tiles = warp_tiles(f"{call.operator}.{part}", call.query, call.D, call.Dv)
     return tiles if tiles is not None and served(call, tensors) else None

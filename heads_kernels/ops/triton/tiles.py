@@ -386,9 +386,10 @@ _FLOAT: Final = (
     Row("backward.rows", 256, Tiles(32, 0, num_warps=4, num_stages=1)),
 )  # fmt: skip
 
-#: Gluon kernels that replace others on sm_90 (`gluon_forward`, `gluon_backward`). Their rings fit into shared memory.
+#: Gluon kernels that replace others on sm_90 (`gluon_forward` and others). Their rings fit into shared memory.
 #: Without its row here, the kernel of the table above runs. A backward pass with 128 rows would spill.
-#: In collaborative attention, a chunk of features is as wide as the value.
+#: In collaborative attention, a chunk of features is as wide as the value; the backward pass has no chunks, and the
+#: numbers are those of its pass by keys.
 _SPECIALIZED: Final = (
     Row("gated_attention.forward", 64, Tiles(128, 128, num_warps=4, num_stages=3, key_stages=3)),
     Row("gated_attention.forward", 128, Tiles(128, 128, num_warps=4, key_stages=2)),
@@ -399,6 +400,7 @@ _SPECIALIZED: Final = (
     Row("collaborative_attention.forward", 128, Tiles(128, 64, block_d=128, num_warps=4, key_stages=3), "wide"),
     Row("gated_attention.backward", 64, Tiles(64, 128, num_stages=4)),
     Row("gated_attention.backward", 128, Tiles(64, 128)),
+    Row("collaborative_attention.backward", 64, Tiles(64, 128, num_warps=4, num_stages=3)),
 )  # fmt: skip
 
 #: By kind of GPU for operands of 16 bits; for float32 and for kernels in Gluon.
