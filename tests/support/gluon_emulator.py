@@ -198,6 +198,8 @@ class _Language:
     static_range = range = staticmethod(lambda *ends, **_: range(*map(int, ends)))
     cdiv = staticmethod(lambda a, b: -(-a // b))
     sum = staticmethod(lambda x, axis=None: value(np.sum(x, axis, dtype=x.dtype)))
+    fma = staticmethod(lambda a, b, c: value(np.float32(np.asarray(a, np.float64) * b + c)))
+    broadcast = staticmethod(lambda a, b: tuple(map(value, np.broadcast_arrays(a, b))))
     cumsum = staticmethod(lambda x: value(np.cumsum(x)))
     arange = staticmethod(lambda start, end, layout=None: value(np.arange(start, end)))
     where = staticmethod(lambda c, a, b: value(np.where(c, a, b)))
