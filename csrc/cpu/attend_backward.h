@@ -30,9 +30,9 @@ inline void add_weighted_queries(const Real* weights, const Left<Operand, false>
   const int64_t end = round_up(columns.end, kLanes<Real>);
   visible.template for_keys<kProductUnit<Operand>>(keys, [&](Range n, Range m) {
     const int64_t first = m.begin / kNumbers<Operand>;
-    multiply(n.end - n.begin, end - columns.begin, in_tiles<Operand>((m.end - m.begin) / kNumbers<Operand>),
-             rows_of(left.row(n.begin) + first, left.stride), rows + first * stride + columns.begin, stride,
-             sum + n.begin * stride + columns.begin, stride, true);
+    multiply(in_tiles<Operand>(n.end - n.begin), end - columns.begin,
+             in_tiles<Operand>((m.end - m.begin) / kNumbers<Operand>), rows_of(left.row(n.begin) + first, left.stride),
+             rows + first * stride + columns.begin, stride, sum + n.begin * stride + columns.begin, stride, true);
   });
   for (int bad = 0; bad < aside.count; ++bad) {
     const int m = aside.index[bad];
@@ -148,6 +148,8 @@ inline void pack_weights(const BackwardTile<float, Pair>& tile, float factor, fl
                      visible.columns % (2 * kLanes<float>) == 0;
   whole ? pack_weights<true>(tile, factor, scale, keys, 0, nullptr, keep, scratch)
         : pack_weights<false>(tile, factor, scale, keys, first, hiding, keep, scratch);
+  clear_weights(scratch.probs_packed, keys.count());
+  clear_weights(scratch.dscores_packed, keys.count());
 }
 
 // sums[n] += the sum over m of tile[n][m].

@@ -72,7 +72,9 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
   // Query tiles of all heads, transposed: [tiles][Ds_padded][64].
   int64_t tiles_count() const { return this->query_tiles * BLOCK_M * Ds_padded; }
   // Sums over the heads of a group: dQ as transposed tiles, then dK [S][Ds_stride].
-  int64_t shared_count() const { return tiles_count() + this->S * Ds_stride; }
+  int64_t shared_count() const { return tiles_count() + sum_rows<Operand>(this->S) * Ds_stride; }
+
+  int64_t dvalue_count() const { return sum_rows<Operand>(this->S) * Dv_stride; }
 
   // The queries of the batch element, and the accumulators of one head and of the heads that share its value.
   struct Group {
@@ -81,7 +83,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
     Real* dmixing;  // [Ds]
   };
   int64_t group_bytes() const {
-    return buffer_bytes<Real>(tiles_count()) + buffer_bytes<Real>(this->S * Dv_stride) + buffer_bytes<Real>(Ds_stride);
+    return buffer_bytes<Real>(tiles_count()) + buffer_bytes<Real>(dvalue_count()) + buffer_bytes<Real>(Ds_stride);
   }
 
   // All query tiles of head (b, h): adds to dquery (transposed tiles) and dkey [S][Ds_stride];
@@ -94,7 +96,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
     Real* dcontent_bias = p.dcontent_bias ? static_cast<Real*>(p.dcontent_bias.data) + bh * this->S : nullptr;
     if (dcontent_bias) std::memset(dcontent_bias, 0, sizeof(Real) * this->S);
     Real* dvalue = p.dvalue ? own.dvalue : nullptr;
-    if (dvalue && h % this->heads_per_value == 0) std::memset(dvalue, 0, sizeof(Real) * this->S * Dv_stride);
+    if (dvalue && h % this->heads_per_value == 0) std::memset(dvalue, 0, sizeof(Real) * dvalue_count());
     std::memset(own.dmixing, 0, sizeof(Real) * Ds_stride);
     const HeadGradients<Real> gradients = head_gradients(*this, p, b, h, true);
     const KeyGradients<Real> keys{0, dkey, dvalue, dcontent_bias, {}};
@@ -175,7 +177,7 @@ struct CollaborativeAttentionBackward : Attention<Real, Operand> {
   void group(int64_t b, int64_t g, Real* shared, Workspace& workspace) const {
     const size_t mark = workspace.mark();
     BackwardScratch<Real, Operand> scratch(workspace, *this, tiles_together);
-    const Group own{workspace.take<Real>(tiles_count()), workspace.take<Real>(this->S * Dv_stride),
+    const Group own{workspace.take<Real>(tiles_count()), workspace.take<Real>(dvalue_count()),
                     workspace.take<Real>(Ds_stride)};
     transpose_queries(b, own.queries, scratch.rows);
     std::memset(shared, 0, sizeof(Real) * shared_count());

@@ -23,7 +23,8 @@ struct GatedAttentionBackward : Attention<Real, Operand> {
 
   // Accumulators of dK and dV of `keys` keys.
   int64_t accumulator_bytes(int64_t keys) const {
-    return buffer_bytes<Real>(keys * row_stride<Real>(this->D)) + buffer_bytes<Real>(keys * row_stride<Real>(this->Dv));
+    const int64_t rows = sum_rows<Operand>(keys);
+    return buffer_bytes<Real>(rows * row_stride<Real>(this->D)) + buffer_bytes<Real>(rows * row_stride<Real>(this->Dv));
   }
 
   // Query tiles of an item against keys `range`. `with_rows`: also computes dQ, dgate, dsinks and dalpha of the tiles,
@@ -66,8 +67,9 @@ struct GatedAttentionBackward : Attention<Real, Operand> {
                 const BiasGradient<Real>& bias, Workspace& workspace) const {
     BackwardScratch<Real, Operand> scratch(workspace, *this, items.size);
     KeyGradients<Real> keys{range.begin, nullptr, nullptr, nullptr, bias};
-    if (backward.dkey) keys.dkey = zeros<Real>(workspace, range.count() * row_stride<Real>(this->D));
-    if (backward.dvalue) keys.dvalue = zeros<Real>(workspace, range.count() * row_stride<Real>(this->Dv));
+    const int64_t rows = sum_rows<Operand>(range.count());
+    if (backward.dkey) keys.dkey = zeros<Real>(workspace, rows * row_stride<Real>(this->D));
+    if (backward.dvalue) keys.dvalue = zeros<Real>(workspace, rows * row_stride<Real>(this->Dv));
     for (int64_t part = 0; part < items.parts; ++part)
       tiles_backward(items, index * items.parts + part, range, with_rows, keys, nullptr, scratch, workspace);
     const int64_t b = index / key_heads(), hk = index % key_heads();

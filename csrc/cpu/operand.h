@@ -19,6 +19,17 @@ constexpr int64_t in_tiles(int64_t n) {
   return kTiled<Operand> ? round_up(n, kLanes<Operand>) : n;
 }
 
+// Rows of sums over `keys` keys: products add 0 behind a tile of keys, up to a whole one.
+template <typename Operand>
+constexpr int64_t sum_rows(int64_t keys) {
+  return keys + in_tiles<Operand>(1) - 1;
+}
+
+// Clears packed weights behind those of `keys` keys, as `in_tiles` requires.
+inline void clear_weights(Pair* words, int64_t keys) {
+  std::memset(words + keys * (BLOCK_M / 2), 0, sizeof *words * (in_tiles<Pair>(keys) - keys) * (BLOCK_M / 2));
+}
+
 // Weights [keys][64] as the factor that is broadcast; pairs are packed into `buffer`.
 template <typename Real>
 inline Left<Real, false> left_operand(const Real* weights, int64_t, int64_t, Real*) {
@@ -26,6 +37,7 @@ inline Left<Real, false> left_operand(const Real* weights, int64_t, int64_t, Rea
 }
 inline Left<Pair, false> left_operand(const float* weights, int64_t keys, int64_t columns, Pair* buffer) {
   pair_columns(weights, BLOCK_M, keys, columns, buffer, BLOCK_M / 2);
+  clear_weights(buffer, keys);
   return rows_of<Pair>(buffer, BLOCK_M / 2);
 }
 
