@@ -178,22 +178,22 @@ def _producer(memory, of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, T
 
 
 @gluon.jit
-def _times(tile, factors, DTYPE: gl.constexpr, NARROW: gl.constexpr):
-    """`tile` times float32 `factors`, rounded to DTYPE.
+def _times(tile, factors, dtype: gl.constexpr, NARROW: gl.constexpr):
+    """`tile` times float32 `factors`, rounded to dtype.
 
     The preparer has to keep up with the consumers, and numbers of 16 bits are multiplied two at a time. So factors of
-    that DTYPE (NARROW) are not widened, and in bfloat16 others are the sum of two of 8 bits each. The product is then
+    that dtype (NARROW) are not widened, and in bfloat16 others are the sum of two of 8 bits each. The product is then
     off by up to 2**-17 of it before it is rounded: one in 250 is rounded to the other neighbour.
     """
     if NARROW:
-        product = tile * factors.to(DTYPE)
-    elif DTYPE == gl.bfloat16:
-        first = factors.to(DTYPE)
-        rest = (factors - first.to(gl.float32)).to(DTYPE)
-        product = gl.fma(tile, gl.broadcast(tile, first)[1], (tile * rest).to(DTYPE))
+        product = tile * factors.to(dtype)
+    elif dtype == gl.bfloat16:
+        first = factors.to(dtype)
+        rest = (factors - first.to(gl.float32)).to(dtype)
+        product = gl.fma(tile, gl.broadcast(tile, first)[1], (tile * rest).to(dtype))
     else:
         product = tile.to(gl.float32) * factors
-    return product.to(DTYPE)
+    return product.to(dtype)
 
 
 @gluon.jit

@@ -133,7 +133,8 @@ def softmax_scale(scale, terms):
 def weights_over(scores, row_max, scale_log2, terms):
     """`2**(scale_log2 * (score - row_max))`; `row_max` is finite and broadcasts to the scores.
 
-    Raw scores have the rounding error of `row_max * scale_log2` in common, as in `online_softmax`, whose sum it divides.
+    Raw scores have the rounding error of `row_max * scale_log2` in common, as in `online_softmax`, whose sums are the
+    divisors.
     """
     if (terms.softcap is None) and (terms.bias is None):
         p = tl.exp2(tl.fma(scores, scale_log2, -(row_max * scale_log2)))
