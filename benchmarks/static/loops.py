@@ -46,7 +46,8 @@ BACKENDS: Final = ("triton", "cuda")
 TARGETS: Final = {"triton": ("sm_90",), "cuda": ("sm_80", "sm_90")}
 _NVIDIA: Final = [target for target in binaries.TARGETS if target.startswith("sm_")]
 _ENDS: Final = (
-    "gate of heads, D 64", "gate of heads, D 128", "gate of heads, Ds 256", "decoding, D 128", "decoding, Ds 256",
+    "gate of heads, D 64", "gate of heads, D 128", "gate of heads, Ds 256", "dense mask, Ds 256",
+    "decoding, D 128", "decoding, Ds 256",
 )  # fmt: skip
 WORKS: Final = tuple(
     work

@@ -28,7 +28,7 @@ if TRITON_INTERPRETED:
 from triton.runtime.jit import JITFunction  # noqa: E402 (needs triton)
 
 from benchmarks.static import ahead_of_time  # noqa: E402 (needs triton)
-from heads_kernels.ops.triton.backend import HAS_ADDING_COPIES  # noqa: E402 (needs triton)
+from heads_kernels.ops.triton.backend import HAS_BACKWARD  # noqa: E402 (needs triton)
 
 PINNED = triton.__version__.startswith(ahead_of_time.RELEASE)
 
@@ -110,7 +110,7 @@ def test_softmax_runs_under_products(works: list[ahead_of_time.Work], kernel_cac
         assert not one.broken()
         assert not one.kernel.serialized
         assert one.kernel.warps == 8
-    assert bool(backward) == HAS_ADDING_COPIES
+    assert bool(backward) == HAS_BACKWARD
     newest = triton.__version__.startswith("3.9")
     for one in backward:
         assert len(one.kernel.loops) == 2
@@ -174,7 +174,7 @@ def kernels() -> set[str]:
             for name, value in vars(importlib.import_module(module.name)).items():
                 if isinstance(value, JITFunction) and name.endswith("_kernel"):
                     found.add(f"{value.fn.__module__}.{name}")
-    if not HAS_ADDING_COPIES:  # without the backward kernel in Gluon, and what it alone needs
+    if not HAS_BACKWARD:  # without the backward kernel in Gluon, and what it alone needs
         alone = (".gluon_backward.", ".gluon_shared_backward.", ".visible._ranges_kernel")
         found = {name for name in found if not any(each in name for each in alone)}
     return found

@@ -57,16 +57,16 @@ def tiles_of_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
     if call.mixing is not None or not narrow:
         return None
     if not TRITON_INTERPRETED:
-        return tiles_of_gpu("backward", call, tensors) if triton_backend.HAS_ADDING_COPIES else None
+        return tiles_of_gpu("backward", call, tensors) if triton_backend.HAS_BACKWARD else None
     return Tiles(64, 128, num_warps=8, num_stages=2) if triton_backend.served(call, tensors) else None
 
 
 def tiles_of_shared_backward(call: Any, dout: torch.Tensor) -> Tiles | None:
     tensors = [call.query, call.key, call.value, dout]
-    if call.mixing is None or max(call.D, 4 * call.Dv) > 256 or call.dense_mask is not None:
+    if call.mixing is None or call.D > 256 or call.Dv > 64 or call.dense_mask is not None:
         return None
     if not TRITON_INTERPRETED:
-        return tiles_of_gpu("backward", call, tensors) if triton_backend.HAS_ADDING_COPIES else None
+        return tiles_of_gpu("backward", call, tensors) if triton_backend.HAS_BACKWARD else None
     stages = 2 if call.S % 2 else 3
     return Tiles(64, 128, num_warps=4, num_stages=stages) if triton_backend.served(call, tensors) else None
 
@@ -219,13 +219,18 @@ def test_hidden_values_reach_nothing(backend: str, kernel: str, named: Case, bad
 
 
 def chosen(
-    kernel: str, kind: str = "sm_90", dtype: torch.dtype = torch.bfloat16, asked_for: int = 3, **changes: Any
-) -> bool:  # fmt: skip
+    kernel: str,
+    kind: str = "sm_90",
+    dtype: torch.dtype = torch.bfloat16,
+    asked_for: int = 3,
+    closed_grad: bool = True,
+    **changes: Any,
+) -> bool:
     """Whether the kernel is chosen on this kind of GPU for a call that differs by `changes` from one that it serves."""
     kind_of_case, width = (CollaborativeCase, "Ds") if "Ds" in changes else (GatedCase, "D")
     options = {"T": 512, "S": 512, width: 64, "Dv": 64} | changes
     inputs = kind_of_case("call", 1, 2, options.pop("T"), options.pop("S"), **options).make(dtype)
-    call = inputs.parsed()
+    call = inputs.parsed()._replace(closed_grad=closed_grad)
     if options.get("dropout_p"):
         call = call._replace(seed=torch.zeros(5, dtype=torch.int64))
     nothing = torch.empty(0)
@@ -253,9 +258,9 @@ SERVED: dict[str, tuple[str, tuple[Any, ...]]] = {
         *({"D": width, "Dv": width} for width in (40, 96, 128, 200, 256)),
         *({"Ds": Ds, "Dv": Dv, **_OF_SHARED} for Ds in (40, 200, 256, 384, 512) for Dv in (40, 64, 128)),
     )),
-    "backward": ("HAS_ADDING_COPIES", (
+    "backward": ("HAS_BACKWARD", (
         {}, _TERMS, {"D": 96, "Dv": 128, "mask": masks.holes},
-        *({"Ds": Ds, "Dv": Dv, **_OF_SHARED} for Ds in (40, 200, 256) for Dv in (32, 40, 64)),
+        *({"Ds": Ds, "Dv": Dv, **_OF_SHARED} for Ds in (40, 200, 256) for Dv in (40, 64)),
     )),
 }  # fmt: skip
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -267,8 +272,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "backward": (
         {"kind": "sm_100"}, {"asked_for": 2}, {"T": 16}, {"S": 511}, {"D": 256, "Dv": 256},
         {"D": 72, "Dv": 72, "softcap": 30.0}, {"bias": "HTS"}, {"mask": masks.dense_blocks, "T": 600},
-        *({"Ds": 256} | each for each in ({"Ds": 32}, {"Ds": 264}, {"Dv": 72}, {"asked_for": 2}, {"bias": "HTS"},
-            {"mask": masks.dense_blocks, "T": 600})),
+        *({"Ds": 256} | each for each in ({"Ds": 32}, {"Ds": 264}, {"Dv": 32}, {"Dv": 72}, {"asked_for": 2},
+            {"bias": "HTS"}, {"mask": masks.dense_blocks, "T": 600})),
+        {"Ds": 256, "closed_grad": False},
     ),
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ import ast
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,12 +90,23 @@ def run_backward(module: ModuleType, order: str, D: int = 64) -> Gradients:
     return gradients
 
 
-def run_shared_backward(module: ModuleType, order: str, mixing: torch.dtype = torch.float32) -> Gradients:
-    """Its gradients, where the last row sees a key that is not finite; the mixing has numbers of 16 bits."""
+def run_shared_backward(
+    module: ModuleType,
+    order: str,
+    mixing: torch.dtype = torch.float32,
+    spoil: Callable[[Call], None] | None = None,
+) -> Gradients:
+    """Its gradients, where the last row sees a key that is not finite; the mixing has numbers of 16 bits.
+
+    With `spoil`, that key is finite; it changes operands after the first pass.
+    """
     inputs = SHARED_BACKWARD.make(torch.bfloat16)
-    inputs.tensors["key"][..., -1, 3] = torch.nan
+    if spoil is None:
+        inputs.tensors["key"][..., -1, 3] = torch.nan
     inputs.tensors["mixing"] = inputs.tensors["mixing"].to(torch.bfloat16).to(mixing)
     call, first = first_pass_of(inputs)
+    if spoil is not None:
+        spoil(call)
     given = call.query, call.key, call.value, call.mixing, call.content_bias
     gradients = Gradients(*map(torch.empty_like, given), *[torch.empty(0)] * 5)
     gradients = gradients._replace(dmixing=torch.empty(call.B, call.H, call.D))
@@ -301,6 +312,27 @@ def test_mixing_of_16_bits_gives_the_same_bits() -> None:
     run = partial(run_shared_backward, gluon_shared_backward, "greedy")
     wide, narrow = map(run, (torch.float32, torch.bfloat16))
     torch.testing.assert_close(narrow, wide, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def test_what_is_not_finite_reaches_only_what_sees_it() -> None:
+    """A query row in a feature that heads do not mix, so that its lse is finite; an infinite key, whose lse may be."""
+    seen_by_first = SHARED_BACKWARD.S - SHARED_BACKWARD.T + 1
+
+    def spoil_query(call: Call) -> None:
+        assert call.mixing is not None
+        call.mixing[:, :16] = 0.0
+        call.query[:, 0, 3] = torch.inf
+
+    def spoil_key(call: Call) -> None:
+        call.key[:, -1, 3] = -torch.inf
+
+    for order in ORDERS:
+        gradients = run_shared_backward(gluon_shared_backward, order, spoil=spoil_query)
+        assert gradients.dkey[:, seen_by_first:].isfinite().all()
+        assert gradients.dquery[:, 1:].isfinite().all()
+        gradients = run_shared_backward(gluon_shared_backward, order, spoil=spoil_key)
+        assert gradients.dquery[:, :-1].isfinite().all()
+        assert gradients.dquery[:, -1].isnan().all()
 
 
 def test_addresses_are_checked() -> None:

@@ -246,7 +246,7 @@ def test_a_large_sink(operator: str, backend: str, keys: int) -> None:
 @pytest.mark.parametrize(("operator", "backend"), ATTENTION)
 def test_a_large_score_takes_all(operator: str, backend: str, length: int) -> None:
     given = operands(operator, length, True)
-    factor = 1e4 if backend in ("triton", "cuda") else 1e19  # scores of 1e9 are not exact there: docs/limits.md
+    factor = 3e4 if backend == "triton" else 1e19  # scores beyond 1e9 are not exact there: docs/limits.md
     given["query"].zero_()[..., 0] = factor
     given["key"][..., 66, 0] = factor
     if "mixing" in given:

@@ -36,8 +36,8 @@ from heads_kernels.ops.triton.tiles import Tiles, padded, warp_tiles
 _RELEASE: Final = tuple(map(int, triton.__version__.split(".")[:2]))
 #: Names in Gluon, which is experimental, change between releases: the kernels were compiled with these.
 _HAS_GLUON: Final = (3, 6) <= _RELEASE <= (3, 9)
-#: Whether Gluon has the copies that add to a tile, which the backward kernel needs.
-HAS_ADDING_COPIES: Final = _RELEASE >= (3, 8)
+#: Whether this release compiles the backward kernels: gated attention's needs copies that add to a tile.
+HAS_BACKWARD: Final = _RELEASE >= (3, 8)
 #: Features that heads may share: 128 rows of them have 128 KiB, of the 227 that a program may have.
 _MOST_SHARED: Final = 512
 
@@ -121,7 +121,7 @@ def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tile
     capped = call.softcap and call.mixing is None and max(call.D, call.Dv) > 64
     spills = capped or call.dense_mask is not None
     dense_rows_fit = call.gate is None or call.Dv % 8 == 0
-    if not (asked_for and HAS_ADDING_COPIES and dense_rows_fit) or spills:
+    if not (asked_for and HAS_BACKWARD and dense_rows_fit) or spills:
         return None
     return _tiles("backward", call, [call.query, call.key, call.value, dout])
 
@@ -144,8 +144,8 @@ def _tiles(part: str, call: Call, tensors: Sequence[Tensor]) -> Tiles | None:
         fit = D == Dv > 32
     elif part == "forward":
         fit = min(D, Dv) > 32
-    else:  # sums of more features do not fit into registers
-        fit = 32 < D <= 256
+    else:  # sums of more features do not fit into registers; Triton's kernels skip what heads do not mix
+        fit = 32 < D <= 256 and Dv > 32 and call.closed_grad
     if not (fit and call.T > SHORT_QUERY and call.S >= FEWEST_KEYS and _HAS_GLUON):
         return None
     tiles = warp_tiles(f"{call.operator}.{part}", call.query, call.D, call.Dv)

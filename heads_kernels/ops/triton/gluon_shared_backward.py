@@ -197,38 +197,45 @@ def _times(tile, factors, dtype: gl.constexpr, NARROW: gl.constexpr):
 
 
 @gluon.jit
-def _clear_rows(wide, narrow, lse, PART: gl.constexpr, TILE: gl.constexpr):
-    """Set query rows whose `lse` is not finite to 0, and their dattended."""
+def _clear_rows(narrow, lse, PART: gl.constexpr):
+    """Set dattended of query rows whose `lse` is not finite to 0."""
     for row in gl.static_range(0, _ROWS, 16):
         there = (gl.abs(lse.slice(row, 16).load(gl.SliceLayout(1, PART))) < float("inf"))[:, None]
         part = narrow.slice(row, 16)
         part.store(gl.where(there, part.load(PART), 0.0).to(narrow.dtype))
-        for column in gl.static_range(0, TILE.block_d, 64):
-            part = wide.slice(row, 16).slice(column, 64, dim=1)
-            part.store(gl.where(there, part.load(PART), 0.0).to(wide.dtype))
 
 
 @gluon.jit
-def _make_finite(wide, PART: gl.constexpr, TILE: gl.constexpr):
-    """Set numbers of keys that are not finite to 0; most tiles have none, which the sum of `0 * key` shows."""
+def _make_finite(wide, content, PART: gl.constexpr, TILE: gl.constexpr):
+    """Set numbers that are not finite to 0, and the `content` of their rows to nan unless it is None.
+
+    Most tiles have none, which the sum of `0 * number` shows.
+    """
+    OF_PART: gl.constexpr = gl.SliceLayout(1, PART)
     sums = gl.zeros([16, 64], gl.float32, layout=PART)
     for column in gl.static_range(0, TILE.block_d, 64):
         for row in gl.static_range(0, _ROWS, 16):
             sums += wide.slice(row, 16).slice(column, 64, dim=1).load(PART).to(gl.float32) * 0.0
     if gl.max(gl.max(gl.where(sums == 0.0, 0, 1), 1), 0) != 0:
-        for column in gl.static_range(0, TILE.block_d, 64):
-            for row in gl.static_range(0, _ROWS, 16):
-                part = wide.slice(row, 16).slice(column, 64, dim=1)
-                keys = part.load(PART).to(gl.float32)
-                part.store(gl.where(keys - keys == 0.0, keys, 0.0).to(wide.dtype))
+        for row in gl.static_range(0, _ROWS, 8):
+            poison = gl.zeros([8], gl.float32, layout=OF_PART)
+            for column in gl.static_range(0, TILE.block_d, 64):
+                part = wide.slice(row, 8).slice(column, 64, dim=1)
+                numbers = part.load(PART).to(gl.float32)
+                poison += gl.sum(numbers - numbers, 1)
+                part.store(gl.where(numbers - numbers == 0.0, numbers, 0.0).to(wide.dtype))
+            if content is not None:
+                of_part = content.slice(row, 8)
+                of_part.store(of_part.load(OF_PART) + poison)
 
 
 @gluon.jit
 def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.constexpr):
     """Make tiles ready for consumers: mix query rows in place, and store what else belongs to the rows of a tile.
 
-    In masked tiles, query rows with a number that is not finite are set to 0: their lse is nan, which makes the
-    gradients of exactly the keys that they see nan (`rows.load_row_terms`). So are numbers of keys that are not finite.
+    In masked tiles, numbers that are not finite are set to 0. The lse of such query rows is nan, which makes the
+    gradients of exactly the keys that they see nan (`rows.load_row_terms`), or the head does not mix the feature. The
+    scores of such keys are made nan.
     """
     # Parts of 16 rows and 64 features: 16 numbers per thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
@@ -264,12 +271,13 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
                         part = wide.slice(row, 16).slice(column, 64, dim=1)
                         part.store(_times(part.load(PART), factors, wide.dtype, NARROW))
                 if masked:
+                    _make_finite(wide, None, PART, TILE)
                     finite = (gl.abs(lse) < float("inf")).to(gl.int32)
                     if gl.min(finite, 0) == 0:
-                        _clear_rows(wide, narrow, shared.terms.index(stage), PART, TILE)
+                        _clear_rows(narrow, shared.terms.index(stage), PART)
                 fence_async_shared()
             else:
-                content = rows.to(gl.float32)
+                content = gl.zeros([_ROWS], gl.float32, layout=LINE)
                 if of.content_bias is not None:
                     content = load_content_bias(of.content_bias, b, h, rows, sizes.S)
                 at = rows
@@ -277,12 +285,12 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
                     of_keys = of.visible.key_visible + b.to(gl.int64) * of.visible.stride_keys + rows
                     at = gl.where(gl.load(of_keys, mask=rows < sizes.S, other=0) != 0, rows, -1)
                 mbarrier.wait(shared.free.index(stage), phase ^ 1)
-                if of.content_bias is not None:
+                if masked or of.content_bias is not None:
                     shared.terms.index(stage).store(content)
                 shared.bounds.index(stage).store(at)
                 mbarrier.wait(shared.ready.index(stage), phase)
                 if masked:
-                    _make_finite(wide, PART, TILE)
+                    _make_finite(wide, shared.terms.index(stage), PART, TILE)
                     fence_async_shared()
             mbarrier.arrive(shared.ready.index(TILE.stages + stage), count=1)
             stage, phase = next_place(stage, phase, TILE.stages)
@@ -440,7 +448,7 @@ def _consumer(
                             scores += content[:, None]
                         lse = shared.terms.index(stage).slice(column, WIDTH).load(OTHER)[None, :]
                     else:
-                        if of.content_bias is not None:
+                        if of.content_bias is not None or masked == 1:
                             scores += shared.terms.index(stage).slice(column, WIDTH).load(OTHER)[None, :]
                         lse = own_lse[:, None]
                     scores, cap = finish(scores, 0.0, of.terms, sizes.scale)
