@@ -260,7 +260,8 @@ SERVED: dict[str, tuple[str, tuple[Any, ...]]] = {
     )),
     "backward": ("HAS_BACKWARD", (
         {}, _TERMS, {"D": 96, "Dv": 128, "mask": masks.holes},
-        *({"Ds": Ds, "Dv": Dv, **_OF_SHARED} for Ds in (40, 200, 256) for Dv in (40, 64)),
+        {"Ds": 40, **_OF_SHARED}, *({"Ds": Ds, "Dv": Dv, **_OF_SHARED, "softcap": None}
+            for Ds in (200, 256) for Dv in (40, 64)),
     )),
 }  # fmt: skip
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -274,7 +275,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         {"D": 72, "Dv": 72, "softcap": 30.0}, {"bias": "HTS"}, {"mask": masks.dense_blocks, "T": 600},
         *({"Ds": 256} | each for each in ({"Ds": 32}, {"Ds": 264}, {"Dv": 32}, {"Dv": 72}, {"asked_for": 2},
             {"bias": "HTS"}, {"mask": masks.dense_blocks, "T": 600})),
-        {"Ds": 256, "closed_grad": False},
+        {"Ds": 256, "closed_grad": False}, {"Ds": 256, "softcap": 30.0},
     ),
 }  # fmt: skip
 

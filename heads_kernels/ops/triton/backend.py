@@ -113,13 +113,12 @@ def specialized_forward(call: Call, outputs: Results) -> Tiles | None:
 def specialized_backward(call: Call, gradients: Gradients, dout: Tensor) -> Tiles | None:
     """The tiles of the backward kernel, if it serves the call.
 
-    It requires that all of dquery, dkey and dvalue are requested. Its loops would spill with a dense mask, and in gated
-    attention with a cap in heads of more than 64 features. With a gate it reads a dense tensor in the place of `dout`.
+    It requires that all of dquery, dkey and dvalue are requested. Its loops would spill with a dense mask, and with a
+    cap in heads of more than 64 features. With a gate it reads a dense tensor in the place of `dout`.
     """
     g = gradients
     asked_for = g.dquery.numel() and g.dkey.numel() and g.dvalue.numel()
-    capped = call.softcap and call.mixing is None and max(call.D, call.Dv) > 64
-    spills = capped or call.dense_mask is not None
+    spills = call.dense_mask is not None or (call.softcap and max(call.D, call.Dv) > 64)
     dense_rows_fit = call.gate is None or call.Dv % 8 == 0
     if not (asked_for and HAS_BACKWARD and dense_rows_fit) or spills:
         return None
