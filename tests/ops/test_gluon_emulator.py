@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("triton", reason="pip install 'heads_kernels[triton]'")
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heads_kernels.call import Call
@@ -312,6 +313,27 @@ def test_mixing_of_16_bits_gives_the_same_bits() -> None:
     run = partial(run_shared_backward, gluon_shared_backward, "greedy")
     wide, narrow = map(run, (torch.float32, torch.bfloat16))
     torch.testing.assert_close(narrow, wide, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+_times = gluon_shared_backward._times  # the emulator looks for names of this module
+
+
+@gluon.jit
+def _times_kernel(tile, factors, product, COUNT: gl.constexpr):
+    at = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    found = _times(gl.load(tile + at), gl.load(factors + at), gl.bfloat16, False)
+    gl.store(product + at, found)
+
+
+def test_products_of_two_parts_are_rounded_to_a_neighbour() -> None:
+    """Two in a hundred at most to the other one of the two; with factors of one part it would be every fourth."""
+    tile, factors = torch.randn(4096).to(torch.bfloat16), torch.randn(4096)
+    product = torch.empty_like(tile)
+    emulated("greedy")(_times_kernel, 1, tile, None, tile, factors, product, COUNT=4096)
+    exact = tile.double() * factors.double()
+    neighbours = exact.to(torch.bfloat16).view(torch.int16)
+    assert (product.view(torch.int16) - neighbours).abs().max() <= 1
+    assert (product.view(torch.int16) != neighbours).sum() <= 4096 // 50
 
 
 def test_what_is_not_finite_reaches_only_what_sees_it() -> None:

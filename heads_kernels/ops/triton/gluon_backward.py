@@ -52,14 +52,14 @@ from heads_kernels.ops.triton.gluon_row_tiles import (
     reader,
     tiles_of_head,
 )
-from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, tiles_of
+from heads_kernels.ops.triton.gluon_tiles import CACHED, barriers, store_rows, tiles_of
 from heads_kernels.ops.triton.launch import launch
-from heads_kernels.ops.triton.load import head_of, load_tile, store_tile
+from heads_kernels.ops.triton.load import load_tile, store_tile
 from heads_kernels.ops.triton.operands import Place, Splits, rows_of, sizes_of
 from heads_kernels.ops.triton.rows import FirstPass, Written
 from heads_kernels.ops.triton.scores import finish, probabilities
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
-from heads_kernels.ops.triton.visible import with_tile_lists
+from heads_kernels.ops.triton.visible import visible_keys, with_tile_lists
 
 
 @gluon.jit
@@ -108,11 +108,7 @@ def _consumers(reads, shared, written, terms, visible, place, part, heads, sizes
     if BLOCK_D == 64:  # registers have room for the left operands of scores and dp: less is read of shared memory
         LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)
         left_keys, left_values = keys.load(LEFT), values.load(LEFT)
-    at = place.first + gl.arange(0, BLOCK_N, layout=KEY)
-    if visible.key_visible is not None:  # -1, which is in no range, for a hidden key
-        of_keys = visible.key_visible + place.b.to(gl.int64) * visible.stride_keys + at
-        at = gl.where(gl.load(of_keys, mask=at < sizes.S, other=0) != 0, at, -1)
-    at = at[:, None]
+    at = visible_keys(visible, place.b, place.first + gl.arange(0, BLOCK_N, layout=KEY), sizes.S)[:, None]
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES)
     no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=OF_ROWS)
     dkey = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=SUMS)
@@ -166,16 +162,8 @@ def _consumers(reads, shared, written, terms, visible, place, part, heads, sizes
                 stage, phase = next_place(stage, phase, TILE.stages)
     at = place.first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
     columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, SUMS))
-    _store(written.dkey, dkey * sizes.scale, part, place, at, columns, sizes.S, TILE.d)
-    _store(written.dvalue, dvalue, part, place, at, columns, sizes.S, TILE.dv)
-
-
-@gluon.jit
-def _store(rows, values, part, place, at, columns, S, WIDTH: gl.constexpr):
-    """Store `values` of the keys `at` in one `part` of the sums."""
-    to = head_of(rows, part, place.hk) + at.to(gl.int64)[:, None] * rows.stride_l + columns[None, :]
-    there = (at < S)[:, None] & (columns < WIDTH)[None, :]
-    gl.store(to, values.to(rows.ptr.dtype.element_ty), mask=there)
+    store_rows(written.dkey, dkey * sizes.scale, part, place.hk, at, columns, sizes.S, TILE.d)
+    store_rows(written.dvalue, dvalue, part, place.hk, at, columns, sizes.S, TILE.dv)
 
 
 @gluon.jit

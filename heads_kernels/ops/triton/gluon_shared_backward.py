@@ -52,7 +52,7 @@ from heads_kernels.ops.attention import Gradients
 from heads_kernels.ops.buffers import split_parts, splits_of, sum_parts
 from heads_kernels.ops.triton.gate import head_gate, open_rows
 from heads_kernels.ops.triton.gluon_row_tiles import next_place
-from heads_kernels.ops.triton.gluon_tiles import CONSUMER_ROWS, barriers, load_tiles, tiles_of
+from heads_kernels.ops.triton.gluon_tiles import CONSUMER_ROWS, barriers, load_tiles, store_rows, tiles_of
 from heads_kernels.ops.triton.launch import launch
 from heads_kernels.ops.triton.load import head_of
 from heads_kernels.ops.triton.operands import Place, Splits, rows_of, sizes_of
@@ -60,7 +60,14 @@ from heads_kernels.ops.triton.rows import FirstPass, Written
 from heads_kernels.ops.triton.score_tiles import halves, load_content_bias, load_mixing
 from heads_kernels.ops.triton.scores import finish, probabilities
 from heads_kernels.ops.triton.tiles import Tiles, padded, tile_constants
-from heads_kernels.ops.triton.visible import full_tile, listed_tiles, partial_tile, ranges, with_tile_lists
+from heads_kernels.ops.triton.visible import (
+    full_tile,
+    listed_tiles,
+    partial_tile,
+    ranges,
+    visible_keys,
+    with_tile_lists,
+)
 
 #: Rows of a tile: the fewest that four warps can multiply.
 _ROWS: gl.constexpr = CONSUMER_ROWS
@@ -178,14 +185,14 @@ def _producer(memory, of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, T
 
 
 @gluon.jit
-def _times(tile, factors, dtype: gl.constexpr, NARROW: gl.constexpr):
+def _times(tile, factors, dtype: gl.constexpr, NARROW_FACTORS: gl.constexpr):
     """`tile` times float32 `factors`, rounded to dtype.
 
     The preparer has to keep up with the consumers, and numbers of 16 bits are multiplied two at a time. So factors of
-    that dtype (NARROW) are not widened, and in bfloat16 others are the sum of two of 8 bits each. The product is then
+    that dtype are not widened, and in bfloat16 others are the sum of two of 8 bits each. The product is then
     off by up to 2**-17 of it before it is rounded: one in 250 is rounded to the other neighbour.
     """
-    if NARROW:
+    if NARROW_FACTORS:
         product = tile * factors.to(dtype)
     elif dtype == gl.bfloat16:
         first = factors.to(dtype)
@@ -240,7 +247,7 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
     # Parts of 16 rows and 64 features: 16 numbers per thread.
     PART: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [2, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
-    NARROW: gl.constexpr = of.mixing.ptr.dtype.element_ty == shared.wide.dtype
+    NARROW_FACTORS: gl.constexpr = of.mixing.ptr.dtype.element_ty == shared.wide.dtype
     place, heads, _ = _share(sizes, splits, BY_KEYS)
     stage, phase = place.first * 0, place.first * 0
     for number in range(heads):
@@ -269,7 +276,7 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
                     factors = load_mixing(of.mixing, h, columns, columns < TILE.d)[None, :]
                     for row in gl.static_range(0, _ROWS, 16):
                         part = wide.slice(row, 16).slice(column, 64, dim=1)
-                        part.store(_times(part.load(PART), factors, wide.dtype, NARROW))
+                        part.store(_times(part.load(PART), factors, wide.dtype, NARROW_FACTORS))
                 if masked:
                     _make_finite(wide, None, PART, TILE)
                     finite = (gl.abs(lse) < float("inf")).to(gl.int32)
@@ -280,10 +287,7 @@ def _preparer(of, reads, shared, sizes, splits, BY_KEYS: gl.constexpr, TILE: gl.
                 content = gl.zeros([_ROWS], gl.float32, layout=LINE)
                 if of.content_bias is not None:
                     content = load_content_bias(of.content_bias, b, h, rows, sizes.S)
-                at = rows
-                if of.visible.key_visible is not None:
-                    of_keys = of.visible.key_visible + b.to(gl.int64) * of.visible.stride_keys + rows
-                    at = gl.where(gl.load(of_keys, mask=rows < sizes.S, other=0) != 0, rows, -1)
+                at = visible_keys(of.visible, b, rows, sizes.S)
                 mbarrier.wait(shared.free.index(stage), phase ^ 1)
                 if masked or of.content_bias is not None:
                     shared.terms.index(stage).store(content)
@@ -308,19 +312,21 @@ def _mix(tile, mixing, h, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _add_head(dmixed, sees, of, written, part, place, tile, at, sizes, COLUMN: gl.constexpr, TILE: gl.constexpr):
+def _add_head(dmixed, sees, of, written, part, place, first, sizes, COLUMN: gl.constexpr, TILE: gl.constexpr):
     """Add mixing * `dmixed` [64, W] to `dquery`, and store the column sums of query * `dmixed` for `dmixing`.
 
-    The features are those from COLUMN on. W is halved down to 64, since `dmixed` leaves few registers for the loads.
+    The rows are those of one consumer, from `first` on, and have a part of dmixing of their own. The features are those
+    from COLUMN on. W is halved down to 64, since `dmixed` leaves few registers for the loads.
     """
     if dmixed.shape[1] > 64:
         low, high = halves(dmixed)
-        _add_head(low, sees, of, written, part, place, tile, at, sizes, COLUMN, TILE)
-        _add_head(high, sees, of, written, part, place, tile, at, sizes, COLUMN + dmixed.shape[1] // 2, TILE)
+        _add_head(low, sees, of, written, part, place, first, sizes, COLUMN, TILE)
+        _add_head(high, sees, of, written, part, place, first, sizes, COLUMN + dmixed.shape[1] // 2, TILE)
     else:
         SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
         dmixed = gl.convert_layout(dmixed, SUMS)
-        at, sees = gl.convert_layout(at, gl.SliceLayout(1, SUMS)), gl.convert_layout(sees, gl.SliceLayout(1, SUMS))
+        sees = gl.convert_layout(sees, gl.SliceLayout(1, SUMS))
+        at = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SUMS))
         columns = COLUMN + gl.arange(0, 64, layout=gl.SliceLayout(0, SUMS))
         rows = at.to(gl.int64)[:, None]
         there = (at < sizes.T)[:, None] & sees[:, None] & (columns < TILE.d)[None, :]
@@ -330,6 +336,7 @@ def _add_head(dmixed, sees, of, written, part, place, tile, at, sizes, COLUMN: g
         if written.dmixing is not None:
             query = head_of(of.query, place.b, place.hk * 0) + rows * of.query.stride_l + columns[None, :]
             products = gl.load(query, mask=there, other=0.0).to(gl.float32) * gl.where(sees[:, None], dmixed, 0.0)
+            tile = place.b * (gl.cdiv(sizes.T, 2 * _ROWS) * 2) + first // _ROWS
             to = written.dmixing + (tile * sizes.H + place.h).to(gl.int64) * TILE.d + columns
             gl.store(to, gl.sum(products, 0), mask=columns < TILE.d)
         gl.store(sums, before + factors * dmixed, mask=there)
@@ -363,14 +370,6 @@ def _sum_in_thread(tile):
 
 
 @gluon.jit
-def _store(rows, values, part, head, at, columns, S, WIDTH: gl.constexpr):
-    """Store `values` of the keys `at` of a head in one `part` of the sums."""
-    to = head_of(rows, part, head) + at.to(gl.int64)[:, None] * rows.stride_l + columns[None, :]
-    there = (at < S)[:, None] & (columns < WIDTH)[None, :]
-    gl.store(to, values.to(rows.ptr.dtype.element_ty), mask=there)
-
-
-@gluon.jit
 def _consumer(
     of, reads, written, shared, sizes, splits, WHO: gl.constexpr, BY_KEYS: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
@@ -396,7 +395,6 @@ def _consumer(
     own_wide = shared.own_wide.index(WHO).reshape([_ROWS, BLOCK_D])
     own_narrow = shared.own_narrow.index(WHO).reshape([_ROWS, BLOCK_DV])
     own = first + gl.arange(0, _ROWS, layout=OWN)
-    at_wide = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, WIDE))
     nothing = gl.zeros([_ROWS, _ROWS], gl.float32, layout=SCORES)
     no_dp = gl.zeros([_ROWS, WIDTH], gl.float32, layout=PART)
     wide_sums = gl.zeros([_ROWS, BLOCK_D], gl.float32, layout=WIDE)
@@ -408,10 +406,7 @@ def _consumer(
         g = head_gate(reads.gate, b, h, TILE)
         any_tile = visit.count > 0
         if BY_KEYS:
-            at = own
-            if of.visible.key_visible is not None:  # -1, which is in no range, for a hidden key
-                of_keys = of.visible.key_visible + b.to(gl.int64) * of.visible.stride_keys + own
-                at = gl.where(gl.load(of_keys, mask=own < sizes.S, other=0) != 0, own, -1)
+            at = visible_keys(of.visible, b, own, sizes.S)
             if of.content_bias is not None:
                 content = load_content_bias(of.content_bias, b, h, own, sizes.S)
             dcontent = _sum_in_thread(no_dp)
@@ -491,19 +486,18 @@ def _consumer(
             at_narrow = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, NARROW))
             columns = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, NARROW))
             end_of_keys = gl.where((h + 1) % sizes.group == 0, sizes.S, 0)  # after the last head of a group
-            _store(written.dvalue, narrow_sums, b, visit.place.hk, at_narrow, columns, end_of_keys, TILE.dv)
+            store_rows(written.dvalue, narrow_sums, b, visit.place.hk, at_narrow, columns, end_of_keys, TILE.dv)
             if written.dcontent_bias is not None:
                 to = written.dcontent_bias + (b * sizes.H + h).to(gl.int64) * sizes.S + own
                 gl.store(to, gl.convert_layout(gl.sum(dcontent, 1), OWN) * sizes.scale, mask=own < sizes.S)
         else:
             if any_tile:
-                # The 64 rows of a consumer have their own part of dmixing.
-                tile = place.b * (gl.cdiv(sizes.T, 2 * _ROWS) * 2) + first // _ROWS
                 sees = gl.convert_layout(own_lse, gl.SliceLayout(1, WIDE)) != float("inf")
-                _add_head(wide_sums * sizes.scale, sees, of, written, part, visit.place, tile, at_wide, sizes, 0, TILE)
+                _add_head(wide_sums * sizes.scale, sees, of, written, part, visit.place, first, sizes, 0, TILE)
     if BY_KEYS:
+        at_wide = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, WIDE))
         columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, WIDE))
-        _store(written.dkey, wide_sums * sizes.scale, part, place.b * 0, at_wide, columns, sizes.S, TILE.d)
+        store_rows(written.dkey, wide_sums * sizes.scale, part, place.b * 0, at_wide, columns, sizes.S, TILE.d)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from heads_kernels.ops.triton.load import described_strides
+from heads_kernels.ops.triton.load import described_strides, head_of
 from heads_kernels.ops.triton.operands import Cells, Mixing, Place, RowLse, Rows, Terms, Visible
 from heads_kernels.ops.triton.score_tiles import chunk_at, load_content_bias
 from heads_kernels.ops.triton.visible import full_tile, partial_count, partial_tile
@@ -212,6 +212,14 @@ def inspector(shared, visits, TILE: gl.constexpr):
                 poison.slice(first, 8).store(of_keys)
             fence_async_shared()
         mbarrier.arrive(shared.value_ready.index(stage), count=1)
+
+
+@gluon.jit
+def store_rows(rows, values, part, head, at, columns, S, WIDTH: gl.constexpr):
+    """Store `values` of the rows `at` of a head, in one `part` of the sums."""
+    to = head_of(rows, part, head) + at.to(gl.int64)[:, None] * rows.stride_l + columns[None, :]
+    there = (at < S)[:, None] & (columns < WIDTH)[None, :]
+    gl.store(to, values.to(rows.ptr.dtype.element_ty), mask=there)
 
 
 def tiles_of(rows: Tensor, block: int, columns: int) -> TensorDescriptor:

@@ -50,6 +50,15 @@ def first_keys_of(visible, h):
 
 
 @triton.jit
+def visible_keys(visible, b, keys, S):
+    """The numbers `keys`, with -1, which is in no range, in the place of those that `key_visible` hides."""
+    if visible.key_visible is not None:
+        at = visible.key_visible + b.to(tl.int64) * visible.stride_keys + keys
+        keys = tl.where(tl.load(at, mask=keys < S, other=0) != 0, keys, -1)
+    return keys
+
+
+@triton.jit
 def ranges(visible, b, h, rows, T, S):
     """`lo`, `hi` of query `rows` (a tensor of any shape); `lo == hi == 0` for rows that see no key.
 
